@@ -1,0 +1,61 @@
+"""The options of layer-to-layer execution, checked once, where they are made.
+
+Every other module of the package takes a finished `L2LConfig`; `L2LTrainingArguments` carries the same fields on the
+command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+StashPlace = Literal["device", "host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2LConfig:
+    """How a model is run layer to layer (arXiv:2002.05645).
+
+    Raises:
+        ValueError: for a value outside the rule of its field.
+    """
+
+    ubatch_size: int | None = None
+    """Rows of the device batch that run through a layer at once (the inner loop, section 2.2). An uneven last ubatch is
+    fine; None runs the whole device batch as one ubatch."""
+
+    stash: StashPlace = "device"
+    """Where layer inputs wait for the backward sweep: on the device, or in host memory (constant device memory in depth,
+    arXiv:2002.05645 first text, equation 4)."""
+
+    device: torch.device | str | None = None
+    """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
+
+    layer_classes: tuple[str, ...] | None = None
+    """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
+
+    def __post_init__(self) -> None:
+        check_ubatch_size(self.ubatch_size)
+        if self.stash not in get_args(StashPlace):
+            raise ValueError(
+                f"stash must be one of {', '.join(map(repr, get_args(StashPlace)))} (got {self.stash!r}); "
+                "use 'host' when the layer inputs do not fit the device"
+            )
+        if isinstance(self.layer_classes, str):
+            raise ValueError(
+                f"layer_classes must be a tuple of class names (got the string {self.layer_classes!r}); "
+                f"write ({self.layer_classes!r},)"
+            )
+
+
+def check_ubatch_size(ubatch_size: int | None) -> None:
+    """Raise ValueError unless `ubatch_size` is None or a whole number of at least 1."""
+    if ubatch_size is None:
+        return
+    if isinstance(ubatch_size, bool) or not isinstance(ubatch_size, int) or ubatch_size < 1:
+        raise ValueError(
+            f"ubatch_size must be a whole number of at least 1, or None for the whole device batch (got {ubatch_size!r}); "
+            "set it to the rows that fit through one layer at once"
+        )

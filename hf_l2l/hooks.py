@@ -1,0 +1,255 @@
+"""Attaching layer-to-layer execution to a model, and detaching it: two Accelerate hooks and a guard.
+
+`LayerHook` sits on every layer, `ShellHook` on every other module; both put their own way of running in the place of the
+module's original forward, where `add_hook_to_module` keeps it. Everything else about the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
+
+from hf_l2l import stream
+from hf_l2l.config import L2LConfig
+from hf_l2l.eps import EagerParamServer
+from hf_l2l.relay import Relay
+from hf_l2l.shell import Shell
+from hf_l2l.stacks import LayerStack, find_stacks, shell_modules
+
+_ATTRIBUTE = "_l2l"
+
+
+class NoLayerStackError(ValueError):
+    """The model has no layers to stream; the Trainer then trains it as it is."""
+
+
+class Runner(Protocol):
+    """What a hook hands calls to: the relay for layers, the shell for the rest."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+class Replacement:
+    """Stands in for a bound method of a module. A copy or pickle of it is the original method of the copied module."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.module = module
+        self.original = original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (getattr(type(self.module), self.original.__name__), self.module)
+
+
+class _Forward(Replacement):
+    def __init__(self, module: nn.Module, original: Callable[..., Any], runner: Runner) -> None:
+        super().__init__(module, original)
+        self.runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.run(self.module, self.original, args, kwargs)
+
+
+class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
+    """Lets a runner execute a module's original forward. A deep copy or pickle of it is a hook that does nothing."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        module._old_forward = _Forward(module, module._old_forward, self.runner)  # type: ignore[assignment, arg-type]
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        replaced: Any = module._old_forward
+        module._old_forward = replaced.original
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelHook, ()
+
+
+class LayerHook(_L2LHook):
+    """On a layer: a call runs all ubatches of the device batch through it (`relay`)."""
+
+
+class ShellHook(_L2LHook):
+    """On any other module: if it is entered from outside, the shell is on the device meanwhile (`shell`)."""
+
+
+class _MoveGuard(Replacement):
+    """Stands in for `Module._apply`, through which `.to()`, `.cuda()`, `.half()` and their like change parameters."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], device: torch.device) -> None:
+        super().__init__(module, original)
+        self.device = device
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in (next(self.module.parameters(), None), next(self.module.buffers(), None)):
+            if tensor is None:
+                continue
+            asked = fn(torch.empty(0, dtype=tensor.dtype))
+            if asked.dtype != tensor.dtype:
+                raise ValueError(
+                    f"a model under L2L keeps the dtype of its master weights (got a move from {tensor.dtype} to "
+                    f"{asked.dtype}); call hf_l2l.detach_l2l(model) first"
+                )
+            if asked.device not in (stream.HOST, self.device):
+                raise ValueError(
+                    f"a model under L2L lives on the host and runs on {self.device} (got a move to {asked.device}); call "
+                    "hf_l2l.detach_l2l(model) first"
+                )
+            if asked.device == self.device != stream.HOST:
+                return self.module  # layers go there by themselves
+        moved: nn.Module = self.original(fn, recurse)
+        return moved
+
+
+@dataclass
+class Attachment:
+    """What `attach_l2l` put on a model. A copy of the model has none of it."""
+
+    config: L2LConfig
+    device: torch.device
+    stacks: list[LayerStack]
+    eps: EagerParamServer
+    hooked: list[nn.Module]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """What is attached to `model`, None if nothing is."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamServer:
+    """Run `model` layer to layer from now on; it stays the same object, with its parameters in host memory.
+
+    A forward runs one layer at a time on the execution device, a backward leaves gradients in `p.grad` on the host, and
+    any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns the
+    same EPS.
+
+    Args:
+        model: a model with at least one layer stack, on the host.
+        config: the options; None for the defaults.
+
+    Raises:
+        ValueError: for a model that is attached with another config, has no layer stack, lies on meta or is placed by a
+            device_map or other hooks.
+    """
+    config = config or L2LConfig()
+    attached = attachment_of(model)
+    if attached is not None:
+        if attached.config != config:
+            raise ValueError(
+                f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
+                "hf_l2l.detach_l2l(model) first"
+            )
+        _turn_off_activation_checkpointing(model)
+        return attached.eps
+    check_attachable(model)
+    stacks = find_stacks(model, config.layer_classes)
+    if not stacks:
+        raise NoLayerStackError(
+            f"a model must have a stack of layers to be run layer to layer (none was found in a {type(model).__name__}); "
+            "name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
+        )
+    device = stream.execution_device(config.device)
+    move_to_host(model)
+    _turn_off_activation_checkpointing(model)
+    return _attach(model, config, device, stacks)
+
+
+def _attach(
+    model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]
+) -> EagerParamServer:
+    layers = [layer for stack in stacks for layer in stack.layers]
+    eps = EagerParamServer(model, device)
+    shell = Shell(layers, device, eps)
+    relay = Relay(config, device, eps, shell)
+    outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    for module in outside:
+        add_hook_to_module(module, ShellHook(shell))
+    for layer in layers:
+        add_hook_to_module(layer, LayerHook(relay))
+    for module in [*outside, *layers]:
+        module._apply = _MoveGuard(module, module._apply, device)  # type: ignore[method-assign]
+    setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers]))
+    return eps
+
+
+def detach_l2l(model: nn.Module) -> nn.Module:
+    """Make `model` an ordinary model on the host again; nothing happens if nothing is attached. Returns the model."""
+    attached = attachment_of(model)
+    if attached is None:
+        return model
+    for module in attached.hooked:
+        remove_hook_from_module(module)
+        # Both leave an attribute behind that only repeats what the class says.
+        for name in ("forward", "_apply"):
+            method = module.__dict__.get(name)
+            if isinstance(method, Replacement) or getattr(method, "__func__", None) is getattr(type(module), name):
+                del module.__dict__[name]
+    delattr(model, _ATTRIBUTE)
+    return model
+
+
+def check_attachable(model: nn.Module) -> None:
+    """Raise ValueError if something else than the host has the parameters of `model`."""
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map is not None:
+        raise ValueError(
+            f"a model under L2L must be on the host, without a device_map (got {device_map}); load it as "
+            f"{type(model).__name__}.from_pretrained({getattr(model, 'name_or_path', '...')!r}, dtype=torch.float32)"
+        )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(
+            f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model with "
+            "from_pretrained, or make it outside torch.device('meta')"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            "the parameters of a model under L2L must be plain tensors (got a quantized model); load it without a "
+            "quantization_config"
+        )
+    hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None and type(hooked[1]) is not ModelHook:  # a bare one is what a copied model carries
+        raise ValueError(
+            f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "
+            f"{hooked[0] or 'the model'!r}); call accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
+
+
+def move_to_host(model: nn.Module) -> None:
+    """Move a model that is on an accelerator to the host, with one warning."""
+    where = next((t.device for t in [*model.parameters(), *model.buffers()] if t.device != stream.HOST), None)
+    if where is None:
+        return
+    warnings.warn(
+        f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to the "
+        "device: layers go there by themselves",
+        stacklevel=3,
+    )
+    model.to(stream.HOST)
+
+
+def _turn_off_activation_checkpointing(model: nn.Module) -> None:
+    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if not active:
+        return
+    warnings.warn(
+        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked for as "
+        "well, and is turned off",
+        stacklevel=4,
+    )
+    for module in active:
+        module.gradient_checkpointing = False  # type: ignore[assignment]

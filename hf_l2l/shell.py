@@ -1,0 +1,96 @@
+"""The shell: what is not in a layer (embeddings, pooler, final norm, heads, and their buffers).
+
+Hooks on single modules would not do: encoders and losses read weights without calling the module that has them. So the
+module that is entered from outside trades the parameters and buffers of its whole subtree, layers excepted, for device
+copies while the call lasts; what it calls finds them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_l2l import stream
+from hf_l2l.eps import EagerParamServer
+from hf_l2l.stacks import batch_rows, is_cache, shell_modules
+from hf_l2l.transit import DeviceWeights
+
+
+@dataclass
+class RootCall:
+    """A call that entered the model from outside, as long as it runs."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int | None
+    """Rows of its batch."""
+    rng: stream.RngState
+    """The generators as the call found them, to replay its beginning."""
+    shell: list[nn.Module]
+    layer_calls: list[Any] = field(default_factory=list)
+    """What the relay keeps of the layer calls made so far."""
+    replay: Any = None
+    """Set while the beginning of the call is replayed to find batch dimensions."""
+
+
+class Shell:
+    """Runs calls that enter a model from outside with the shell's weights on the device.
+
+    Weights are uploaded for each such call and live as long as its graph, so two forwards before a backward are as right
+    as one. A gradient goes to the EPS when it is complete: a leaf's hook fires once per backward, however often the weight
+    is tied or used.
+    """
+
+    def __init__(self, layers: list[nn.Module], device: torch.device, eps: EagerParamServer) -> None:
+        self.layers = layers
+        self.device = device
+        self.eps = eps
+        self.call: RootCall | None = None
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `forward`, the original forward of `module`; calls nested in another one are simply made."""
+        if self.call is not None:
+            return forward(*args, **kwargs)
+        with self.entered(module, forward, args, kwargs) as call:
+            return forward(*call.args, **call.kwargs)
+
+    @contextmanager
+    def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[RootCall]:
+        """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards."""
+        assert self.call is None, "a call is already inside the model"
+        args, kwargs = to_device((args, kwargs), self.device)
+        shell = list(shell_modules(module, self.layers))
+        weights = DeviceWeights(shell, self.device, requires_grad=torch.is_grad_enabled())
+        for master, leaf in weights.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self._sender(master))
+        rng = stream.get_rng_state(self.device)
+        self.call = RootCall(module, forward, args, kwargs, batch_rows((args, kwargs)), rng, shell)
+        try:
+            with weights.resident():
+                yield self.call
+        finally:
+            self.call = None
+
+    def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def send(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            self.eps.receive(master, leaf.grad)
+            leaf.grad = None
+
+        return send
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in it on `device`."""
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value, is_leaf=is_cache
+    )

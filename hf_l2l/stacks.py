@@ -1,0 +1,211 @@
+"""Which modules are layers, and which dimensions of a layer's arguments carry the batch.
+
+Layers are found by class, not by path: transformers marks the blocks of its models by a common base class. The batch
+dimensions are found by doubling the batch and looking which sizes double, never by comparing sizes with the batch size:
+DeBERTa-v2's relative embeddings may have as many rows as the batch, and they must not be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+LAYER_BASE_CLASS = "GradientCheckpointingLayer"
+"""The base class of the blocks of transformers' models (`transformers.modeling_layers`)."""
+
+LAYER_CLASSES = ("AlbertLayerGroup",)
+"""Blocks of transformers' models that lack that base class."""
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Layers that stand in one container: the encoder of BERT, or one of the two stacks of T5."""
+
+    path: str
+    layers: tuple[nn.Module, ...]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes of the layers, in order of first appearance."""
+        return tuple(dict.fromkeys(type(layer).__name__ for layer in self.layers))
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of each layer's parameters."""
+        return [parameter_bytes([layer]) for layer in self.layers]
+
+
+def parameter_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the parameters of `modules`, tied ones once."""
+    unique = {p for module in modules for p in module.parameters()}
+    return sum(p.numel() * p.element_size() for p in unique)
+
+
+def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) -> list[LayerStack]:
+    """The layer stacks of `model`, in module order; an empty list when it has none.
+
+    A layer is a member of a module container whose class, or a base of it, is known as a layer class or named in
+    `layer_classes`. A module that contains layers is none itself.
+
+    Raises:
+        ValueError: if `layer_classes` names a class that no module of the model has.
+    """
+    names = set(layer_classes or (LAYER_BASE_CLASS, *LAYER_CLASSES))
+    found = _members_named(model, names, anywhere=layer_classes is not None)
+    if not found and layer_classes is None:
+        # Models of the Hub that bring their own code name the blocks that must stay whole.
+        found = _members_named(model, set(getattr(model, "_no_split_modules", None) or ()), anywhere=False)
+    if layer_classes is not None:
+        classes = {base.__name__ for _, _, layer in found for base in type(layer).__mro__}
+        missing = [name for name in layer_classes if name not in classes]
+        if missing:
+            raise ValueError(
+                f"every name in layer_classes must be the class of a module of the model (no module is a "
+                f"{missing[0]!r}); the classes in it are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
+            )
+    stacks: dict[str, list[nn.Module]] = {}
+    for container, _, layer in found:
+        stacks.setdefault(container, []).append(layer)
+    return [LayerStack(path, tuple(dict.fromkeys(layers))) for path, layers in stacks.items()]
+
+
+def _members_named(model: nn.Module, names: set[str], *, anywhere: bool) -> list[tuple[str, str, nn.Module]]:
+    """(container path, name in it, module) of the innermost modules of a class in `names`."""
+
+    def named(module: nn.Module) -> bool:
+        return any(base.__name__ in names for base in type(module).__mro__)
+
+    found = []
+    for path, module in model.named_modules():
+        container, _, name = path.rpartition(".")
+        if not path or not named(module) or any(named(m) for m in module.modules() if m is not module):
+            continue
+        if anywhere or isinstance(model.get_submodule(container), nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found.append((container, name, module))
+    return found
+
+
+def shell_modules(root: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """`root` and the modules below it that are not inside a layer, each once."""
+    inside = set(layers)
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if module in inside or module in seen:
+            return
+        seen.add(module)
+        yield module
+        for child in module.children():
+            yield from walk(child)
+
+    return walk(root)
+
+
+def is_cache(value: object) -> bool:
+    """Whether `value` is a key-value cache of transformers."""
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of nested containers, and their structure. A key-value cache is one leaf: it is changed in place."""
+    return pytree.tree_flatten(value, is_leaf=is_cache)
+
+
+_SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def cannot_split(leaves: Sequence[Any]) -> str | None:
+    """Why arguments with these leaves must not be cut into ubatches, or None if they may be."""
+    for leaf in leaves:
+        if is_cache(leaf):
+            return "it is given a key-value cache"
+        if not isinstance(leaf, torch.Tensor) and not isinstance(leaf, _SPLITTABLE) and not callable(leaf):
+            return f"it is given a {type(leaf).__name__}, whose rows are unknown"
+    return None
+
+
+@dataclass(frozen=True)
+class BatchDims:
+    """Which dimension of each tensor carries the batch (None: the tensor is the same for every row).
+
+    A dimension may hold several entries per row, as in flattened (rows x tokens) inputs; entries of one row lie together.
+    """
+
+    dims: tuple[int | None, ...]
+
+    def rows_of(self, tensors: Sequence[torch.Tensor], rows: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Views of rows `start` to `stop` of tensors that hold `rows` rows; tensors without rows as they are."""
+        return [narrow(t, d, rows, start, stop) for t, d in zip(tensors, self.dims, strict=True)]
+
+    def fits(self, tensors: Sequence[torch.Tensor], rows: int) -> bool:
+        """Whether every batch dimension holds a whole number of entries per row."""
+        return all(d is None or t.shape[d] % rows == 0 for t, d in zip(tensors, self.dims, strict=True))
+
+
+def narrow(tensor: torch.Tensor, dim: int | None, rows: int, start: int, stop: int) -> torch.Tensor:
+    """A view of rows `start` to `stop` of a tensor with `rows` rows along `dim`."""
+    if dim is None:
+        return tensor
+    per_row = tensor.shape[dim] // rows
+    return tensor.narrow(dim, start * per_row, (stop - start) * per_row)
+
+
+class NoConsistentSplit(Exception):
+    """The batch dimensions could not be found; the text says why."""
+
+
+def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], rows: int, other_rows: int) -> BatchDims:
+    """The batch dimensions of tensors seen once with `rows` rows and once with `other_rows`.
+
+    Raises:
+        NoConsistentSplit: if a size changed otherwise than in proportion to the rows, or two of one tensor did.
+    """
+    if len(shapes) != len(other):
+        raise NoConsistentSplit(f"{len(shapes)} tensors for {rows} rows and {len(other)} for {other_rows}")
+    dims: list[int | None] = []
+    for shape, other_shape in zip(shapes, other, strict=True):
+        changed = [d for d, (a, b) in enumerate(zip(shape, other_shape, strict=False)) if a != b]
+        if len(shape) != len(other_shape) or len(changed) > 1:
+            raise NoConsistentSplit(f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}")
+        dim = changed[0] if changed else None
+        if dim is not None and (shape[dim] * other_rows != other_shape[dim] * rows or shape[dim] % rows):
+            raise NoConsistentSplit(f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}")
+        dims.append(dim)
+    return BatchDims(tuple(dims))
+
+
+def batch_rows(args: Any) -> int | None:
+    """The rows of the batch that a model is called with: the size of the first dimension of its first tensor."""
+    leaves, _ = flatten(args)
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+
+
+def doubled(args: Any, rows: int) -> Any:
+    """`args` of a model with its batch concatenated with itself."""
+    return pytree.tree_map(
+        lambda leaf: torch.cat([leaf, leaf])
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+        else leaf,
+        args,
+        is_leaf=is_cache,
+    )
+
+
+def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:
+    """What layer calls must have in common to be split alike.
+
+    The class, the structure (None against tensor included), and per tensor its rank, dtype and which sizes are one or
+    equal to the rows, so that a tensor that starts to carry rows is not taken for the shared one it was.
+    """
+
+    def kind(leaf: Any) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.dtype, tuple((size == 1, size == rows) for size in leaf.shape)
+        return type(leaf)
+
+    return type(layer), layer.training, spec, tuple(kind(leaf) for leaf in leaves)

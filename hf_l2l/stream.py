@@ -1,0 +1,162 @@
+"""What kind of device is it? The only module that asks.
+
+The host owns the master weights; the execution device sees copies. Where the two are the same memory (the CPU), an
+upload is a view and a download is the tensor itself. Device types without streams run everything in order, so no wait
+is needed here yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+HOST = torch.device("cpu")
+
+_copies_forced = False
+
+
+@contextmanager
+def forced_copies() -> Iterator[None]:
+    """Make uploads and downloads real copies even where host and device are one memory.
+
+    A switch for tests: what is right with views and with copies does not lean on either.
+    """
+    global _copies_forced
+    before, _copies_forced = _copies_forced, True
+    try:
+        yield
+    finally:
+        _copies_forced = before
+
+
+def execution_device(device: torch.device | str | None) -> torch.device:
+    """The device that layers run on: the one asked for, else the current accelerator, else the CPU.
+
+    A device type without an index becomes the current device of that type.
+    """
+    if device is None:
+        # check_available: a build of torch that knows an accelerator runs on machines that have none.
+        device = torch.accelerator.current_accelerator(check_available=True) or HOST
+    device = torch.device(device)
+    if device.type == "cpu":
+        return HOST
+    if device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether an upload to `device` is a view of the master instead of a copy."""
+    return device.type == "cpu" and not _copies_forced
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A detached tensor on `device` with the values of the host tensor `tensor`; a view of it where that is possible."""
+    if shares_host_memory(device):
+        return tensor.detach()
+    return tensor.detach().to(device, copy=True)
+
+
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """A host tensor with the values of `tensor`: the tensor itself where it lies in host memory already."""
+    if shares_host_memory(tensor.device):
+        return tensor
+    return tensor.to(HOST, copy=True)
+
+
+def device_module(device: torch.device) -> ModuleType | None:
+    """The torch module of a device type (`torch.cuda`, ...), None for the host."""
+    if device.type == "cpu":
+        return None
+    module: ModuleType = torch.get_device_module(device)
+    return module
+
+
+@dataclass(frozen=True)
+class RngState:
+    """The state of the two generators that a layer can draw from: the host's, and the device's where it has its own."""
+
+    host: torch.Tensor
+    device: torch.Tensor | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RngState):
+            return NotImplemented
+        if not torch.equal(self.host, other.host):
+            return False
+        if self.device is None or other.device is None:
+            return self.device is other.device
+        return torch.equal(self.device, other.device)
+
+
+def get_rng_state(device: torch.device) -> RngState:
+    """The state of the generators now (two small host tensors)."""
+    module = device_module(device)
+    return RngState(torch.get_rng_state(), None if module is None else module.get_rng_state(device))
+
+
+def set_rng_state(state: RngState, device: torch.device) -> None:
+    """Put the generators into `state`."""
+    torch.set_rng_state(state.host)
+    module = device_module(device)
+    if module is not None and state.device is not None:
+        module.set_rng_state(state.device, device)
+
+
+@contextmanager
+def rng_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators as they were found, whatever is drawn inside."""
+    state = get_rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """The autocast settings of the thread that ran the forward, to be entered again by the one that recomputes.
+
+    Autograd runs the backward of a custom function outside the model's autocast region, and on accelerators in a thread
+    of its own.
+    """
+
+    settings: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def current(cls, device: torch.device) -> AutocastState:
+        """The settings for `device` and for the host, as they are now."""
+        types = {device.type, HOST.type}
+        return cls(tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)))
+
+    @property
+    def enabled_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that autocast computes in, empty where it is off."""
+        return tuple(dtype for _, enabled, dtype in self.settings if enabled)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run under these settings, with the cache of cast weights off.
+
+        The cache would keep every layer's cast weights on the device until the outermost region ends.
+        """
+        before = AutocastState(
+            tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.settings)
+        )
+        cache_before = torch.is_autocast_cache_enabled()
+        self._set()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cache_before)
+            before._set()
+
+    def _set(self) -> None:
+        for device_type, enabled, dtype in self.settings:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)

@@ -1,0 +1,41 @@
+"""Rehearse a training script on a machine without an accelerator.
+
+`enable_simulated_accelerator("8GiB")` gives torch a second device, "sim", whose memory is host memory that is counted
+and limited. Tensors move to it with `.to("sim")`, an operation that mixes it with the host is refused, it draws from a
+random generator of its own, backward runs in a thread of its own, and an allocation past its capacity raises
+`torch.OutOfMemoryError`: what a script does wrong with one GPU, it does wrong here. It says nothing about speed.
+
+Importing this package registers nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["enable_simulated_accelerator"]
+
+
+def enable_simulated_accelerator(capacity: int | str | None = None) -> torch.device:
+    """Make "sim" the accelerator of this process, and return its device.
+
+    Call it before the first backward of the process (torch then fixes which devices have an autograd thread) and before
+    `TrainingArguments` or `Accelerator` are made; both pick "sim" from then on, until the process ends. Calling it
+    again only changes the capacity.
+
+    Args:
+        capacity: bytes the device holds, as an integer or as "8GiB" or "500MB"; None for no limit.
+
+    Raises:
+        ValueError: the capacity is not a positive number of bytes.
+        RuntimeError: another accelerator is in use, or a backward has run already.
+    """
+    from hf_l2l.testing.sim_memory import ACCOUNT, parse_bytes
+    from hf_l2l.testing.sim_setup import set_up_once
+
+    limit = None if capacity is None else parse_bytes(capacity)
+    device = set_up_once()
+    ACCOUNT.capacity = limit
+    return device

@@ -1,0 +1,3 @@
+from __future__ import annotations
+import torch
+def register(library: torch.library.Library) -> None: ...

@@ -1,0 +1,183 @@
+"""The operations of "sim" that the general `run` does not fit, and the registration of all of them.
+
+An operation with a host kernel of its own runs that kernel, so results are the host's to the last bit. The others are
+composed by torch out of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_random import GENERATOR
+from hf_l2l.testing.sim_tensor import HOST, HOST_KERNELS, NAME, host_view, is_sim, on_sim, point_at, run
+
+aten = torch.ops.aten
+
+# Composed by torch where a device has no kernel; run whole, they cost one call instead of several. A convolution must
+# be: torch would look for a kernel that only such a device may have.
+_RUN_WHOLE = ("clone", "convolution", "convolution_backward", "embedding", "masked_fill.Scalar", "repeat", "stack")
+
+
+def register(library: torch.library.Library, anything: torch.library.Library) -> None:
+    """Register every operation of "sim" with torch."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+            short = name.removeprefix("aten::")
+            if short not in _KERNELS:
+                library.impl(short, _host_kernel(_operation(short)), "PrivateUse1")
+    for short in _RUN_WHOLE:
+        library.impl(short, functools.partial(run, _operation(short)), "PrivateUse1")
+    for short, kernel in _KERNELS.items():
+        library.impl(short, kernel, "PrivateUse1")
+    anything.fallback(run, "PrivateUse1")
+
+
+def _operation(short: str) -> torch._ops.OpOverload:
+    packet, _, overload = short.partition(".")
+    op: torch._ops.OpOverload = getattr(getattr(aten, packet), overload or "default")
+    return op
+
+
+def _host_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Return what runs `op` by its host kernel: on the tensor itself for a view, else on host tensors."""
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    return functools.partial(op.redispatch, HOST_KERNELS) if is_view else functools.partial(run, op)
+
+
+def _empty(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    ACCOUNT.refuse_past_capacity(math.prod(size) * dtype.itemsize)
+    memory_format = memory_format or torch.contiguous_format
+    return on_sim(torch.empty(size, dtype=dtype, device=HOST, memory_format=memory_format))
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    ACCOUNT.refuse_past_capacity(math.prod(size) * dtype.itemsize)
+    return on_sim(torch.empty_strided(size, stride, dtype=dtype, device=HOST))
+
+
+def _resize_(
+    tensor: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
+) -> torch.Tensor:
+    """Give `tensor` another shape and keep its elements, as far as there is room for them."""
+    old = host_view(tensor)
+    room = old.untyped_storage().nbytes() // old.itemsize - old.storage_offset()
+    if math.prod(size) <= room:
+        strides = torch.empty(size, device="meta").stride()
+        return point_at(tensor, old.as_strided(size, strides))
+    ACCOUNT.refuse_past_capacity(math.prod(size) * old.itemsize)
+    grown = torch.empty(size, dtype=old.dtype, device=HOST)
+    grown.view(-1)[:room].copy_(old.as_strided((room,), (1,)))
+    return point_at(tensor, grown)
+
+
+def _set_from_storage(tensor: torch.Tensor, source: torch.UntypedStorage, *place: Any) -> torch.Tensor:
+    if source.device.type != NAME:
+        raise RuntimeError(f"aten::set_: cannot give a tensor on {NAME} a storage on {source.device}")
+    op = aten.set_.source_Storage_storage_offset if place else aten.set_.source_Storage
+    result: torch.Tensor = op.redispatch(HOST_KERNELS, tensor, source, *place)
+    return result
+
+
+def _set_from_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if tensor.device != source.device:
+        raise RuntimeError(f"aten::set_: cannot give a tensor on {tensor.device} the storage of one on {source.device}")
+    return point_at(tensor, host_view(source))
+
+
+def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
+    return point_at(tensor, torch.empty(0, dtype=tensor.dtype, device=HOST))
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy to, from or inside "sim"; the one operation that crosses devices."""
+    source, host_target = (host_view(t) if is_sim(t) else t for t in (source, target))
+    host_target.copy_(source)
+    return target
+
+
+def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _copy_from(source, target.resize_(source.size()))
+
+
+def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop out as the host does, which takes no generator here, but drawing from the device's."""
+    host = host_view(x)
+    if train is False:
+        return on_sim(host.clone()), on_sim(torch.ones_like(host, dtype=torch.bool))
+    kept = torch.empty_like(host, dtype=torch.bool).bernoulli_(1.0 - p, generator=GENERATOR)
+    return on_sim(host.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p))), on_sim(kept)
+
+
+def _fused_sdp_choice(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any,
+    **options: Any,
+) -> int:
+    """Choose the host's fused attention where the host would."""
+    if attn_mask is not None and attn_mask.requires_grad:  # the fused kernel has no gradient for it
+        return int(SDPBackend.MATH.value)
+    choice = run(aten._fused_sdp_choice.default, query, key, value, attn_mask, *rest, **options)
+    fused = choice == SDPBackend.FLASH_ATTENTION.value
+    return int((SDPBackend.OVERRIDEABLE if fused else SDPBackend.MATH).value)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Run the host's fused attention."""
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, log_sums = run(op, query, key, value, dropout_p, is_causal, attn_mask=attn_bias, scale=scale)
+    unused = on_sim(torch.empty(0, device=HOST))
+    return out, log_sums, unused, unused, query.size(2), key.size(2), unused, unused, unused
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None,
+    wanted: Sequence[bool], out: torch.Tensor, log_sums: torch.Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, seed: Any, offset: Any, *, scale: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    tensors = (grad, query, key, value, out, log_sums)
+    return *run(op, *tensors, dropout_p, is_causal, attn_mask=attn_bias, scale=scale), None
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "resize_": _resize_,
+    "set_": _set_empty,
+    "set_.source_Storage": _set_from_storage,
+    "set_.source_Storage_storage_offset": _set_from_storage,
+    "set_.source_Tensor": _set_from_tensor,
+    "_copy_from": _copy_from,
+    "_copy_from_and_resize": _copy_from_and_resize,
+    "native_dropout": _native_dropout,
+    "_fused_sdp_choice": _fused_sdp_choice,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+}

@@ -1,0 +1,123 @@
+"""Bytes of the simulated accelerator: who holds them, how many there are, and how many there may be.
+
+One `Block` stands behind each storage on "sim" and lives exactly as long, so views are counted once and bytes come back
+when the last tensor over them goes.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import threading
+from collections.abc import Callable
+
+import torch
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return `size` in bytes; "8GiB" is 8 * 2**30 and "8GB" is 8 * 10**9."""
+    count = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    elif isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match and match[2].upper() in _UNITS:
+            count = int(float(match[1]) * _UNITS[match[2].upper()])
+    if count <= 0:
+        raise ValueError(
+            f"capacity must be a positive number of bytes, as an integer or as text such as '8GiB' or '500MB' "
+            f"(got {size!r}); leave it out for a device without a limit"
+        )
+    return count
+
+
+class MemoryAccount:
+    """Live and peak bytes of the device, and the capacity they may not pass.
+
+    Storages are freed wherever the garbage collector runs, also inside `take` on the same thread; a free therefore
+    takes no lock and only queues its bytes, which are subtracted before anything is read or taken.
+    """
+
+    def __init__(self) -> None:
+        self.capacity: int | None = None
+        self._lock = threading.Lock()
+        self._freed: collections.deque[int] = collections.deque()
+        self._live = 0
+        self._peak = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count `nbytes` as live, or raise `torch.OutOfMemoryError` and count nothing."""
+        with self._lock:
+            self._refuse_past_capacity(nbytes)
+            self._live += nbytes
+            self._peak = max(self._peak, self._live)
+
+    def refuse_past_capacity(self, nbytes: int) -> None:
+        """Raise what `take` would raise, before the host is asked for the memory."""
+        with self._lock:
+            self._refuse_past_capacity(nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Count `nbytes` as free again."""
+        self._freed.append(nbytes)
+
+    def live(self) -> int:
+        """Return the bytes held now."""
+        with self._lock:
+            self._settle()
+            return self._live
+
+    def peak(self) -> int:
+        """Return the most bytes held at once since `reset_peak`."""
+        with self._lock:
+            return self._peak
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what is live now."""
+        with self._lock:
+            self._settle()
+            self._peak = self._live
+
+    def _refuse_past_capacity(self, nbytes: int) -> None:
+        self._settle()
+        if self.capacity is not None and self._live + nbytes > self.capacity:
+            raise torch.OutOfMemoryError(
+                f"the simulated accelerator is out of memory: {nbytes} bytes asked, {self._live} bytes live, "
+                f"capacity {self.capacity} bytes; use a smaller batch or model, or enable it with a larger capacity"
+            )
+
+    def _settle(self) -> None:
+        while self._freed:
+            self._live -= self._freed.popleft()
+
+
+ACCOUNT = MemoryAccount()
+
+
+class Block:
+    """The host memory behind one storage on "sim"; it gives its bytes back when that storage goes.
+
+    `owner` keeps the memory; `host` is the same memory as a storage that no operation can resize, so that the pointer
+    the device's storage holds stays good.
+    """
+
+    __slots__ = ("_give_back", "host", "nbytes", "owner")
+
+    def __init__(self, owner: torch.UntypedStorage) -> None:
+        self.nbytes = 0  # nothing to give back if `take` refuses
+        self.owner = owner
+        # Held by the instance: when the interpreter ends, module globals may be gone before the last storage.
+        self._give_back: Callable[[int], None] = ACCOUNT.give_back
+        ACCOUNT.take(owner.nbytes())
+        self.nbytes = owner.nbytes()
+        self.host: torch.UntypedStorage = self.storage_on(torch.device("cpu"))
+
+    def storage_on(self, device: torch.device) -> torch.UntypedStorage:
+        """Return a storage that says it is on `device`, over this memory."""
+        return torch._C._construct_storage_from_data_pointer(self.owner.data_ptr(), device, self.nbytes)
+
+    def __del__(self) -> None:
+        self._give_back(self.nbytes)

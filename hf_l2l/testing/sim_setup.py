@@ -1,0 +1,55 @@
+"""Registers "sim" with torch, once per process."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from hf_l2l.testing import sim_autocast, sim_device, sim_kernels, sim_patches
+from hf_l2l.testing.sim_tensor import DEVICE_INDEX, NAME
+
+_once = threading.Lock()
+_libraries: list[torch.library.Library] = []  # what they register lasts only as long as they do
+
+
+def set_up_once() -> torch.device:
+    """Register the device, unless it is, and return it."""
+    with _once:
+        if not _libraries:
+            _refuse_other_accelerator()
+            _setup_privateuseone_for_python_backend(NAME, backend_module=sim_device)
+            library, anything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+            _libraries.extend((library, anything))
+            sim_kernels.register(library, anything)
+            sim_autocast.register(library)
+            sim_patches.apply(library)
+            sim_device.manual_seed(torch.initial_seed())
+            # accelerate, and through it transformers, knows no device by this name but takes the one named here.
+            os.environ["ACCELERATE_TORCH_DEVICE"] = f"{NAME}:{DEVICE_INDEX}"
+            _refuse_late_start()
+    return torch.device(NAME, DEVICE_INDEX)
+
+
+def _refuse_other_accelerator() -> None:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    taken = torch._C._get_privateuse1_backend_name()
+    if found is not None or taken != "privateuseone":
+        raise RuntimeError(
+            f"the simulated accelerator must be the only one of the process (found {found or taken}); hide the other "
+            f"one, for CUDA with CUDA_VISIBLE_DEVICES='' in the environment"
+        )
+
+
+def _refuse_late_start() -> None:
+    """Run one backward on the device, which also fixes its autograd thread for the process."""
+    x = torch.ones((), device=torch.device(NAME, DEVICE_INDEX), requires_grad=True)
+    try:
+        (x * 2).backward()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "enable_simulated_accelerator must be called before the first backward of the process: torch fixes then "
+            "which devices have an autograd thread; call it at the start of the script, or restart the kernel"
+        ) from error

@@ -1,0 +1,221 @@
+"""Tensors on "sim", and how an operation on them is run by the host.
+
+A tensor on "sim" is a plain `torch.Tensor` whose storage says "sim" and points at host memory that a `Block` owns. An
+operation reaches `run`, which sees the same memory as host tensors, lets the host's kernel do the work, and gives the
+results a storage on "sim".
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from hf_l2l.testing.sim_memory import Block
+from hf_l2l.testing.sim_random import GENERATOR, drawing_from_sim
+
+NAME = "sim"
+DEVICE_INDEX = 0
+HOST = torch.device("cpu")
+HOST_KERNELS = DispatchKeySet(DispatchKey.CPU)
+# A kernel runs below the autocast of "sim"; the host's own autocast must not cast inside it either.
+_HOST_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+_set_storage = torch.ops.aten.set_.source_Storage_storage_offset
+
+# Operations that CUDA also lets take an index or a mask from the host.
+_TAKE_HOST_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+# The host multiplies 16-bit matrices 17 to 30 times slower than 32-bit ones. Computing in 32 bits and rounding once
+# is also what an accelerator's matrix units do.
+_ROUND_ONCE = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+_HALVES = (torch.bfloat16, torch.float16)
+
+Place = int | str  # where an argument stands in a call: a position or a keyword
+
+
+class Facts(NamedTuple):
+    """What `run` needs to know of an operation, read once from its schema."""
+
+    name: str
+    takes_host_indices: bool
+    rounds_once: bool
+    generator: Place | None  # where a random generator may be given
+    draws_unasked: bool  # random, and takes no generator
+    writes: tuple[Place, ...]  # arguments that are written to
+    resizes: bool  # written arguments may come back in another shape
+    returns: tuple[Place | None, ...]  # per result: the argument it is, or None where it is new
+
+
+@functools.cache
+def facts_of(op: torch._ops.OpOverload) -> Facts:
+    """Read `Facts` from the schema of `op`."""
+    schema = op._schema
+    places: dict[str, Place] = {a.name: a.name if a.kwarg_only else i for i, a in enumerate(schema.arguments)}
+    written = {a.name: a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    by_alias = {frozenset(a.alias_info.before_set): places[name] for name, a in written.items()}
+    returns = tuple(
+        by_alias.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
+    )
+    generator = places.get("generator")
+    return Facts(
+        name=schema.name,
+        takes_host_indices=schema.name in _TAKE_HOST_INDICES,
+        rounds_once=op._overloadname in ("default", "") and schema.name.removeprefix("aten::") in _ROUND_ONCE,
+        generator=generator,
+        draws_unasked=generator is None and torch.Tag.nondeterministic_seeded in op.tags,
+        writes=tuple(places[name] for name in written),
+        resizes=any(a.kwarg_only for a in written.values()),
+        returns=returns,
+    )
+
+
+def is_sim(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is on "sim"."""
+    return tensor.device.type == NAME
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor over the memory of `tensor`, which is on "sim"."""
+    block: Block = tensor.untyped_storage()._block  # type: ignore[attr-defined]  # set in `sim_storage`
+    view = torch.empty(0, dtype=tensor.dtype, device=HOST)
+    return view.set_(block.host, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return the storage on "sim" over the memory of `host`; the same one as long as it lives."""
+    known: weakref.ref[torch.UntypedStorage] | None = getattr(host, "_sim", None)
+    storage = known() if known is not None else None
+    if storage is None:
+        block = Block(host)
+        storage = block.storage_on(torch.device(NAME, DEVICE_INDEX))
+        # The storage keeps its Python object, and with it the block, for as long as any tensor uses it.
+        storage._block = block
+        block.host._sim = weakref.ref(storage)  # type: ignore[attr-defined]  # found again when an output is a view
+    return storage
+
+
+def on_sim(host: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on "sim" over the memory of the host tensor `host`."""
+    tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)
+    return point_at(tensor, host)
+
+
+def point_at(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """Let `tensor`, which is on "sim", have the memory and the shape of `host`."""
+    storage = sim_storage(host.untyped_storage())
+    place = (host.storage_offset(), host.size(), host.stride())
+    result: torch.Tensor = _set_storage.redispatch(HOST_KERNELS, tensor, storage, *place)
+    return result
+
+
+def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run `op`, some of whose tensors are on "sim", by the host's kernel."""
+    facts = facts_of(op)
+    to_host = functools.partial(_to_host, facts=facts)
+    host_args = [to_host(a) for a in args]
+    host_kwargs = {name: to_host(a) for name, a in kwargs.items()}
+    for place in facts.writes:
+        _refuse_host_target(_argument(place, args, kwargs), facts)
+    if facts.resizes:
+        host_kwargs.update({k: torch.empty(0, dtype=t.dtype, device=HOST) for k, t in _unshaped(facts, kwargs)})
+    with torch._C._ExcludeDispatchKeyGuard(_HOST_AUTOCAST):
+        out = _call(op, facts, host_args, host_kwargs)
+    if facts.resizes:
+        for place in facts.writes:
+            _follow_resize(_argument(place, args, kwargs), _argument(place, host_args, host_kwargs))
+    if len(facts.returns) == 1:
+        place_of_result = facts.returns[0]
+        return _from_host(out) if place_of_result is None else _argument(place_of_result, args, kwargs)
+    if not facts.returns:
+        return None
+    return tuple(
+        _from_host(x) if place is None else _argument(place, args, kwargs)
+        for x, place in zip(out, facts.returns, strict=True)
+    )
+
+
+def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if facts.generator is not None:
+        _give_generator(facts, args, kwargs)
+    elif facts.draws_unasked:
+        with drawing_from_sim():
+            return op(*args, **kwargs)
+    elif facts.rounds_once and args[0].dtype in _HALVES:
+        dtype = args[0].dtype
+        wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in _HALVES else a for a in args]
+        return _each_tensor(lambda t: t.to(dtype), op(*wide, **kwargs))
+    return op(*args, **kwargs)
+
+
+def _give_generator(facts: Facts, args: list[Any], kwargs: dict[str, Any]) -> None:
+    place = facts.generator
+    given = _argument(place, args, kwargs)
+    if given is not None:
+        raise RuntimeError(
+            f"{facts.name}: a generator on {given.device} was given for a tensor on {NAME}; leave it out and seed "
+            f"torch.{NAME}, or draw on the host and move the result"
+        )
+    if isinstance(place, int) and place < len(args):
+        args[place] = GENERATOR
+    else:
+        kwargs["generator"] = GENERATOR
+
+
+def _argument(place: Place | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if isinstance(place, int):
+        return args[place] if place < len(args) else None
+    return kwargs.get(place) if place is not None else None
+
+
+def _to_host(x: Any, facts: Facts) -> Any:
+    if isinstance(x, torch.Tensor):
+        if is_sim(x):
+            return host_view(x)
+        if x.dim() > 0 and not facts.takes_host_indices:
+            raise RuntimeError(
+                f"{facts.name}: expected all tensors to be on {NAME}, but found one on {x.device} of shape "
+                f"{tuple(x.shape)}; move it with .to('{NAME}') first"
+            )
+        return x
+    if isinstance(x, (list, tuple)):
+        return [_to_host(y, facts) for y in x]
+    return HOST if isinstance(x, torch.device) else x
+
+
+def _refuse_host_target(target: Any, facts: Facts) -> None:
+    for tensor in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(tensor, torch.Tensor) and not is_sim(tensor):
+            raise RuntimeError(
+                f"{facts.name}: cannot write into a tensor on {tensor.device} from tensors on {NAME}; use copy_"
+            )
+
+
+def _unshaped(facts: Facts, kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the outputs that are still empty: the operation is to give them their shape, and so their memory."""
+    for place in facts.writes:
+        target = kwargs.get(place) if isinstance(place, str) else None
+        if isinstance(target, torch.Tensor) and target.numel() == 0:
+            yield str(place), target
+
+
+def _follow_resize(target: Any, host: Any) -> None:
+    if isinstance(target, (list, tuple)):
+        for t, h in zip(target, host, strict=True):
+            _follow_resize(t, h)
+    elif target is not None and (target.size() != host.size() or target.stride() != host.stride()):
+        point_at(target, host)
+
+
+def _from_host(x: Any) -> Any:
+    return _each_tensor(on_sim, x)
+
+
+def _each_tensor(fn: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return fn(x)
+    if isinstance(x, (list, tuple)):
+        return type(x)(_each_tensor(fn, y) for y in x)
+    return x

@@ -1,0 +1,114 @@
+"""Transit: how weights and buffers trade places with device copies, and how gradients come back.
+
+A module tree keeps its own parameters, the fp32 masters in host memory. For the time of a call the tensors its modules
+read are replaced by copies on the execution device ("transit buffers", arXiv:2002.05645, section 1.2); afterwards the
+masters stand in their places again, whatever happened. Used by `relay` for layers and by `shell` for everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hf_l2l import stream
+
+
+class Place(NamedTuple):
+    """Where a module keeps one tensor: `slots` is its table of parameters or of buffers."""
+
+    slots: dict[str, torch.Tensor | None]
+    name: str
+    tensor: torch.Tensor
+
+
+class DeviceWeights:
+    """Device copies of the parameters of some modules, one per master however often it is tied.
+
+    The copies are leaves: after a backward through them `gradients` holds, per master, the sum of what arrived
+    (arXiv:2002.05645, algorithm 2: gradients are summed over the ubatches on the device).
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, requires_grad: bool) -> None:
+        self.modules = list(modules)
+        self.device = device
+        self.places = [
+            Place(module._parameters, name, parameter)
+            for module in self.modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.leaves: dict[torch.Tensor, torch.Tensor] = {}
+        # Copies made under inference mode could never be trained with.
+        with torch.inference_mode(False), torch.no_grad():
+            for place in self.places:
+                if place.tensor not in self.leaves:
+                    self.leaves[place.tensor] = stream.upload(place.tensor, device)
+        if requires_grad:
+            for master, leaf in self.leaves.items():
+                leaf.requires_grad_(master.requires_grad)
+
+    @property
+    def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(master, gradient sum on the device) for every master that a gradient reached."""
+        for master, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                yield master, leaf.grad
+
+    @contextmanager
+    def resident(self, *, keep_buffers: bool = True) -> Iterator[None]:
+        """Let the modules read the device copies instead of the masters.
+
+        Buffers come along. What the modules write into them goes back to the host when `keep_buffers` is True (a
+        forward), and is thrown away otherwise (a recompute, whose writes have already happened once).
+        """
+        buffers = _DeviceBuffers(self.modules, self.device, keep=keep_buffers)
+        try:
+            for slots, name, master in self.places:
+                slots[name] = self.leaves[master]
+            buffers.place()
+            yield
+        finally:
+            for slots, name, master in self.places:
+                slots[name] = master
+            buffers.restore()
+
+
+class _DeviceBuffers:
+    """Device copies of the buffers of some modules."""
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, keep: bool) -> None:
+        self.keep = keep
+        self.copies: list[tuple[Place, torch.Tensor, int]] = []
+        # A kept buffer in shared memory is written where it lies: there is nothing to trade.
+        if keep and stream.shares_host_memory(device):
+            return
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for module in modules:
+                for name, buffer in module._buffers.items():
+                    if buffer is None:
+                        continue
+                    if buffer not in made:
+                        made[buffer] = buffer.detach().to(device, copy=True)
+                    self.copies.append((Place(module._buffers, name, buffer), made[buffer], made[buffer]._version))
+
+    def place(self) -> None:
+        for (slots, name, _), copy, _ in self.copies:
+            slots[name] = copy
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the host buffers back, with what the call wrote or assigned when that is to be kept."""
+        for (slots, name, buffer), copy, version in self.copies:
+            now = slots.get(name)
+            slots[name] = buffer
+            if not self.keep:
+                continue
+            if now is not copy:  # the module assigned another tensor to its buffer
+                slots[name] = None if now is None else stream.download(now.detach())
+            elif copy._version != version:
+                buffer.copy_(copy)
