@@ -1,2 +1,228 @@
+"""Memory before the run, from shapes: what the host and the device will have to hold.
+
+The host's need is compared with what is available before training allocates anything, so that a model that cannot be
+trained says so in a second and not after an hour in the swap.
+"""
+
 from __future__ import annotations
-def estimate(): ...
+
+import os
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from hf_l2l import stream
+from hf_l2l.config import L2LConfig
+from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules
+
+SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
+"""Environment variable that, set to 1, lets training start although the host memory does not seem to suffice."""
+
+MOMENTS_ASSUMED = 2
+"""Moments per parameter where an optimizer's state cannot be found out from shapes: those of Adam."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by kind. On the device, what depends on the batch comes on top: activations of one ubatch inside one layer,
+    two layer outputs of the device batch, and the stash where it is kept there."""
+
+    masters: int
+    """Host: the parameters of the model."""
+    gradients: int
+    """Host: one gradient per trainable parameter."""
+    moments: int
+    """Host: the optimizer's state."""
+    shell: int
+    """Device: weights, gradients and buffers of what is not in a layer."""
+    slots: int
+    """Device: weights and gradients of the largest layer."""
+
+    @property
+    def host_bytes(self) -> int:
+        return self.masters + self.gradients + self.moments
+
+    @property
+    def device_bytes(self) -> int:
+        return self.shell + self.slots
+
+
+def estimate(
+    model: nn.Module, config: L2LConfig | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> MemoryEstimate:
+    """The memory that training `model` layer to layer takes, from shapes alone; nothing is allocated.
+
+    Args:
+        model: the model; it may lie on the meta device.
+        config: the options; None for the defaults.
+        optimizer: the optimizer that will update the model; None assumes two moments per trainable parameter.
+    """
+    config = config or L2LConfig()
+    layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+    shell = list(shell_modules(model, layers))
+    shell_parameters = {p for m in shell for p in m._parameters.values() if p is not None}
+    shell_buffers = {b for m in shell for b in m._buffers.values() if b is not None}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return MemoryEstimate(
+        masters=parameter_bytes([model]),
+        gradients=_bytes(trainable),
+        moments=MOMENTS_ASSUMED * _bytes(trainable) if optimizer is None else moment_bytes(optimizer),
+        shell=_bytes(shell_parameters) + _bytes(p for p in shell_parameters if p.requires_grad) + _bytes(shell_buffers),
+        slots=max((_layer_slots(layer) for layer in layers), default=0),
+    )
+
+
+def _layer_slots(layer: nn.Module) -> int:
+    return parameter_bytes([layer]) + _bytes(p for p in layer.parameters() if p.requires_grad)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state once every parameter has been updated, from shapes.
+
+    A copy of the optimizer takes one step on the meta device, for one parameter of each shape. Where its kernels do not
+    run there, its state is taken to be as large as Adam's.
+    """
+    total = 0
+    for group in optimizer.param_groups:
+        per_shape: dict[tuple[torch.Size, torch.dtype], int] = {}
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            key = p.shape, p.dtype
+            if key not in per_shape:
+                per_shape[key] = _state_bytes(optimizer, group, p)
+            total += per_shape[key]
+    return total
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
+    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
+    stand_in.grad = torch.empty_like(stand_in)
+    # The fused and foreach kernels hold the same state as the plain loop, which runs on meta.
+    options = {k: deepcopy(v) for k, v in group.items() if k != "params"} | {"fused": False, "foreach": False}
+    trial = type(optimizer).__new__(type(optimizer))
+    trial.__dict__.update({**optimizer.__dict__, "param_groups": [{**options, "params": [stand_in]}]})
+    trial.state = type(optimizer.state)(dict)
+    try:
+        unpatched: Any = type(optimizer).step
+        unpatched(trial)
+    except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError):
+        return MOMENTS_ASSUMED * parameter.numel() * parameter.element_size()
+    return _bytes(v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor))
+
+
+def available_host_bytes() -> int:
+    """Host memory that can still be taken: what the system has available, within the limit of the control group."""
+    available = psutil.virtual_memory().available
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        left = _left_in_group(Path(limit), Path(usage))
+        if left is not None:
+            available = min(available, left)
+    return int(available)
+
+
+def _left_in_group(limit: Path, usage: Path) -> int | None:
+    try:
+        text, used = limit.read_text().strip(), int(usage.read_text())
+        reclaimable = [line for line in (usage.parent / "memory.stat").read_text().splitlines() if "inactive_file" in line]
+    except (OSError, ValueError):
+        return None
+    if not text.isdigit():  # "max": no limit
+        return None
+    # Pages of files that were read are counted as used, and given back when memory is needed.
+    cached = int(reclaimable[0].split()[1]) if reclaimable else 0
+    return int(text) - used + cached
+
+
+def check_host_memory(need: MemoryEstimate) -> None:
+    """Raise MemoryError if training needs more host memory than is available.
+
+    The masters are counted as paid for as far as this process already holds memory of its own; those still read from a
+    mapped file are not.
+    """
+    if os.environ.get(SKIP_VARIABLE) == "1":
+        return
+    paid = min(need.masters, _own_bytes())
+    have = available_host_bytes() + paid
+    if need.host_bytes <= have:
+        return
+    kinds = ", ".join(f"{kind} {gib(getattr(need, kind))}" for kind in ("masters", "gradients", "moments"))
+    raise MemoryError(
+        f"training needs {gib(need.host_bytes)} of host memory ({kinds}), and {gib(have)} can be had; use an optimizer with "
+        f"less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with {SKIP_VARIABLE}=1"
+    )
+
+
+def _own_bytes() -> int:
+    """Bytes of memory that this process holds for itself, mapped files not counted."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
+
+
+def gib(num_bytes: int) -> str:
+    """A number of bytes as people read it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
+    """What will be run, where and why: the block that training starts with."""
+    device = stream.execution_device(config.device)
+    stacks = find_stacks(model, config.layer_classes)
+    lines = [f"***** Layer-to-layer execution of {type(model).__name__} *****"]
+    for stack in stacks:
+        sizes = stack.layer_bytes
+        lines.append(
+            f"  Layers = {len(sizes)} x {'/'.join(stack.class_names)} at {stack.path or 'the model'} "
+            f"({gib(sum(sizes))}, largest {gib(max(sizes))})"
+        )
+    layers = [layer for stack in stacks for layer in stack.layers]
+    shell = {p for m in shell_modules(model, layers) for p in m._parameters.values() if p is not None}
+    places: dict[torch.Tensor, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        places.setdefault(p, []).append(name)
+    ties = [" = ".join(names) for names in places.values() if len(names) > 1]
+    frozen = [p for p in places if not p.requires_grad]
+    lines += [
+        f"  Shell = {len(shell)} parameters outside the layers ({gib(_bytes(shell))})",
+        f"  Tied = {'; '.join(ties) or 'none'}",
+        f"  Frozen = {len(frozen)} of {len(places)} parameters ({gib(_bytes(frozen))})",
+        f"  Device = {device}",
+        f"  Micro-batches = {_ubatch_text(config)}",
+        f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
+        "  Update = serial: the optimizer updates all layers on the host, in step()",
+        f"  Host memory = masters {gib(need.masters)} + gradients {gib(need.gradients)} + moments {gib(need.moments)}",
+        f"  Device memory = shell {gib(need.shell)} + one layer {gib(need.slots)} (weights and gradients), and activations",
+        f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
+    ]
+    return "\n".join(lines)
+
+
+def _ubatch_text(config: L2LConfig) -> str:
+    if config.ubatch_size is None:
+        return "the whole device batch at once (ubatch_size=None)"
+    return f"{config.ubatch_size} rows at a time (ubatch_size={config.ubatch_size})"
+
+
+def _bound_text(device: torch.device, layer_bytes: int) -> str:
+    if device.type == "cpu":
+        return "compute: host and device are one, nothing travels"
+    return (
+        f"compute, plus {gib(2 * layer_bytes)} of weights over the link and the host optimizer per step, which nothing "
+        "hides: a larger device batch makes both count less"
+    )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from hf_l2l.testing.sim_memory import ACCOUNT
 from hf_l2l.testing.sim_random import GENERATOR
-from hf_l2l.testing.sim_tensor import HOST, HOST_KERNELS, NAME, host_view, is_sim, on_sim, point_at, run
+from hf_l2l.testing.sim_tensor import DEVICE_INDEX, HOST, HOST_KERNELS, NAME, host_view, is_sim, on_sim, point_at, run
 
 aten = torch.ops.aten
 
@@ -36,6 +36,9 @@ def register(library: torch.library.Library, anything: torch.library.Library) ->
         library.impl(short, functools.partial(run, _operation(short)), "PrivateUse1")
     for short, kernel in _KERNELS.items():
         library.impl(short, kernel, "PrivateUse1")
+    # Differentiable pieces make it up, so it stands above autograd; in inference mode that level is not reached.
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        library.impl("scaled_dot_product_attention", _attention, key)
     anything.fallback(run, "PrivateUse1")
 
 
@@ -51,6 +54,15 @@ def _host_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return functools.partial(op.redispatch, HOST_KERNELS) if is_view else functools.partial(run, op)
 
 
+def _checked_dtype(size: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> torch.dtype:
+    """Return the dtype of a tensor to be made, once it is known that its device exists and has room for it."""
+    if device is not None and device.index not in (None, DEVICE_INDEX):
+        raise RuntimeError(f"invalid device {device}: there is one simulated accelerator, {NAME}:{DEVICE_INDEX}")
+    dtype = dtype or torch.get_default_dtype()
+    ACCOUNT.refuse_past_capacity(math.prod(size) * dtype.itemsize)
+    return dtype
+
+
 def _empty(
     size: Sequence[int],
     *,
@@ -60,8 +72,7 @@ def _empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    dtype = dtype or torch.get_default_dtype()
-    ACCOUNT.refuse_past_capacity(math.prod(size) * dtype.itemsize)
+    dtype = _checked_dtype(size, dtype, device)
     memory_format = memory_format or torch.contiguous_format
     return on_sim(torch.empty(size, dtype=dtype, device=HOST, memory_format=memory_format))
 
@@ -75,8 +86,7 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
-    dtype = dtype or torch.get_default_dtype()
-    ACCOUNT.refuse_past_capacity(math.prod(size) * dtype.itemsize)
+    dtype = _checked_dtype(size, dtype, device)
     return on_sim(torch.empty_strided(size, stride, dtype=dtype, device=HOST))
 
 
@@ -133,37 +143,30 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torc
     return on_sim(host.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p))), on_sim(kept)
 
 
-def _fused_sdp_choice(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any,
-    **options: Any,
-) -> int:
-    """Choose the host's fused attention where the host would."""
-    if attn_mask is not None and attn_mask.requires_grad:  # the fused kernel has no gradient for it
-        return int(SDPBackend.MATH.value)
-    choice = run(aten._fused_sdp_choice.default, query, key, value, attn_mask, *rest, **options)
-    fused = choice == SDPBackend.FLASH_ATTENTION.value
-    return int((SDPBackend.OVERRIDEABLE if fused else SDPBackend.MATH).value)
-
-
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
-) -> tuple[Any, ...]:
-    """Run the host's fused attention."""
-    op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, log_sums = run(op, query, key, value, dropout_p, is_causal, attn_mask=attn_bias, scale=scale)
-    unused = on_sim(torch.empty(0, device=HOST))
-    return out, log_sums, unused, unused, query.size(2), key.size(2), unused, unused, unused
-
-
-def _attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None,
-    wanted: Sequence[bool], out: torch.Tensor, log_sums: torch.Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, seed: Any, offset: Any, *, scale: float | None = None,
-) -> tuple[torch.Tensor | None, ...]:
-    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    tensors = (grad, query, key, value, out, log_sums)
-    return *run(op, *tensors, dropout_p, is_causal, attn_mask=attn_bias, scale=scale), None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Run the host's fused attention where the host would, instead of the composed one that torch takes here."""
+    choose = aten._fused_sdp_choice.default
+    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    # The fused kernel has no gradient for its mask.
+    if choice != SDPBackend.FLASH_ATTENTION.value or (attn_mask is not None and attn_mask.requires_grad):
+        composed = aten._scaled_dot_product_attention_math.default
+        out, _ = composed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return cast(torch.Tensor, out)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+    fused = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, _ = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    return cast(torch.Tensor, out)
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -177,7 +180,4 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
     "native_dropout": _native_dropout,
-    "_fused_sdp_choice": _fused_sdp_choice,
-    "_scaled_dot_product_fused_attention_overrideable": _attention,
-    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
 }

@@ -1,3 +1,106 @@
+"""What torch does in its own code for the accelerators it knows, and cannot be told for "sim" by registering operations.
+
+Each patch leaves every call that has nothing to do with "sim" as it was.
+"""
+
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
-def apply(library: torch.library.Library) -> None: ...
+
+from hf_l2l.testing import sim_device
+from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_tensor import NAME, sim_storage
+
+_PINNED = "_pinned_for_sim"  # attribute of a host storage
+
+
+def apply(library: torch.library.Library) -> None:
+    """Apply all patches; called once."""
+    library.impl("is_pinned", _is_pinned, "CPU")
+    library.impl("_pin_memory", _pin_memory, "CPU")
+    _make_storages_by_size()
+    _keep_parameters_when_a_module_moves()
+    _answer_for_torch_accelerator()
+
+
+def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
+    return hasattr(tensor.untyped_storage(), _PINNED)
+
+
+def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a copy that says it is pinned, which is all there is to pin here.
+
+    Without it `DataLoader(pin_memory=True)`, the default of `TrainingArguments`, asks the accelerator for pinned memory
+    and fails.
+    """
+    pinned = torch.empty_like(tensor, device="cpu").copy_(tensor)
+    setattr(pinned.untyped_storage(), _PINNED, True)
+    return pinned
+
+
+def _make_storages_by_size() -> None:
+    """Let `UntypedStorage(size, device="sim")` work, which deep copies and `torch.load` call.
+
+    torch would ask for the device's allocator; devices written in Python have none, and the process would crash.
+    """
+    original = torch.UntypedStorage.__new__
+
+    @functools.wraps(original)
+    def new(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
+        if device is None or torch.device(device).type != NAME:
+            return original(cls, *args, **kwargs) if device is None else original(cls, *args, device=device, **kwargs)
+        if kwargs or not all(isinstance(a, int) for a in args):
+            raise RuntimeError(f"a storage on {NAME} is made from a number of bytes only; copy into it afterwards")
+        ACCOUNT.refuse_past_capacity(sum(args))
+        return sim_storage(torch.UntypedStorage(*args))
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]  # the patch
+
+
+def _keep_parameters_when_a_module_moves() -> None:
+    """Let `Module.to("sim")` move parameters in place, as it does for CUDA.
+
+    For CUDA torch moves the data below a parameter; between the host and "sim" it refuses and makes new parameters,
+    which would untie tied weights and leave an optimizer with the old ones. Swapping the tensors keeps them.
+    """
+    original = torch.nn.Module._apply
+
+    @functools.wraps(original)
+    def moving_in_place(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(swaps or _crosses(self, fn, recurse))
+        try:
+            return original(self, fn, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+    torch.nn.Module._apply = moving_in_place  # type: ignore[method-assign]  # the patch
+
+
+def _crosses(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> bool:
+    """Return whether `fn` moves the parameters of `module` to "sim" or away from it."""
+    devices = {p.device for p in module.parameters(recurse)}
+    with torch.no_grad():
+        return any((d.type == NAME) != (fn(torch.empty(0, device=d)).device.type == NAME) for d in devices)
+
+
+def _answer_for_torch_accelerator() -> None:
+    """Let `torch.accelerator` report memory; it reads the counters of allocators written in C++ only."""
+    for name in (
+        "empty_cache",
+        "memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
+    ):
+        for module in (torch.accelerator, torch.accelerator.memory):
+            setattr(module, name, getattr(sim_device, name))
+    for module in (torch.accelerator, torch.accelerator.memory):
+        setattr(module, "get_memory_info", sim_device.mem_get_info)  # noqa: B010  # absent from older torch
+        setattr(module, "synchronize", sim_device.synchronize)  # noqa: B010

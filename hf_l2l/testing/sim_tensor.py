@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     """What `run` needs to know of an operation, read once from its schema."""
 
     name: str
-    takes_host_indices: bool
+    indexes: bool  # may take indices from the host
     rounds_once: bool
     generator: Place | None  # where a random generator may be given
     draws_unasked: bool  # random, and takes no generator
@@ -62,7 +62,7 @@ def facts_of(op: torch._ops.OpOverload) -> Facts:
     generator = places.get("generator")
     return Facts(
         name=schema.name,
-        takes_host_indices=schema.name in _TAKE_HOST_INDICES,
+        indexes=schema.name in _TAKE_HOST_INDICES,
         rounds_once=op._overloadname in ("default", "") and schema.name.removeprefix("aten::") in _ROUND_ONCE,
         generator=generator,
         draws_unasked=generator is None and torch.Tag.nondeterministic_seeded in op.tags,
@@ -170,18 +170,19 @@ def _argument(place: Place | None, args: Sequence[Any], kwargs: dict[str, Any]) 
     return kwargs.get(place) if place is not None else None
 
 
-def _to_host(x: Any, facts: Facts) -> Any:
+def _to_host(x: Any, facts: Facts, host_allowed: bool = False) -> Any:
+    """Return `x` as the host's kernel takes it; a host tensor passes where it has no dimension or is allowed."""
     if isinstance(x, torch.Tensor):
         if is_sim(x):
             return host_view(x)
-        if x.dim() > 0 and not facts.takes_host_indices:
+        if x.dim() > 0 and not host_allowed:
             raise RuntimeError(
                 f"{facts.name}: expected all tensors to be on {NAME}, but found one on {x.device} of shape "
                 f"{tuple(x.shape)}; move it with .to('{NAME}') first"
             )
         return x
     if isinstance(x, (list, tuple)):
-        return [_to_host(y, facts) for y in x]
+        return [_to_host(y, facts, host_allowed=facts.indexes) for y in x]
     return HOST if isinstance(x, torch.device) else x
 
 

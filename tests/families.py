@@ -1,0 +1,153 @@
+"""Tiny models of eight families with random weights, their batches, and the comparison of gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+from hf_l2l import L2LConfig, attach_l2l
+
+ROWS, TOKENS, VOCAB = 8, 6, 60
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCAB}
+
+
+def bert(dropout: float = 0.0, **more: Any) -> nn.Module:
+    config = hf.BertConfig(**{**SMALL, **more}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return hf.BertForSequenceClassification(config)
+
+
+def roberta() -> nn.Module:
+    config = hf.RobertaConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1)
+    return hf.RobertaForSequenceClassification(config)
+
+
+def electra() -> nn.Module:
+    config = hf.ElectraConfig(**SMALL, embedding_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return hf.ElectraForSequenceClassification(config)
+
+
+def deberta_v2() -> nn.Module:
+    """The relative embeddings have 2 x 4 rows: as many as the batch."""
+    config = hf.DebertaV2Config(
+        **SMALL,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pooler_dropout=0.0,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=ROWS // 2,
+        max_relative_positions=ROWS // 2,
+        share_att_key=True,
+        conv_kernel_size=3,
+        conv_act="gelu",
+    )
+    return hf.DebertaV2ForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    config = hf.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=VOCAB, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def llama(**more: Any) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, max_position_embeddings=32, **more))
+
+
+def t5() -> nn.Module:
+    config = hf.T5Config(
+        d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    config = hf.ViTConfig(
+        **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2
+    )
+    return hf.ViTForImageClassification(config)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "bert": bert,
+    "roberta": roberta,
+    "electra": electra,
+    "deberta_v2": deberta_v2,
+    "gpt2": gpt2,
+    "llama": llama,
+    "t5": t5,
+    "vit": vit,
+}
+
+
+def batch_for(model: nn.Module, *, masked: bool = True, rows: int = ROWS, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A batch the model trains on; `masked` makes its rows of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    labels = torch.randint(0, 2, (rows,), generator=generator)
+    if "ViT" in type(model).__name__:
+        return {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator, dtype=dtype), "labels": labels}
+    ids = torch.randint(5, VOCAB, (rows, TOKENS), generator=generator)
+    batch = {"input_ids": ids, "labels": labels if "Sequence" in type(model).__name__ else ids.clone()}
+    if masked:
+        lengths = 2 + torch.arange(rows) % (TOKENS - 1)
+        batch["attention_mask"] = (torch.arange(TOKENS) < lengths[:, None]).long()
+        if batch["labels"].dim() == 2:
+            batch["labels"][batch["attention_mask"] == 0] = -100
+    return batch
+
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def train_once(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One forward and backward; returns the loss on the host."""
+    model.train()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach().cpu()
+
+
+def reference(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Gradients]:
+    """Loss and gradients of a plain copy of `model` on the CPU."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    loss = train_once(plain, batch)
+    return loss, gradients(plain)
+
+
+def attached(model: nn.Module, **options: Any) -> nn.Module:
+    attach_l2l(model, L2LConfig(**options))
+    return model
+
+
+def relative_error(found: Gradients, expected: Gradients) -> float:
+    """The largest difference of any entry, relative to the largest entry of all gradients."""
+    assert found.keys() == expected.keys()
+    missing = [n for n in expected if (found[n] is None) != (expected[n] is None)]
+    assert not missing, f"gradients on one side only: {missing}"
+    pairs = [(found[n], expected[n]) for n in expected if expected[n] is not None]
+    assert pairs
+    scale = max(e.abs().max().item() for _, e in pairs if e is not None)
+    return max((f - e).abs().max().item() for f, e in pairs if f is not None and e is not None) / scale
+
+
+def assert_same_bits(found: Gradients, expected: Gradients) -> None:
+    for name, gradient in expected.items():
+        other = found[name]
+        assert (other is None) == (gradient is None), name
+        assert gradient is None or (other is not None and torch.equal(other, gradient)), name
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
