@@ -153,7 +153,6 @@ class LayerCall:
         with (
             # After backward the generators stand where forward left them.
             stream.rng_state_kept(self.device),
-            self.autocast.entered(),
             torch.enable_grad(),
             weights.resident(keep_buffers=False),
         ):
@@ -161,7 +160,8 @@ class LayerCall:
                 leaves = inputs.leaves(ubatch)
                 if rng is not None:
                     stream.set_rng_state(rng, self.device)
-                outputs = self.execute(leaves)
+                with self.autocast.entered():  # and not around the backward, which autocast would round
+                    outputs = self.execute(leaves)
                 self._backward(outputs, gradients, ubatch)
                 inputs.collect(leaves, ubatch)
                 del leaves, outputs  # one ubatch's activations at a time

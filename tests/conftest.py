@@ -8,6 +8,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+pytest.register_assert_rewrite("families", "parity_cases", "training")
+
 import torch
 import transformers
 

@@ -21,9 +21,9 @@ __all__ = ["enable_simulated_accelerator"]
 def enable_simulated_accelerator(capacity: int | str | None = None) -> torch.device:
     """Make "sim" the accelerator of this process, and return its device.
 
-    Call it before the first backward of the process (torch then fixes which devices have an autograd thread) and before
-    `TrainingArguments` or `Accelerator` are made; both pick "sim" from then on, until the process ends. Calling it
-    again only changes the capacity.
+    Call it before the first backward of the process (torch then fixes which devices have an autograd thread) and
+    before `TrainingArguments` or `Accelerator` are made; both pick "sim" from then on, until the process ends.
+    Calling it again only changes the capacity.
 
     Args:
         capacity: bytes the device holds, as an integer or as "8GiB" or "500MB"; None for no limit.

@@ -178,4 +178,4 @@ def _check(device: Any) -> None:
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device
     if index not in (None, -1, 0) or (isinstance(device, torch.device) and device.type != "sim"):
-        raise ValueError(f"device must be 'sim', 'sim:0', 0 or None, there is one simulated accelerator (got {device})")
+        raise ValueError(f"device must be 'sim', 'sim:0', 0 or None, the only one (got {device})")

@@ -16,7 +16,18 @@ from torch.nn.attention import SDPBackend
 
 from hf_l2l.testing.sim_memory import ACCOUNT
 from hf_l2l.testing.sim_random import GENERATOR
-from hf_l2l.testing.sim_tensor import DEVICE_INDEX, HOST, HOST_KERNELS, NAME, host_view, is_sim, on_sim, point_at, run
+from hf_l2l.testing.sim_tensor import (
+    DEVICE_INDEX,
+    HOST,
+    HOST_KERNELS,
+    NAME,
+    host_view,
+    is_sim,
+    on_sim,
+    operation,
+    point_at,
+    run,
+)
 
 aten = torch.ops.aten
 
@@ -31,27 +42,29 @@ def register(library: torch.library.Library, anything: torch.library.Library) ->
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
             short = name.removeprefix("aten::")
             if short not in _KERNELS:
-                library.impl(short, _host_kernel(_operation(short)), "PrivateUse1")
+                library.impl(short, _host_kernel(operation(short)), "PrivateUse1")
     for short in _RUN_WHOLE:
-        library.impl(short, functools.partial(run, _operation(short)), "PrivateUse1")
+        library.impl(short, functools.partial(run, operation(short)), "PrivateUse1")
     for short, kernel in _KERNELS.items():
         library.impl(short, kernel, "PrivateUse1")
     # Differentiable pieces make it up, so it stands above autograd; in inference mode that level is not reached.
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
-    anything.fallback(run, "PrivateUse1")
-
-
-def _operation(short: str) -> torch._ops.OpOverload:
-    packet, _, overload = short.partition(".")
-    op: torch._ops.OpOverload = getattr(getattr(aten, packet), overload or "default")
-    return op
+    anything.fallback(_run_without_host_kernel, "PrivateUse1")
 
 
 def _host_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return what runs `op` by its host kernel: on the tensor itself for a view, else on host tensors."""
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
     return functools.partial(op.redispatch, HOST_KERNELS) if is_view else functools.partial(run, op)
+
+
+def _run_without_host_kernel(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run what torch composes out of other operations, and say so where it cannot be."""
+    try:
+        return run(op, *args, **kwargs)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{op} is not available on {NAME}: the host has no kernel for it") from error
 
 
 def _checked_dtype(size: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> torch.dtype:
@@ -115,7 +128,7 @@ def _set_from_storage(tensor: torch.Tensor, source: torch.UntypedStorage, *place
 
 def _set_from_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if tensor.device != source.device:
-        raise RuntimeError(f"aten::set_: cannot give a tensor on {tensor.device} the storage of one on {source.device}")
+        raise RuntimeError(f"aten::set_: cannot give a tensor on {NAME} the storage of one on {source.device}")
     return point_at(tensor, host_view(source))
 
 
@@ -132,6 +145,10 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _copy_from(source, target.resize_(source.size()))
+
+
+def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Do nothing: an operation is done when its call returns, so no memory is reused too early."""
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,5 +196,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "set_.source_Tensor": _set_from_tensor,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
+    "record_stream": _record_stream,
     "native_dropout": _native_dropout,
 }

@@ -1,7 +1,7 @@
 """Bytes of the simulated accelerator: who holds them, how many there are, and how many there may be.
 
-One `Block` stands behind each storage on "sim" and lives exactly as long, so views are counted once and bytes come back
-when the last tensor over them goes.
+One `Block` stands behind each storage on "sim" and lives exactly as long, so views are counted once and bytes come
+back when the last tensor over them goes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 import re
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -97,6 +98,11 @@ class MemoryAccount:
 ACCOUNT = MemoryAccount()
 
 
+def storage_at(pointer: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a storage that says it is on `device`, over memory that somebody else owns."""
+    return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(pointer, device, nbytes))
+
+
 class Block:
     """The host memory behind one storage on "sim"; it gives its bytes back when that storage goes.
 
@@ -117,7 +123,7 @@ class Block:
 
     def storage_on(self, device: torch.device) -> torch.UntypedStorage:
         """Return a storage that says it is on `device`, over this memory."""
-        return torch._C._construct_storage_from_data_pointer(self.owner.data_ptr(), device, self.nbytes)
+        return storage_at(self.owner.data_ptr(), self.nbytes, device)
 
     def __del__(self) -> None:
         self._give_back(self.nbytes)

@@ -1,4 +1,4 @@
-"""What torch does in its own code for the accelerators it knows, and cannot be told for "sim" by registering operations.
+"""What torch, accelerate and transformers do for the accelerators they know by name, done for "sim".
 
 Each patch leaves every call that has nothing to do with "sim" as it was.
 """
@@ -6,6 +6,9 @@ Each patch leaves every call that has nothing to do with "sim" as it was.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,8 @@ from hf_l2l.testing import sim_device
 from hf_l2l.testing.sim_memory import ACCOUNT
 from hf_l2l.testing.sim_tensor import NAME, sim_storage
 
+# accelerate, and through it transformers, knows no device called "sim" but takes the one named here.
+DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
 _PINNED = "_pinned_for_sim"  # attribute of a host storage
 
 
@@ -25,6 +30,8 @@ def apply(library: torch.library.Library) -> None:
     _make_storages_by_size()
     _keep_parameters_when_a_module_moves()
     _answer_for_torch_accelerator()
+    _let_transformers_train_in_bf16()
+    _let_accelerate_use_the_host()
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
@@ -32,10 +39,10 @@ def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool
 
 
 def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a copy that says it is pinned, which is all there is to pin here.
+    """Return a copy that says it is pinned, which is all that pinning is here.
 
-    Without it `DataLoader(pin_memory=True)`, the default of `TrainingArguments`, asks the accelerator for pinned memory
-    and fails.
+    torch would ask the accelerator for pinned memory and fail, in `DataLoader(pin_memory=True)` for one, which is the
+    default of `TrainingArguments`.
     """
     pinned = torch.empty_like(tensor, device="cpu").copy_(tensor)
     setattr(pinned.untyped_storage(), _PINNED, True)
@@ -52,7 +59,9 @@ def _make_storages_by_size() -> None:
     @functools.wraps(original)
     def new(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
         if device is None or torch.device(device).type != NAME:
-            return original(cls, *args, **kwargs) if device is None else original(cls, *args, device=device, **kwargs)
+            if device is not None:
+                kwargs["device"] = device
+            return original(cls, *args, **kwargs)
         if kwargs or not all(isinstance(a, int) for a in args):
             raise RuntimeError(f"a storage on {NAME} is made from a number of bytes only; copy into it afterwards")
         ACCOUNT.refuse_past_capacity(sum(args))
@@ -70,11 +79,13 @@ def _keep_parameters_when_a_module_moves() -> None:
     original = torch.nn.Module._apply
 
     @functools.wraps(original)
-    def moving_in_place(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def moving_in_place(
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Any:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(swaps or _crosses(self, fn, recurse))
         try:
-            return original(self, fn, recurse)
+            return original(self, fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
@@ -104,3 +115,36 @@ def _answer_for_torch_accelerator() -> None:
     for module in (torch.accelerator, torch.accelerator.memory):
         setattr(module, "get_memory_info", sim_device.mem_get_info)  # noqa: B010  # absent from older torch
         setattr(module, "synchronize", sim_device.synchronize)  # noqa: B010
+
+
+def _let_transformers_train_in_bf16() -> None:
+    """Let `TrainingArguments(bf16=True)` pass; transformers asks only the devices it knows by name."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    importlib.import_module("transformers.utils.import_utils")
+    for name in ("transformers.utils.import_utils", "transformers.utils", "transformers.training_args"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_torch_bf16_gpu_available"):
+            module.is_torch_bf16_gpu_available = sim_device.is_bf16_supported  # type: ignore[attr-defined]
+
+
+def _let_accelerate_use_the_host() -> None:
+    """Let `TrainingArguments(use_cpu=True)` and `Accelerator(cpu=True)` still mean the host.
+
+    accelerate takes "sim" from an environment variable, which it obeys even where the host was asked for.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        return
+    state = importlib.import_module("accelerate.state").PartialState
+    original = state.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        device = os.environ.pop(DEVICE_VARIABLE, None) if cpu else None
+        try:
+            original(self, cpu, **kwargs)
+        finally:
+            if device is not None:
+                os.environ[DEVICE_VARIABLE] = device
+
+    state.__init__ = init

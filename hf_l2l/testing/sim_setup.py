@@ -24,12 +24,11 @@ def set_up_once() -> torch.device:
             library, anything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
             _libraries.extend((library, anything))
             sim_kernels.register(library, anything)
-            sim_autocast.register(library)
+            sim_autocast.register(library, anything)
             sim_patches.apply(library)
             sim_device.manual_seed(torch.initial_seed())
-            # accelerate, and through it transformers, knows no device by this name but takes the one named here.
-            os.environ["ACCELERATE_TORCH_DEVICE"] = f"{NAME}:{DEVICE_INDEX}"
-            _refuse_late_start()
+        _refuse_late_start()
+        os.environ[sim_patches.DEVICE_VARIABLE] = f"{NAME}:{DEVICE_INDEX}"
     return torch.device(NAME, DEVICE_INDEX)
 
 
@@ -45,9 +44,10 @@ def _refuse_other_accelerator() -> None:
 
 def _refuse_late_start() -> None:
     """Run one backward on the device, which also fixes its autograd thread for the process."""
-    x = torch.ones((), device=torch.device(NAME, DEVICE_INDEX), requires_grad=True)
     try:
-        (x * 2).backward()
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones((), device=torch.device(NAME, DEVICE_INDEX), requires_grad=True)
+            (x * 2).backward()
     except RuntimeError as error:
         raise RuntimeError(
             "enable_simulated_accelerator must be called before the first backward of the process: torch fixes then "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from hf_l2l.testing.sim_memory import Block
+from hf_l2l.testing.sim_memory import Block, storage_at
 from hf_l2l.testing.sim_random import GENERATOR, drawing_from_sim
 
 NAME = "sim"
@@ -54,8 +54,8 @@ def facts_of(op: torch._ops.OpOverload) -> Facts:
     """Read `Facts` from the schema of `op`."""
     schema = op._schema
     places: dict[str, Place] = {a.name: a.name if a.kwarg_only else i for i, a in enumerate(schema.arguments)}
-    written = {a.name: a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    by_alias = {frozenset(a.alias_info.before_set): places[name] for name, a in written.items()}
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    by_alias = {frozenset(a.alias_info.before_set): places[a.name] for a in written if a.alias_info is not None}
     returns = tuple(
         by_alias.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
     )
@@ -66,10 +66,17 @@ def facts_of(op: torch._ops.OpOverload) -> Facts:
         rounds_once=op._overloadname in ("default", "") and schema.name.removeprefix("aten::") in _ROUND_ONCE,
         generator=generator,
         draws_unasked=generator is None and torch.Tag.nondeterministic_seeded in op.tags,
-        writes=tuple(places[name] for name in written),
-        resizes=any(a.kwarg_only for a in written.values()),
+        writes=tuple(places[a.name] for a in written),
+        resizes=any(a.kwarg_only for a in written),
         returns=returns,
     )
+
+
+def operation(short: str) -> torch._ops.OpOverload:
+    """Return the operation that torch calls "aten::" + `short`."""
+    packet, _, overload = short.partition(".")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return op
 
 
 def is_sim(tensor: torch.Tensor) -> bool:
@@ -79,9 +86,12 @@ def is_sim(tensor: torch.Tensor) -> bool:
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor over the memory of `tensor`, which is on "sim"."""
-    block: Block = tensor.untyped_storage()._block  # type: ignore[attr-defined]  # set in `sim_storage`
+    storage = tensor.untyped_storage()
+    block: Block | None = getattr(storage, "_block", None)
+    # torch's own C++ code makes a storage over the same memory now and then, while it holds the one with the block.
+    host = block.host if block is not None else storage_at(storage.data_ptr(), storage.nbytes(), HOST)
     view = torch.empty(0, dtype=tensor.dtype, device=HOST)
-    return view.set_(block.host, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return view.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -92,7 +102,7 @@ def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
         block = Block(host)
         storage = block.storage_on(torch.device(NAME, DEVICE_INDEX))
         # The storage keeps its Python object, and with it the block, for as long as any tensor uses it.
-        storage._block = block
+        storage._block = block  # type: ignore[attr-defined]  # storages take attributes
         block.host._sim = weakref.ref(storage)  # type: ignore[attr-defined]  # found again when an output is a view
     return storage
 

@@ -1,0 +1,115 @@
+"""Small training runs under `Trainer` and `L2LTrainer`, and what of them is compared."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+from families import VOCAB
+from hf_l2l import L2LTrainer, L2LTrainingArguments
+
+# transformers 5.23 renamed the option.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in hf.TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def tiny_bert(dropout: float = 0.1, layers: int = 4) -> nn.Module:
+    """A BERT whose weights are the same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = hf.BertConfig(
+            hidden_size=16,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            intermediate_size=24,
+            vocab_size=VOCAB,
+            max_position_embeddings=16,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        return hf.BertForSequenceClassification(config)
+
+
+def rows(count: int = 48) -> list[dict[str, Any]]:
+    """Labelled token rows of one length, some of them masked."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(5, VOCAB, (count, 8), generator=generator).tolist()
+    return [
+        {"input_ids": row, "attention_mask": [1] * (8 - i % 3) + [0] * (i % 3), "labels": int(row[0] > VOCAB // 2)}
+        for i, row in enumerate(ids)
+    ]
+
+
+def arguments(kind: type[hf.TrainingArguments], folder: Path, **options: Any) -> hf.TrainingArguments:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 1.0,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return kind(**{**defaults, **options})
+
+
+def trainer(kind: type[hf.Trainer], folder: Path, *, model: nn.Module | None = None, **options: Any) -> hf.Trainer:
+    """A trainer over `rows`; keyword arguments go to the training arguments, or to the trainer where it has them."""
+    of_trainer = {k: options.pop(k) for k in ("callbacks", "optimizers", "model_init", "compute_metrics") if k in options}
+    args = arguments(L2LTrainingArguments if kind is L2LTrainer else hf.TrainingArguments, folder, **options)
+    if "model_init" not in of_trainer:
+        of_trainer["model"] = tiny_bert() if model is None else model
+    made = kind(args=args, train_dataset=rows(), eval_dataset=rows(16), **of_trainer)
+    # Trainer takes this model's loss for one that is scaled already, and makes it too large by the number of batches.
+    made.loss_is_scaled_for_ga = False
+    return made
+
+
+def plain_trainer(folder: Path, **options: Any) -> hf.Trainer:
+    """The baseline: transformers' own Trainer with activation checkpointing."""
+    return trainer(hf.Trainer, folder, **{CHECKPOINTING: True}, **options)
+
+
+def l2l_trainer(folder: Path, **options: Any) -> L2LTrainer:
+    made = trainer(L2LTrainer, folder, **options)
+    assert isinstance(made, L2LTrainer)
+    return made
+
+
+def logs(of: hf.Trainer) -> list[dict[str, float]]:
+    return [{k: v for k, v in entry.items() if k in LOGGED} for entry in of.state.log_history]
+
+
+def inner_optimizer(of: hf.Trainer) -> torch.optim.Optimizer:
+    return getattr(of.optimizer, "optimizer", of.optimizer)
+
+
+def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
+    """Logs, weights and optimizer state are the same, to the bit."""
+    assert logs(found) == logs(expected)
+    weights = expected.model.state_dict()
+    for name, value in found.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    ours, theirs = inner_optimizer(found).state_dict(), inner_optimizer(expected).state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
