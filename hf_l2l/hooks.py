@@ -44,7 +44,24 @@ class Replacement:
         self.original = original
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (getattr(type(self.module), self.original.__name__), self.module)
+        return bound_method, (self.module, self.original.__name__)
+
+
+def bound_method(module: nn.Module, name: str) -> types.MethodType:
+    """The method `name` of a module's class, bound to it, whatever stands in its place on the instance."""
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class _HookedForward(Replacement):
+    """Accelerate's hooked forward, which is a local function and could not be pickled."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], hooked: Callable[..., Any]) -> None:
+        super().__init__(module, original)
+        self.hooked = hooked
+        self.__wrapped__ = original  # so that inspect finds its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hooked(*args, **kwargs)
 
 
 class _Forward(Replacement):
@@ -177,13 +194,18 @@ def _attach(
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     for module in outside:
-        add_hook_to_module(module, ShellHook(shell))
+        _add_hook(module, ShellHook(shell), device)
     for layer in layers:
-        add_hook_to_module(layer, LayerHook(relay))
-    for module in [*outside, *layers]:
-        module._apply = _MoveGuard(module, module._apply, device)  # type: ignore[method-assign]
+        _add_hook(layer, LayerHook(relay), device)
     setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers]))
     return eps
+
+
+def _add_hook(module: nn.Module, hook: _L2LHook, device: torch.device) -> None:
+    original = module.forward
+    add_hook_to_module(module, hook)
+    module.forward = _HookedForward(module, original, module.forward)  # type: ignore[method-assign]
+    module._apply = _MoveGuard(module, module._apply, device)  # type: ignore[method-assign]
 
 
 def detach_l2l(model: nn.Module) -> nn.Module:
@@ -193,6 +215,8 @@ def detach_l2l(model: nn.Module) -> nn.Module:
         return model
     for module in attached.hooked:
         remove_hook_from_module(module)
+        if isinstance(module.__dict__.get("_original_forward"), Replacement):
+            del module.__dict__["_original_forward"]  # of accelerate's autocast wrapper, which went with the hook
         # Both leave an attribute behind that only repeats what the class says.
         for name in ("forward", "_apply"):
             method = module.__dict__.get(name)
@@ -204,6 +228,8 @@ def detach_l2l(model: nn.Module) -> nn.Module:
 
 def check_attachable(model: nn.Module) -> None:
     """Raise ValueError if something else than the host has the parameters of `model`."""
+    if attachment_of(model) is not None:
+        return
     device_map = getattr(model, "hf_device_map", None)
     if device_map is not None:
         raise ValueError(

@@ -12,6 +12,7 @@ from hf_l2l.testing import sim_autocast, sim_device, sim_kernels, sim_patches
 from hf_l2l.testing.sim_tensor import DEVICE_INDEX, NAME
 
 _once = threading.Lock()
+_started = threading.Event()  # not set where the first backward came too early: every further call then says so too
 _libraries: list[torch.library.Library] = []  # what they register lasts only as long as they do
 
 
@@ -27,7 +28,9 @@ def set_up_once() -> torch.device:
             sim_autocast.register(library, anything)
             sim_patches.apply(library)
             sim_device.manual_seed(torch.initial_seed())
-        _refuse_late_start()
+        if not _started.is_set():
+            _refuse_late_start()
+            _started.set()
         os.environ[sim_patches.DEVICE_VARIABLE] = f"{NAME}:{DEVICE_INDEX}"
     return torch.device(NAME, DEVICE_INDEX)
 

@@ -1,0 +1,118 @@
+"""Checkpoints: going on is never having stopped, and plain Trainer reads and writes the same ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+from training import assert_same_run, inner_optimizer, l2l_trainer, logs, plain_trainer, tiny_bert
+
+from families import llama
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
+    "ignore:.*lr_scheduler.step.*:UserWarning",
+)
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+
+
+def stopped_at_two(make, folder, **options):
+    made = make(folder, **{**SAVING, **options})
+    made.add_callback(_StopAt(2))
+    made.train()
+    assert made.state.global_step == 2
+    return str(folder / "checkpoint-2")
+
+
+class _StopAt(hf.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning")
+def test_going_on_is_never_having_stopped(tmp_path, accumulation):
+    options = {"gradient_accumulation_steps": accumulation, "ubatch_size": 3, "stash": "host"}
+    whole = l2l_trainer(tmp_path / "whole", **SAVING, **options)
+    whole.train()
+    checkpoint = stopped_at_two(l2l_trainer, tmp_path / "parts", **options)
+    resumed = l2l_trainer(tmp_path / "parts", model=tiny_bert(), **SAVING, **options)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("first, second", [(plain_trainer, l2l_trainer), (l2l_trainer, plain_trainer)])
+def test_checkpoints_go_both_ways(tmp_path, first, second):
+    whole = plain_trainer(tmp_path / "whole", **SAVING)
+    whole.train()
+    checkpoint = stopped_at_two(first, tmp_path / "parts")
+    resumed = second(tmp_path / "parts", **SAVING)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same_run(resumed, whole)
+
+
+def test_checkpoint_files_are_those_of_trainer(tmp_path):
+    for make, name in ((plain_trainer, "plain"), (l2l_trainer, "l2l")):
+        make(tmp_path / name, **SAVING).train()
+    theirs, ours = (tmp_path / name / "checkpoint-4" for name in ("plain", "l2l"))
+    assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in theirs.iterdir())
+    expected, found = load_file(theirs / "model.safetensors"), load_file(ours / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    states = [torch.load(p / "optimizer.pt", weights_only=True) for p in (ours, theirs)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    histories = [json.loads((p / "trainer_state.json").read_text())["log_history"] for p in (ours, theirs)]
+    assert [e.get("loss") for e in histories[0]] == [e.get("loss") for e in histories[1]]
+
+
+def test_tied_weights_are_saved_once_and_loaded_tied(tmp_path):
+    model = llama(tie_word_embeddings=True)
+    plain_keys = set(model.state_dict())
+    from hf_l2l import attach_l2l
+
+    attach_l2l(model)
+    ids = torch.randint(5, 60, (4, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert set(model.state_dict()) == plain_keys
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_weights_loaded_late_are_used(tmp_path):
+    made = l2l_trainer(tmp_path)
+    made.evaluate()
+    other = tiny_bert()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    made.model.load_state_dict(other.state_dict())
+    plain = plain_trainer(tmp_path / "plain", model=other)
+    assert made.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    for trainer in (made, plain):
+        torch.manual_seed(0)
+        trainer.train()
+    assert logs(made)[-2] == logs(plain)[-2]
+
+
+def test_training_leaves_the_loaded_file_as_it_was(tmp_path):
+    tiny_bert().save_pretrained(tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    model = hf.BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    made = l2l_trainer(tmp_path / "run", model=model)
+    made.train()
+    assert inner_optimizer(made).state
+    assert not torch.equal(model.classifier.bias, torch.zeros(2))
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
