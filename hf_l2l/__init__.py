@@ -22,8 +22,8 @@ def _check_versions(supported: dict[str, tuple[str, str]]) -> None:
         found = _Version(_version(package))
         if not _Version(lowest) <= found < _Version(end):
             raise ImportError(
-                f"hf_l2l {__version__} needs {package} of at least {lowest} and below {end} (found {found}); install one "
-                f"with: pip install '{package}>={lowest},<{end}'"
+                f"hf_l2l {__version__} needs {package} of at least {lowest} and below {end} (found {found}); install "
+                f"one with: pip install '{package}>={lowest},<{end}'"
             )
 
 

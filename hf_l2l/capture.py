@@ -1,9 +1,9 @@
 """Outputs that transformers collects from inside layers: attentions and router logits.
 
-A model asked for `output_attentions` or `output_router_logits` installs hooks on modules inside its layers, which append
-to a collector while the model's forward runs. Run ubatch by ubatch and without a graph, a layer would hand them pieces
-that no gradient flows through: the auxiliary loss of a mixture of experts would train nothing. So the relay collects them
-itself, call by call, makes them outputs of its node, and hands on what comes out of the node.
+A model asked for `output_attentions` or `output_router_logits` installs hooks on modules inside its layers, which
+append to a collector while the model's forward runs. Run ubatch by ubatch and without a graph, a layer would hand them
+pieces that no gradient flows through: the auxiliary loss of a mixture of experts would train nothing. So the relay
+collects them itself, call by call, makes them outputs of its node, and hands on what comes out of the node.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ class L2LConfig:
     """
 
     ubatch_size: int | None = None
-    """Rows of the device batch that run through a layer at once (the inner loop, section 2.2). An uneven last ubatch is
-    fine; None runs the whole device batch as one ubatch."""
+    """Rows of the device batch that run through a layer at once (the inner loop, section 2.2). An uneven last ubatch
+    is fine; None runs the whole device batch as one ubatch."""
 
     stash: StashPlace = "device"
-    """Where layer inputs wait for the backward sweep: on the device, or in host memory (constant device memory in depth,
-    arXiv:2002.05645 first text, equation 4)."""
+    """Where layer inputs wait for the backward sweep: on the device, or in host memory (constant device memory in
+    depth, arXiv:2002.05645 first text, equation 4)."""
 
     device: torch.device | str | None = None
     """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
@@ -56,6 +56,6 @@ def check_ubatch_size(ubatch_size: int | None) -> None:
         return
     if isinstance(ubatch_size, bool) or not isinstance(ubatch_size, int) or ubatch_size < 1:
         raise ValueError(
-            f"ubatch_size must be a whole number of at least 1, or None for the whole device batch (got {ubatch_size!r}); "
-            "set it to the rows that fit through one layer at once"
+            f"ubatch_size must be a whole number of at least 1, or None for the whole device batch (got "
+            f"{ubatch_size!r}); set it to the rows that fit through one layer at once"
         )

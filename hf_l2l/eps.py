@@ -21,9 +21,9 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 class EagerParamServer:
     """Owner of the master weights and gradient sums of one model, all of them host tensors.
 
-    The contract of `p.grad`: it is the truth until `optimizer.step()`, and None means "start a new sum", so that a batch
-    thrown away (`zero_grad` without `step`) leaves nothing behind. When `backward()` returns, every gradient of it is
-    there. A wrapped optimizer clears the gradients it has used.
+    The contract of `p.grad`: it is the truth until `optimizer.step()`, and None means "start a new sum", so that a
+    batch thrown away (`zero_grad` without `step`) leaves nothing behind. When `backward()` returns, every gradient of
+    it is there. A wrapped optimizer clears the gradients it has used.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -42,8 +42,8 @@ class EagerParamServer:
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
 
-        The same optimizer comes back: its groups, state, state dict and schedulers are untouched. Calling it again with
-        the same optimizer changes nothing.
+        The same optimizer comes back: its groups, state, state dict and schedulers are untouched. Calling it again
+        with the same optimizer changes nothing.
 
         Raises:
             ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter
@@ -61,8 +61,8 @@ class EagerParamServer:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
-                f"the optimizer must step without a closure, which would run the model inside the update (got {name}); "
-                "use one that takes gradients, such as torch.optim.AdamW"
+                f"the optimizer must step without a closure, which would run the model inside the update (got "
+                f"{name}); use one that takes gradients, such as torch.optim.AdamW"
             )
         masters = {p: n for n, p in self.model.named_parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -70,14 +70,17 @@ class EagerParamServer:
         if strange:
             raise ValueError(
                 f"the optimizer must hold parameters of the model only (got {name} with {len(strange)} others of "
-                f"{len(held)}, the first of shape {list(strange[0].shape)}); build it from model.parameters() after the "
-                "model has its final parameters, and with the model on the host"
+                f"{len(held)}, the first of shape {list(strange[0].shape)}); build it from model.parameters() after "
+                "the model has its final parameters, and with the model on the host"
             )
-        hooked = [n for p, n in masters.items() if getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks]
+        hooked = [
+            n for p, n in masters.items() if getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks
+        ]
         if hooked:
             raise ValueError(
-                f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got one "
-                f"on {hooked[0]}); remove the hook, or use an optimizer that updates in step() and not during backward"
+                f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got "
+                f"one on {hooked[0]}); remove the hook, or use an optimizer that updates in step() and not during "
+                "backward"
             )
 
 

@@ -30,8 +30,8 @@ MOMENTS_ASSUMED = 2
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by kind. On the device, what depends on the batch comes on top: activations of one ubatch inside one layer,
-    two layer outputs of the device batch, and the stash where it is kept there."""
+    """Bytes by kind. On the device, what depends on the batch comes on top: activations of one ubatch inside one
+    layer, two layer outputs of the device batch, and the stash where it is kept there."""
 
     masters: int
     """Host: the parameters of the model."""
@@ -73,7 +73,9 @@ def estimate(
         masters=parameter_bytes([model]),
         gradients=_bytes(trainable),
         moments=MOMENTS_ASSUMED * _bytes(trainable) if optimizer is None else moment_bytes(optimizer),
-        shell=_bytes(shell_parameters) + _bytes(p for p in shell_parameters if p.requires_grad) + _bytes(shell_buffers),
+        shell=_bytes(shell_parameters)
+        + _bytes(p for p in shell_parameters if p.requires_grad)
+        + _bytes(shell_buffers),
         slots=max((_layer_slots(layer) for layer in layers), default=0),
     )
 
@@ -89,8 +91,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state once every parameter has been updated, from shapes.
 
-    A copy of the optimizer takes one step on the meta device, for one parameter of each shape. Where its kernels do not
-    run there, its state is taken to be as large as Adam's.
+    A copy of the optimizer takes one step on the meta device, for one parameter of each shape. Where its kernels do
+    not run there, its state is taken to be as large as Adam's.
     """
     total = 0
     for group in optimizer.param_groups:
@@ -137,7 +139,9 @@ def available_host_bytes() -> int:
 def _left_in_group(limit: Path, usage: Path) -> int | None:
     try:
         text, used = limit.read_text().strip(), int(usage.read_text())
-        reclaimable = [line for line in (usage.parent / "memory.stat").read_text().splitlines() if "inactive_file" in line]
+        reclaimable = [
+            line for line in (usage.parent / "memory.stat").read_text().splitlines() if "inactive_file" in line
+        ]
     except (OSError, ValueError):
         return None
     if not text.isdigit():  # "max": no limit
@@ -161,8 +165,9 @@ def check_host_memory(need: MemoryEstimate) -> None:
         return
     kinds = ", ".join(f"{kind} {gib(getattr(need, kind))}" for kind in ("masters", "gradients", "moments"))
     raise MemoryError(
-        f"training needs {gib(need.host_bytes)} of host memory ({kinds}), and {gib(have)} can be had; use an optimizer with "
-        f"less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with {SKIP_VARIABLE}=1"
+        f"training needs {gib(need.host_bytes)} of host memory ({kinds}), and {gib(have)} can be had; use an "
+        f"optimizer with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with "
+        f"{SKIP_VARIABLE}=1"
     )
 
 
@@ -207,7 +212,8 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
         "  Update = serial: the optimizer updates all layers on the host, in step()",
         f"  Host memory = masters {gib(need.masters)} + gradients {gib(need.gradients)} + moments {gib(need.moments)}",
-        f"  Device memory = shell {gib(need.shell)} + one layer {gib(need.slots)} (weights and gradients), and activations",
+        f"  Device memory = shell {gib(need.shell)} + one layer {gib(need.slots)} (weights and gradients), and "
+        "activations",
         f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
     ]
     return "\n".join(lines)
@@ -223,6 +229,6 @@ def _bound_text(device: torch.device, layer_bytes: int) -> str:
     if device.type == "cpu":
         return "compute: host and device are one, nothing travels"
     return (
-        f"compute, plus {gib(2 * layer_bytes)} of weights over the link and the host optimizer per step, which nothing "
-        "hides: a larger device batch makes both count less"
+        f"compute, plus {gib(2 * layer_bytes)} of weights over the link and the host optimizer per step, which "
+        "nothing hides: a larger device batch makes both count less"
     )

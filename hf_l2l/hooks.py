@@ -1,7 +1,7 @@
 """Attaching layer-to-layer execution to a model, and detaching it: two Accelerate hooks and a guard.
 
-`LayerHook` sits on every layer, `ShellHook` on every other module; both put their own way of running in the place of the
-module's original forward, where `add_hook_to_module` keeps it. Everything else about the model stays as it is.
+`LayerHook` sits on every layer, `ShellHook` on every other module; both put their own way of running in the place of
+the module's original forward, where `add_hook_to_module` keeps it. Everything else about the model stays as it is.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class _MoveGuard(Replacement):
                 )
             if asked.device not in (stream.HOST, self.device):
                 raise ValueError(
-                    f"a model under L2L lives on the host and runs on {self.device} (got a move to {asked.device}); call "
-                    "hf_l2l.detach_l2l(model) first"
+                    f"a model under L2L lives on the host and runs on {self.device} (got a move to {asked.device}); "
+                    "call hf_l2l.detach_l2l(model) first"
                 )
             if asked.device == self.device != stream.HOST:
                 return self.module  # layers go there by themselves
@@ -150,17 +150,17 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamServer:
     """Run `model` layer to layer from now on; it stays the same object, with its parameters in host memory.
 
-    A forward runs one layer at a time on the execution device, a backward leaves gradients in `p.grad` on the host, and
-    any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns the
-    same EPS.
+    A forward runs one layer at a time on the execution device, a backward leaves gradients in `p.grad` on the host,
+    and any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns
+    the same EPS.
 
     Args:
         model: a model with at least one layer stack, on the host.
         config: the options; None for the defaults.
 
     Raises:
-        ValueError: for a model that is attached with another config, has no layer stack, lies on meta or is placed by a
-            device_map or other hooks.
+        ValueError: for a model that is attached with another config, has no layer stack, lies on meta or is placed by
+            a device_map or other hooks.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)
@@ -176,8 +176,8 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     stacks = find_stacks(model, config.layer_classes)
     if not stacks:
         raise NoLayerStackError(
-            f"a model must have a stack of layers to be run layer to layer (none was found in a {type(model).__name__}); "
-            "name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
+            f"a model must have a stack of layers to be run layer to layer (none was found in a "
+            f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
         )
     device = stream.execution_device(config.device)
     move_to_host(model)
@@ -185,9 +185,7 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     return _attach(model, config, device, stacks)
 
 
-def _attach(
-    model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]
-) -> EagerParamServer:
+def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
     eps = EagerParamServer(model, device)
     shell = Shell(layers, device, eps)
@@ -204,7 +202,7 @@ def _attach(
 def _add_hook(module: nn.Module, hook: _L2LHook, device: torch.device) -> None:
     original = module.forward
     add_hook_to_module(module, hook)
-    module.forward = _HookedForward(module, original, module.forward)  # type: ignore[method-assign]
+    module.forward = _HookedForward(module, original, module.forward)
     module._apply = _MoveGuard(module, module._apply, device)  # type: ignore[method-assign]
 
 
@@ -239,8 +237,8 @@ def check_attachable(model: nn.Module) -> None:
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:
         raise ValueError(
-            f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model with "
-            "from_pretrained, or make it outside torch.device('meta')"
+            f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
+            "with from_pretrained, or make it outside torch.device('meta')"
         )
     if getattr(model, "is_quantized", False):
         raise ValueError(
@@ -261,8 +259,8 @@ def move_to_host(model: nn.Module) -> None:
     if where is None:
         return
     warnings.warn(
-        f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to the "
-        "device: layers go there by themselves",
+        f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to "
+        "the device: layers go there by themselves",
         stacklevel=3,
     )
     model.to(stream.HOST)
@@ -273,8 +271,8 @@ def _turn_off_activation_checkpointing(model: nn.Module) -> None:
     if not active:
         return
     warnings.warn(
-        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked for as "
-        "well, and is turned off",
+        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
+        "for as well, and is turned off",
         stacklevel=4,
     )
     for module in active:

@@ -44,9 +44,9 @@ class RootCall:
 class Shell:
     """Runs calls that enter a model from outside with the shell's weights on the device.
 
-    Weights are uploaded for each such call and live as long as its graph, so two forwards before a backward are as right
-    as one. A gradient goes to the EPS when it is complete: a leaf's hook fires once per backward, however often the weight
-    is tied or used.
+    Weights are uploaded for each such call and live as long as its graph, so two forwards before a backward are as
+    right as one. A gradient goes to the EPS when it is complete: a leaf's hook fires once per backward, however often
+    the weight is tied or used.
     """
 
     def __init__(self, layers: list[nn.Module], device: torch.device, eps: EagerParamServer) -> None:

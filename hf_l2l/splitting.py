@@ -14,7 +14,16 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
 from hf_l2l.shell import RootCall
-from hf_l2l.stacks import BatchDims, NoConsistentSplit, call_key, cannot_split, compare_shapes, doubled, is_cache, narrow
+from hf_l2l.stacks import (
+    BatchDims,
+    NoConsistentSplit,
+    call_key,
+    cannot_split,
+    compare_shapes,
+    doubled,
+    is_cache,
+    narrow,
+)
 
 Ubatch = tuple[int, int]
 Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -127,8 +136,8 @@ class Splitter:
     def _check(self, inputs: BatchDims, tensors: Sequence[torch.Tensor], rows: int, execute: Execute) -> BatchDims:
         """The batch dimensions of the outputs, after two ubatches gave what they give at once.
 
-        Two and not all, since the whole device batch may not fit. Rows that are laid out otherwise than assumed, or that
-        influence each other, differ here.
+        Two and not all, since the whole device batch may not fit. Rows that are laid out otherwise than assumed, or
+        that influence each other, differ here.
         """
         assert self.ubatch_size is not None
         few = min(rows, 2 * self.ubatch_size)
@@ -161,7 +170,7 @@ class Replay:
         self.spec = spec
         self.next = 0
 
-    def next_outputs(self, leaves: Sequence[Any], spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> Any:
+    def next_outputs(self, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> Any:
         """What the next layer call returns: zeros of the right shapes."""
         if self.next == len(self.earlier):
             if spec != self.spec:
@@ -207,7 +216,9 @@ def _close(expected: torch.Tensor, result: torch.Tensor) -> bool:
         return False
     expected, result = expected.masked_fill(~finite, 0).double(), result.masked_fill(~finite, 0).double()
     scale = expected.abs().max().item() if expected.numel() else 0.0
-    return bool(((expected - result).abs().max().item() if expected.numel() else 0.0) <= scale * _half_digits(precision))
+    return bool(
+        ((expected - result).abs().max().item() if expected.numel() else 0.0) <= scale * _half_digits(precision)
+    )
 
 
 def _half_digits(dtype: torch.dtype) -> float:

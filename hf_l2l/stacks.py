@@ -1,8 +1,8 @@
 """Which modules are layers, and which dimensions of a layer's arguments carry the batch.
 
 Layers are found by class, not by path: transformers marks the blocks of its models by a common base class. The batch
-dimensions are found by doubling the batch and looking which sizes double, never by comparing sizes with the batch size:
-DeBERTa-v2's relative embeddings may have as many rows as the batch, and they must not be cut.
+dimensions are found by doubling the batch and looking which sizes double, never by comparing sizes with the batch
+size: DeBERTa-v2's relative embeddings may have as many rows as the batch, and they must not be cut.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) 
         if missing:
             raise ValueError(
                 f"every name in layer_classes must be the class of a module of the model (no module is a "
-                f"{missing[0]!r}); the classes in it are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
+                f"{missing[0]!r}); the classes in it are "
+                f"{', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
             )
     stacks: dict[str, list[nn.Module]] = {}
     for container, _, layer in found:
@@ -133,7 +134,8 @@ def cannot_split(leaves: Sequence[Any]) -> str | None:
 class BatchDims:
     """Which dimension of each tensor carries the batch (None: the tensor is the same for every row).
 
-    A dimension may hold several entries per row, as in flattened (rows x tokens) inputs; entries of one row lie together.
+    A dimension may hold several entries per row, as in flattened (rows x tokens) inputs; entries of one row lie
+    together.
     """
 
     dims: tuple[int | None, ...]
@@ -171,10 +173,14 @@ def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], ro
     for shape, other_shape in zip(shapes, other, strict=True):
         changed = [d for d, (a, b) in enumerate(zip(shape, other_shape, strict=False)) if a != b]
         if len(shape) != len(other_shape) or len(changed) > 1:
-            raise NoConsistentSplit(f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}")
+            raise NoConsistentSplit(
+                f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}"
+            )
         dim = changed[0] if changed else None
         if dim is not None and (shape[dim] * other_rows != other_shape[dim] * rows or shape[dim] % rows):
-            raise NoConsistentSplit(f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}")
+            raise NoConsistentSplit(
+                f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}"
+            )
         dims.append(dim)
     return BatchDims(tuple(dims))
 
@@ -188,9 +194,11 @@ def batch_rows(args: Any) -> int | None:
 def doubled(args: Any, rows: int) -> Any:
     """`args` of a model with its batch concatenated with itself."""
     return pytree.tree_map(
-        lambda leaf: torch.cat([leaf, leaf])
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-        else leaf,
+        lambda leaf: (
+            torch.cat([leaf, leaf])
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+            else leaf
+        ),
         args,
         is_leaf=is_cache,
     )

@@ -3,8 +3,8 @@
 "The forward pass [stashes] away only the output activations [...] in on-chip or off-chip device memory"
 (arXiv:2002.05645, first text, section 3), and `stash="host"` is its equation 4: device memory that does not grow with
 depth. Tensors kept here are handed to autograd's saved tensors, so that they live exactly as long as the graph does:
-freed by the backward that uses them, by a batch that is thrown away, kept by `retain_graph=True`; and a change in place
-between the two sweeps is found out.
+freed by the backward that uses them, by a batch that is thrown away, kept by `retain_graph=True`; and a change in
+place between the two sweeps is found out.
 """
 
 from __future__ import annotations

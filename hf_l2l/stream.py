@@ -55,7 +55,8 @@ def shares_host_memory(device: torch.device) -> bool:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A detached tensor on `device` with the values of the host tensor `tensor`; a view of it where that is possible."""
+    """A detached tensor on `device` with the values of the host tensor `tensor`; a view of it where that is "
+    "possible."""
     if shares_host_memory(device):
         return tensor.detach()
     return tensor.detach().to(device, copy=True)
@@ -78,7 +79,8 @@ def device_module(device: torch.device) -> ModuleType | None:
 
 @dataclass(frozen=True)
 class RngState:
-    """The state of the two generators that a layer can draw from: the host's, and the device's where it has its own."""
+    """The state of the two generators that a layer can draw from: the host's, and the device's where it has its "
+    "own."""
 
     host: torch.Tensor
     device: torch.Tensor | None
@@ -121,8 +123,8 @@ def rng_state_kept(device: torch.device) -> Iterator[None]:
 class AutocastState:
     """The autocast settings of the thread that ran the forward, to be entered again by the one that recomputes.
 
-    Autograd runs the backward of a custom function outside the model's autocast region, and on accelerators in a thread
-    of its own.
+    Autograd runs the backward of a custom function outside the model's autocast region, and on accelerators in a
+    thread of its own.
     """
 
     settings: tuple[tuple[str, bool, torch.dtype], ...]

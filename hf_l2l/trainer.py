@@ -1,8 +1,9 @@
 """`L2LTrainer`: transformers' `Trainer`, its model run layer to layer.
 
 Written for transformers 5.17 to 5.23. The training loop, evaluation, logging, clipping, schedulers, callbacks and
-checkpoints are the Trainer's own: they see an ordinary model on the host, whose parameters are the master weights. What
-is overridden keeps the model there, attaches L2L before it runs, and refuses what cannot work; each override says why.
+checkpoints are the Trainer's own: they see an ordinary model on the host, whose parameters are the master weights.
+What is overridden keeps the model there, attaches L2L before it runs, and refuses what cannot work; each override says
+why.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         if not self._stackless_said:
             self._stackless_said = True
             warnings.warn(
-                f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. Name "
-                "the classes of its layers with l2l_layer_classes to have them streamed",
+                f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. "
+                "Name the classes of its layers with l2l_layer_classes to have them streamed",
                 stacklevel=3,
             )
         return False
@@ -93,7 +94,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             super()._move_model_to_device(model, device)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Overridden because `Accelerator.prepare` would move the model, and the optimizer's state through the device."""
+        """Overridden because `Accelerator.prepare` would move the model, and the optimizer's state through the "
+        "device."""
         return {**super()._build_accelerator_args(**kwargs), "device_placement": False}
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +130,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         ubatch_size = self._l2l_config().ubatch_size or batch
         warnings.warn(
             f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
-            f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size}, gradient_accumulation_steps=1 is the "
-            "same step and moves them twice",
+            f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size}, gradient_accumulation_steps=1 "
+            "is the same step and moves them twice",
             stacklevel=4,
         )
 
@@ -138,8 +140,8 @@ def _refuse_several_devices(args: TrainingArguments) -> None:
     command = f"CUDA_VISIBLE_DEVICES=0 python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
     if args.n_gpu > 1:
         raise ValueError(
-            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got {args.n_gpu}); "
-            f"run it as: {command}"
+            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got "
+            f"{args.n_gpu}); run it as: {command}"
         )
     if args.world_size > 1:
         raise ValueError(

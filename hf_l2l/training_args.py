@@ -10,7 +10,7 @@ from hf_l2l.config import L2LConfig, StashPlace
 
 
 @dataclass
-class L2LTrainingArguments(TrainingArguments):
+class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transformers ships no types
     """transformers' `TrainingArguments` and the fields of `L2LConfig`.
 
     `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
@@ -28,11 +28,15 @@ class L2LTrainingArguments(TrainingArguments):
     )
     stash: StashPlace = field(
         default="device",
-        metadata={"help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."},
+        metadata={
+            "help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."
+        },
     )
     l2l_layer_classes: list[str] | None = field(
         default=None,
-        metadata={"help": "Class names of the modules to stream as layers. Default: the model's layer stacks are found."},
+        metadata={
+            "help": "Class names of the modules to stream as layers. Default: the model's layer stacks are found."
+        },
     )
 
     def __post_init__(self) -> None:

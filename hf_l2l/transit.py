@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hf_l2l import stream
 class Place(NamedTuple):
     """Where a module keeps one tensor: `slots` is its table of parameters or of buffers."""
 
-    slots: dict[str, torch.Tensor | None]
+    slots: dict[str, Any]
     name: str
     tensor: torch.Tensor
 

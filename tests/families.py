@@ -13,7 +13,13 @@ from torch import nn
 from hf_l2l import L2LConfig, attach_l2l
 
 ROWS, TOKENS, VOCAB = 8, 6, 60
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCAB}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCAB,
+}
 
 
 def bert(dropout: float = 0.0, **more: Any) -> nn.Module:
@@ -51,7 +57,14 @@ def deberta_v2() -> nn.Module:
 
 def gpt2() -> nn.Module:
     config = hf.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=VOCAB, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        vocab_size=VOCAB,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return hf.GPT2LMHeadModel(config)
 
@@ -62,7 +75,14 @@ def llama(**more: Any) -> nn.Module:
 
 def t5() -> nn.Module:
     config = hf.T5Config(
-        d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0
+        d_model=16,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        d_kv=8,
+        vocab_size=VOCAB,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config)
 

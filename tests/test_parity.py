@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import parity_cases as cases
 import pytest
 import torch
-from families import FAMILIES, assert_same_bits, attached, batch_for, gradients, reference, train_once
 
+import parity_cases as cases
+from families import FAMILIES, assert_same_bits, attached, batch_for, gradients, reference, train_once
 from hf_l2l import stream
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
@@ -70,8 +70,8 @@ def test_gradients_accumulate(copies):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("t5", "deberta_v2")])
 def test_one_ubatch_gives_the_same_bits(family, copies):
-    """T5 and DeBERTa-v2 are left out: a tensor goes to several layers, or into a layer and past it, and a node sums the
-    gradients inside a layer before those outside are added."""
+    """T5 and DeBERTa-v2 are left out: a tensor goes to several layers, or into a layer and past it, and a node sums
+    the gradients inside a layer before those outside are added."""
     model = FAMILIES[family]()
     batch = batch_for(model)
     loss, expected = reference(model, batch)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
-from training import assert_same_run, inner_optimizer, l2l_trainer, logs, plain_trainer, tiny_bert
 
 from families import llama
+from training import assert_same_run, inner_optimizer, l2l_trainer, logs, plain_trainer, tiny_bert
 
 pytestmark = pytest.mark.filterwarnings(
     # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.

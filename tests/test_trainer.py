@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+
+from hf_l2l import L2LTrainer, stream
 from training import (
     CHECKPOINTING,
     arguments,
@@ -21,8 +23,6 @@ from training import (
     tiny_bert,
     trainer,
 )
-
-from hf_l2l import L2LTrainer, stream
 
 pytestmark = pytest.mark.filterwarnings(
     # torch warns when a scheduler was made before an optimizer was loaded; plain Trainer does the same.
@@ -227,8 +227,8 @@ def test_accumulation_warns_once_with_the_numbers(tmp_path):
     with pytest.warns(UserWarning) as said:
         made.train()
     assert [str(w.message) for w in said] == [
-        "batch 1 x accumulation 16 moves the weights 32 times per step; per_device_train_batch_size=16, ubatch_size=1, "
-        "gradient_accumulation_steps=1 is the same step and moves them twice"
+        "batch 1 x accumulation 16 moves the weights 32 times per step; per_device_train_batch_size=16, "
+        "ubatch_size=1, gradient_accumulation_steps=1 is the same step and moves them twice"
     ]
 
 

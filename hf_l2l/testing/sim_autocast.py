@@ -15,8 +15,8 @@ from torch._C import DispatchKey, DispatchKeySet
 from hf_l2l.testing.sim_tensor import NAME, operation
 
 _LOWER = """addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
-conv_transpose2d.input conv_transpose3d.input convolution einsum linalg_multi_dot linalg_vecdot linear matmul mm mv prelu
-scaled_dot_product_attention""".split()
+conv_transpose2d.input conv_transpose3d.input convolution einsum linalg_multi_dot linalg_vecdot linear matmul mm mv
+prelu scaled_dot_product_attention""".split()
 _FLOAT32 = """acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity dist erfinv
 exp expm1 group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp
 margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d pdist

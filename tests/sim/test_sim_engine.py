@@ -11,10 +11,10 @@ import transformers as hf
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from training import assert_same_run, inner_optimizer, l2l_trainer, tiny_bert
 
 from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, stream
+from training import assert_same_run, inner_optimizer, l2l_trainer, tiny_bert
 
 SIM = torch.device("sim", 0)
 
@@ -130,7 +130,8 @@ def test_nothing_stays_on_the_device_between_steps():
 
 
 def test_a_model_larger_than_the_device_trains():
-    """With room for the shell, two layers and their activations, a model of sixteen layers trains; plain torch cannot."""
+    """With room for the shell, two layers and their activations, a model of sixteen layers trains; plain torch "
+    "cannot."""
     from hf_l2l.testing import enable_simulated_accelerator
 
     model = tiny_bert(layers=16, dropout=0.0)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
-import parity_cases as cases
 import pytest
 import torch
-from families import FAMILIES, assert_same_bits, attached, batch_for, bert, gradients, train_once
 
-from hf_l2l import stream
+import parity_cases as cases
+from families import FAMILIES
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 

@@ -1,0 +1,123 @@
+"""One layer call taken apart: its tensor arguments, everything else about it, and its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_l2l import stream
+from hf_l2l.capture import CapturedOutputs
+from hf_l2l.splitting import Split, Ubatch
+from hf_l2l.stacks import flatten
+from hf_l2l.transit import DeviceWeights
+
+
+@dataclass
+class LayerCall:
+    """One call of one layer: how to run it on some rows, and what it returns. Holds no tensors but generator "
+    "states."""
+
+    layer: nn.Module
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    """The arguments, flattened; tensors are replaced by None."""
+    tensor_positions: list[int]
+    spec: pytree.TreeSpec
+    device: torch.device
+    autocast: stream.AutocastState
+    split: Split | None = None
+    rng: list[stream.RngState | None] = field(default_factory=list)
+    """Per ubatch, the generators before it ran; None where it drew nothing."""
+    weight_versions: list[int] = field(default_factory=list)
+    captured_keys: tuple[str, ...] | None = None
+    output_spec: pytree.TreeSpec | None = None
+    output_leaves: list[Any] = field(default_factory=list)
+    """The outputs, flattened; tensors are replaced by None."""
+    output_positions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        arguments: list[Any],
+        spec: pytree.TreeSpec,
+        device: torch.device,
+    ) -> LayerCall:
+        """A call with these flattened arguments, under the autocast settings of now."""
+        positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
+        static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
+        return cls(layer, forward, static, positions, spec, device, stream.AutocastState.current(device))
+
+    @property
+    def input_dims(self) -> Sequence[int | None]:
+        """Per tensor argument, the dimension that is cut into ubatches."""
+        return (None,) * len(self.tensor_positions) if self.split is None else self.split.inputs.dims
+
+    @property
+    def ubatches(self) -> Sequence[Ubatch | None]:
+        """The row ranges of the inner loop; [None] for all rows at once."""
+        return [None] if self.split is None else self.split.ubatches
+
+    def execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the layer's own forward on these tensor arguments and return its tensor outputs."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensor_positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with CapturedOutputs(self.captured_keys) as captured:
+            output = self.forward(*args, **kwargs)
+        self.captured_keys = captured.keys
+        outputs, self.output_spec = flatten((output, captured.taken))
+        self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
+        self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
+        return [outputs[i] for i in self.output_positions]
+
+    def assemble(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """What the layer returns, from its tensor outputs; what was captured inside goes on to whoever collects it."""
+        assert self.output_spec is not None
+        leaves = list(self.output_leaves)
+        for position, tensor in zip(self.output_positions, outputs, strict=True):
+            leaves[position] = tensor
+        output, captured = pytree.tree_unflatten(leaves, self.output_spec)
+        CapturedOutputs.deliver(captured)
+        return output
+
+    def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch | None) -> list[torch.Tensor]:
+        """Views of the rows `ubatch` of the tensor arguments."""
+        if ubatch is None or self.split is None:
+            return list(tensors)
+        return self.split.inputs.rows_of(tensors, self.split.rows, *ubatch)
+
+    def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the layer once without dropout, graph or trace: how the splitter learns about its outputs."""
+        modules = [m for m in self.layer.modules() if m.training]
+        weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False)
+        try:
+            for module in modules:
+                module.training = False
+            with (
+                torch.no_grad(),
+                stream.rng_state_kept(self.device),
+                self.autocast.entered(),
+                weights.resident(keep_buffers=False),
+            ):
+                return self.execute(tensors)
+        finally:
+            for module in modules:
+                module.training = True
+
+    def check_weights_unchanged(self) -> None:
+        """Raise RuntimeError if a weight was changed since the forward: a recompute would not notice, as autograd "
+        "does."""
+        if [p._version for p in self.layer.parameters()] != self.weight_versions:
+            raise RuntimeError(
+                f"the weights of a layer must not change between its forward and its backward (a "
+                f"{type(self.layer).__name__} was changed in place); run backward before optimizer.step(), "
+                "load_state_dict or other writes"
+            )
