@@ -16,7 +16,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from hf_l2l.testing.sim_memory import Block, storage_at
-from hf_l2l.testing.sim_random import GENERATOR, drawing_from_sim
+from hf_l2l.testing.sim_random import GENERATOR
 
 NAME = "sim"
 DEVICE_INDEX = 0
@@ -43,7 +43,6 @@ class Facts(NamedTuple):
     indexes: bool  # may take indices from the host
     rounds_once: bool
     generator: Place | None  # where a random generator may be given
-    draws_unasked: bool  # random, and takes no generator
     writes: tuple[Place, ...]  # arguments that are written to
     resizes: bool  # written arguments may come back in another shape
     returns: tuple[Place | None, ...]  # per result: the argument it is, or None where it is new
@@ -59,13 +58,11 @@ def facts_of(op: torch._ops.OpOverload) -> Facts:
     returns = tuple(
         by_alias.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
     )
-    generator = places.get("generator")
     return Facts(
         name=schema.name,
         indexes=schema.name in _TAKE_HOST_INDICES,
         rounds_once=op._overloadname in ("default", "") and schema.name.removeprefix("aten::") in _ROUND_ONCE,
-        generator=generator,
-        draws_unasked=generator is None and torch.Tag.nondeterministic_seeded in op.tags,
+        generator=places.get("generator"),
         writes=tuple(places[a.name] for a in written),
         resizes=any(a.kwarg_only for a in written),
         returns=returns,
@@ -150,9 +147,6 @@ def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if facts.generator is not None:
         _give_generator(facts, args, kwargs)
-    elif facts.draws_unasked:
-        with drawing_from_sim():
-            return op(*args, **kwargs)
     elif facts.rounds_once and args[0].dtype in _HALVES:
         dtype = args[0].dtype
         wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in _HALVES else a for a in args]

@@ -453,6 +453,18 @@ def test_draws_leave_the_hosts_generator_alone() -> None:
         assert torch.equal(torch.get_rng_state(), host)
 
 
+def test_every_random_operation_can_be_given_the_devices_generator() -> None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # Written out for the device; and called random by torch, but draw nothing on the host.
+    known = {"native_dropout", "_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and has_kernel(name, "CPU"):
+            short, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, short), overload or "default")
+            if torch.Tag.nondeterministic_seeded in op.tags and short not in known:
+                assert any(argument.name == "generator" for argument in op._schema.arguments), name
+
+
 def test_host_draws_leave_the_device_alone() -> None:
     state = torch.sim.get_rng_state_all()
     torch.randn(5)
