@@ -43,6 +43,8 @@ class L2LConfig:
                 f"stash must be one of {', '.join(map(repr, get_args(StashPlace)))} (got {self.stash!r}); "
                 "use 'host' when the layer inputs do not fit the device"
             )
+        if self.device is not None:
+            _check_device(self.device)
         if isinstance(self.layer_classes, str):
             raise ValueError(
                 f"layer_classes must be a tuple of class names (got the string {self.layer_classes!r}); "
@@ -59,3 +61,12 @@ def check_ubatch_size(ubatch_size: int | None) -> None:
             f"ubatch_size must be a whole number of at least 1, or None for the whole device batch (got "
             f"{ubatch_size!r}); set it to the rows that fit through one layer at once"
         )
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current accelerator"
+        ) from error

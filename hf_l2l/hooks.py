@@ -182,6 +182,7 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     device = stream.execution_device(config.device)
     move_to_host(model)
     _turn_off_activation_checkpointing(model)
+    _warn_of_short_masters(model)
     return _attach(model, config, device, stacks)
 
 
@@ -277,3 +278,13 @@ def _turn_off_activation_checkpointing(model: nn.Module) -> None:
     )
     for module in active:
         module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def _warn_of_short_masters(model: nn.Module) -> None:
+    short = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4}
+    if short:
+        warnings.warn(
+            f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the model "
+            "with dtype=torch.float32, and compute in 16 bits with bf16=True or autocast",
+            stacklevel=4,
+        )

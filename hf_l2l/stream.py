@@ -37,6 +37,9 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     """The device that layers run on: the one asked for, else the current accelerator, else the CPU.
 
     A device type without an index becomes the current device of that type.
+
+    Raises:
+        ValueError: if this machine has no such device.
     """
     if device is None:
         # check_available: a build of torch that knows an accelerator runs on machines that have none.
@@ -44,9 +47,13 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     device = torch.device(device)
     if device.type == "cpu":
         return HOST
-    if device.index is None:
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    return device
+    module = torch.get_device_module(device)
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ValueError(
+            f"the execution device must be one this machine has (got {device}); set device to None for the current "
+            "accelerator, or to 'cpu'"
+        )
+    return device if device.index is not None else torch.device(device.type, module.current_device())
 
 
 def shares_host_memory(device: torch.device) -> bool:

@@ -319,3 +319,16 @@ def test_a_bare_hook_is_what_copies_carry():
     add_hook_to_module(model.bert, ModelHook())
     attach_l2l(model)
     train_once(model, batch_for(model))
+
+
+def test_masters_of_16_bits_are_warned_of():
+    with pytest.warns(UserWarning, match=r"the master weights are torch.bfloat16: .*dtype=torch.float32"):
+        attach_l2l(bert().bfloat16())
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"must name a torch device \(got 'gpu'.*write 'cuda'"):
+        L2LConfig(device="gpu")
+    missing = "cuda" if not torch.cuda.is_available() else f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(ValueError, match=rf"must be one this machine has \(got {missing}\)"):
+        attach_l2l(bert(), L2LConfig(device=missing))

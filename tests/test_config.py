@@ -1,0 +1,89 @@
+"""`L2LConfig` takes what is within the rule of each field, and refuses the rest where it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_l2l import L2LConfig
+from hf_l2l.config import check_ubatch_size
+
+NO_UBATCH_SIZES = st.one_of(
+    st.integers(max_value=0),
+    st.booleans(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.lists(st.integers()),
+    st.complex_numbers(),
+)
+
+
+def test_defaults():
+    config = L2LConfig()
+    assert (config.ubatch_size, config.stash, config.device, config.layer_classes) == (None, "device", None, None)
+
+
+def test_it_is_a_value():
+    assert L2LConfig(ubatch_size=2) == L2LConfig(ubatch_size=2)
+    assert L2LConfig(ubatch_size=2) != L2LConfig(ubatch_size=3)
+    assert hash(L2LConfig(layer_classes=("Block",))) == hash(L2LConfig(layer_classes=("Block",)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        L2LConfig().ubatch_size = 3
+    with pytest.raises(TypeError):
+        L2LConfig(4)  # by name only
+
+
+@given(st.integers(min_value=1))
+def test_any_positive_whole_number_is_a_ubatch_size(size):
+    assert L2LConfig(ubatch_size=size).ubatch_size == size
+    check_ubatch_size(size)
+
+
+@given(NO_UBATCH_SIZES)
+def test_anything_else_is_no_ubatch_size(value):
+    with pytest.raises(ValueError, match="ubatch_size must be a whole number of at least 1"):
+        L2LConfig(ubatch_size=value)
+    with pytest.raises(ValueError, match="ubatch_size"):
+        check_ubatch_size(value)
+
+
+@pytest.mark.parametrize("value", [0, -3, True, 1.5, "4", [2]])
+def test_the_ubatch_size_message_has_rule_value_and_remedy(value):
+    with pytest.raises(ValueError) as error:
+        L2LConfig(ubatch_size=value)
+    assert str(error.value) == (
+        "ubatch_size must be a whole number of at least 1, or None for the whole device batch "
+        f"(got {value!r}); set it to the rows that fit through one layer at once"
+    )
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_places_of_the_stash(stash):
+    assert L2LConfig(stash=stash).stash == stash
+
+
+@pytest.mark.parametrize("value", ["disk", "", "HOST", None, 1])
+def test_the_stash_message_has_rule_value_and_remedy(value):
+    with pytest.raises(ValueError) as error:
+        L2LConfig(stash=value)
+    assert str(error.value) == (
+        f"stash must be one of 'device', 'host' (got {value!r}); "
+        "use 'host' when the layer inputs do not fit the device"
+    )
+
+
+def test_the_layer_classes_message_has_rule_value_and_remedy():
+    message = "layer_classes must be a tuple of class names (got the string 'Block'); write ('Block',)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        L2LConfig(layer_classes="Block")
+    assert L2LConfig(layer_classes=("Block", "Other")).layer_classes == ("Block", "Other")
+
+
+def test_replacing_a_field_checks_it_again():
+    with pytest.raises(ValueError, match=r"\(got 0\)"):
+        dataclasses.replace(L2LConfig(), ubatch_size=0)
