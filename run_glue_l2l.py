@@ -3,8 +3,7 @@
 It follows transformers' run_glue.py; the trainer is `L2LTrainer`, and a model larger than the device can be trained.
 
     python run_glue_l2l.py
-        The embedded default: a small BERT and the demo set of the package, without the Hub, in about a minute on a
-        CPU.
+        The embedded default: a small BERT on the demo set of the package, without the Hub, in a minute on a CPU.
 
     python run_glue_l2l.py --model_name_or_path bert-large-uncased --train_file train.csv --validation_file dev.csv \\
         --do_train --do_eval --per_device_train_batch_size 32 --ubatch_size 4 --output_dir out
@@ -119,9 +118,7 @@ def parse_options(argv: list[str]) -> Options:
 def check_files(data_args: DataTrainingArguments, training_args: L2LTrainingArguments) -> None:
     """Raise ValueError unless the files that are needed are named, are there, and are of one kind."""
     if not (training_args.do_train or training_args.do_eval):
-        raise ValueError(
-            "there must be something to do (got neither --do_train nor --do_eval); add one of them, or both"
-        )
+        raise ValueError("there must be something to do (got neither --do_train nor --do_eval); add one of them")
     if data_args.train_file is None:
         task = "--do_train" if training_args.do_train else "--do_eval"
         raise ValueError(
@@ -167,9 +164,9 @@ def embedded_default() -> list[str]:
         "per_device_train_batch_size": 16,
         "ubatch_size": 4,
         "learning_rate": 5e-5,
-        "eval_strategy": "epoch",
         "logging_strategy": "epoch",
         "save_strategy": "no",
+        "dataloader_pin_memory": torch.accelerator.is_available(),  # there is no use for it without one
         "seed": 42,
     }
     argv = ["--do_train", "--do_eval"]
@@ -229,17 +226,24 @@ def read_rows(file: str) -> Dataset:
         raise ValueError(
             f"{file} could not be read as {kind} ({first_line(error.__cause__ or error)}); correct it"
         ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"data files must have rows (got none in {file}: {first_line(error)}); check how it was written"
+        ) from error
     if LABEL not in rows.column_names:
         raise ValueError(
             f"{file} must have a column {LABEL!r} (its columns are {listed(rows.column_names)}); rename the one with "
             f"the labels to {LABEL!r}"
         )
-    if len(rows) == 0:
-        raise ValueError(f"data files must have rows (got none in {file}); check how it was written")
-    for row, label in enumerate(rows[LABEL], start=1):
+    for row, label in enumerate(rows[LABEL][:], start=1):
         if label is None or (isinstance(label, float) and not math.isfinite(label)):
             raise ValueError(
                 f"every row must have a label (got {label} in row {row} of {file}); fill it in, or drop the row"
+            )
+        if not isinstance(label, (int, float, str)):
+            raise ValueError(
+                f"labels must be whole numbers, words, or decimal numbers (got {label!r} in row {row} of {file}); "
+                "write one of them"
             )
     return rows
 
@@ -263,7 +267,7 @@ def check_texts(rows: Dataset, text_columns: tuple[str, ...], file: str) -> None
                 f"{file} must have the text column {column!r} of the training file (its columns are "
                 f"{listed(rows.column_names)}); rename the one it stands in"
             )
-        for row, text in enumerate(rows[column], start=1):
+        for row, text in enumerate(rows[column][:], start=1):
             if text is None:
                 raise ValueError(
                     f"column {column!r} must have text in every row (got none in row {row} of {file}; in csv, words "
@@ -278,16 +282,17 @@ def check_texts(rows: Dataset, text_columns: tuple[str, ...], file: str) -> None
 
 def find_classes(train: Dataset, file: str) -> list[Any] | None:
     """The labels of the training rows, sorted; None if they are decimal numbers, which asks for a regression."""
-    labels = train.unique(LABEL)
-    if all(isinstance(label, float) for label in labels):
+    found = set(train[LABEL][:])
+    if all(isinstance(label, float) for label in found):
         return None
-    if not all(isinstance(label, (int, str)) for label in labels):
+    if len({isinstance(label, str) for label in found}) > 1:
         raise ValueError(
-            f"labels must be whole numbers, words, or decimal numbers (got {listed(labels)} in {file}); write one of "
-            "them"
+            f"labels must be all numbers or all words (got {listed(sorted(found, key=str))} in {file}); "
+            "write them alike"
         )
-    labels = sorted(labels)
-    if isinstance(labels[0], int) and not isinstance(labels[0], bool) and labels != list(range(len(labels))):
+    labels = sorted(found)
+    whole_numbers = isinstance(labels[0], int) and not isinstance(labels[0], bool)
+    if whole_numbers and labels != list(range(len(labels))):
         raise ValueError(
             f"labels that are whole numbers must be 0, 1, 2, ... without a gap (got {listed(labels)} in {file}); "
             "renumber them, or write them as words"
@@ -301,7 +306,7 @@ def find_classes(train: Dataset, file: str) -> list[Any] | None:
 
 def check_validation_labels(validation: Dataset, classes: list[Any] | None, file: str) -> None:
     """Raise ValueError unless the labels are among the classes, or numbers for a regression."""
-    for label in validation.unique(LABEL):
+    for label in sorted(set(validation[LABEL][:]), key=str):
         if classes is None:
             if isinstance(label, bool) or not isinstance(label, (int, float)):
                 raise ValueError(
@@ -324,17 +329,19 @@ def tokenized(
         logger.warning(
             "max_seq_length=%d is more than the tokenizer allows; using %d", data_args.max_seq_length, length
         )
+    ids = {label: index for index, label in enumerate(data.classes or [])}
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = [batch[column] for column in data.text_columns]
         padding = "max_length" if data_args.pad_to_max_length else False
         encoded = dict(tokenizer(*texts, padding=padding, max_length=length, truncation=True))
         if data.classes is None:
-            encoded[LABEL] = [float(label) for label in batch[LABEL]]
+            encoded["labels"] = [float(label) for label in batch[LABEL]]
         else:
-            encoded[LABEL] = [data.classes.index(label) for label in batch[LABEL]]
+            encoded["labels"] = [ids[label] for label in batch[LABEL]]
         return encoded
 
+    rows = rows.select_columns([*data.text_columns, LABEL])
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     return rows.map(
@@ -413,7 +420,7 @@ def build_trainer(options: Options) -> L2LTrainer:
     )
 
 
-def train(trainer: L2LTrainer) -> dict[str, float]:
+def run_training(trainer: L2LTrainer) -> dict[str, float]:
     """Train; save the model, the metrics and the trainer's state."""
     result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
@@ -424,13 +431,13 @@ def train(trainer: L2LTrainer) -> dict[str, float]:
     return metrics
 
 
-def evaluate(trainer: L2LTrainer) -> dict[str, float]:
+def run_evaluation(trainer: L2LTrainer) -> dict[str, float]:
     """Evaluate; save the metrics."""
     metrics = {**trainer.evaluate(), "eval_samples": len(trainer.eval_dataset)}
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     if "eval_accuracy" in metrics:
-        counts = np.bincount(trainer.eval_dataset[LABEL])
+        counts = np.bincount(trainer.eval_dataset["labels"])
         majority = counts.max() / counts.sum()
         print(f"accuracy {metrics['eval_accuracy']:.3f} (always guessing the most frequent class: {majority:.3f})")
     return metrics
@@ -439,20 +446,20 @@ def evaluate(trainer: L2LTrainer) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the command line; returns the metrics. Bad input ends it with one line on stderr and exit code 2."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for name in ("run_glue_l2l", "hf_l2l"):
+    for name in (logger.name, "transformers.hf_l2l"):  # the trainer says what is run layer to layer
         logging.getLogger(name).setLevel(logging.INFO)
     argv = sys.argv[1:] if argv is None else argv
     try:
         options = parse_options(argv or embedded_default())
         trainer = build_trainer(options)
     except (ValueError, ImportError) as error:
-        print(f"run_glue_l2l.py: {error}", file=sys.stderr)
+        print(f"run_glue_l2l.py: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error
     metrics = {}
     if trainer.args.do_train:
-        metrics.update(train(trainer))
+        metrics.update(run_training(trainer))
     if trainer.args.do_eval:
-        metrics.update(evaluate(trainer))
+        metrics.update(run_evaluation(trainer))
     return metrics
 
 

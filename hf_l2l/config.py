@@ -68,5 +68,6 @@ def _check_device(device: torch.device | str) -> None:
         torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current accelerator"
+            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current "
+            "accelerator"
         ) from error

@@ -284,7 +284,7 @@ def _warn_of_short_masters(model: nn.Module) -> None:
     short = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4}
     if short:
         warnings.warn(
-            f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the model "
-            "with dtype=torch.float32, and compute in 16 bits with bf16=True or autocast",
+            f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the "
+            "model with dtype=torch.float32, and compute in 16 bits with bf16=True or autocast",
             stacklevel=4,
         )

@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,19 @@ def test_the_layer_classes_message_has_rule_value_and_remedy():
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         L2LConfig(layer_classes="Block")
     assert L2LConfig(layer_classes=("Block", "Other")).layer_classes == ("Block", "Other")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", torch.device("cpu")])
+def test_names_of_devices(device):
+    assert L2LConfig(device=device).device == device
+
+
+@pytest.mark.parametrize("value", ["cude", "cuda:x", 2.5])
+def test_the_device_message_has_rule_value_and_remedy(value):
+    with pytest.raises(ValueError) as error:
+        L2LConfig(device=value)
+    assert str(error.value).startswith(f"device must name a torch device (got {value!r}: ")
+    assert str(error.value).endswith("); write 'cuda', or None for the current accelerator")
 
 
 def test_replacing_a_field_checks_it_again():

@@ -116,9 +116,15 @@ def test_a_model_may_name_its_blocks_itself():
     assert stack.layers == tuple(model.blocks)  # and not the one outside a container
 
 
+class Stage(Block):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([Block(), Block()])
+
+
 def test_a_module_that_contains_layers_is_none():
-    stages = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
-    assert [s.path for s in find_stacks(stages, ("Sequential", "Block"))] == ["0", "1"]
+    stages = nn.ModuleList([Stage(), Stage()])
+    assert [s.path for s in find_stacks(stages, ("Block",))] == ["0.inner", "1.inner"]
 
 
 def test_a_layer_used_twice_is_one_layer():
@@ -132,8 +138,8 @@ def test_wrong_layer_classes_name_the_right_ones(names):
     with pytest.raises(ValueError) as error:
         find_stacks(Custom(), names)
     assert str(error.value) == (
-        "every name in layer_classes must be the class of a module of the model (no module is a 'Blok'); the classes in "
-        "it are Block, Custom, Linear, ModuleList, Special"
+        "every name in layer_classes must be the class of a module of the model (no module is a 'Blok'); the classes "
+        "in it are Block, Custom, Linear, ModuleList, Special"
     )
 
 

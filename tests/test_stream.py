@@ -69,11 +69,25 @@ def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
         return torch.device("cuda")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert stream.execution_device(None) == torch.device("cuda", 3)
     assert checked == [True]
     assert stream.execution_device("cuda") == torch.device("cuda", 3)
     assert stream.execution_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r"must be one this machine has \(got cuda:4\)"):
+        stream.execution_device("cuda:4")
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError) as error:
+        stream.execution_device("cuda")
+    assert str(error.value) == (
+        "the execution device must be one this machine has (got cuda); set device to None for the current "
+        "accelerator, or to 'cpu'"
+    )
 
 
 def test_the_host_has_no_device_module():

@@ -77,6 +77,15 @@ def test_without_requires_grad_no_leaf_has_it(copies):
     assert not any(leaf.requires_grad for leaf in weights.leaves.values())
 
 
+def test_leaves_made_in_inference_mode_can_be_trained_with(copies):
+    module, x = Tied(), torch.randn(4, 3)
+    with torch.inference_mode():
+        weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    with weights.resident():
+        module(x).sum().backward()
+    assert len(list(weights.gradients)) == 2
+
+
 def test_masters_and_buffers_are_back_after_an_error(copies):
     module = nn.BatchNorm1d(3)
     before = {**module._parameters, **module._buffers}

@@ -1,0 +1,295 @@
+"""Imports go down only, levels 0 to 3 need torch alone, and a few habits hold in every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_l2l"
+
+LEVELS = (
+    ("config", "stream"),
+    ("stacks", "capture", "transit", "stash"),
+    ("eps",),
+    ("shell", "splitting", "layer_call", "relay"),
+    ("estimate", "hooks"),
+    ("training_args", "trainer"),
+)
+"""A module imports those of lower levels, and of its own level those that stand before it."""
+
+THIRD_PARTY = {
+    "config": {"torch"},
+    "estimate": {"torch", "accelerate", "psutil"},
+    "training_args": {"torch", "accelerate", "psutil", "transformers"},
+}
+"""By the first module of a level, what it and those after it may import beside the standard library."""
+
+APART = ("testing", "demo")
+ORDER = [name for level in LEVELS for name in level]
+FILES = sorted(PACKAGE.rglob("*.py"))
+OURS = [*FILES, *sorted(p for p in (ROOT / "tests").rglob("*.py"))]
+MAX_LINES, MAX_FUNCTION_LINES = 300, 60
+
+
+def named(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported, wherever in the file; what a `from` import names counts as a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    """The modules of the package that are imported: "stream" for `hf_l2l.stream` and `from hf_l2l import stream`."""
+    found = {name.split(".")[1] for name in imports_of(tree) if name.startswith("hf_l2l.")}
+    bare = {name for name in imports_of(tree) if name == "hf_l2l"}
+    return found | bare
+
+
+def forbidden_imports(module: str, tree: ast.AST) -> set[str]:
+    return own_imports(tree) - set(ORDER[: ORDER.index(module)])
+
+
+def third_party(tree: ast.AST) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(tree)} - set(sys.stdlib_module_names) - {"hf_l2l"}
+
+
+def test_every_module_has_a_level():
+    assert sorted(f.stem for f in PACKAGE.glob("*.py") if f.stem != "__init__") == sorted(ORDER)
+    packages = sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))
+    assert packages == sorted(APART)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_down_only(module):
+    assert forbidden_imports(module, tree_of(PACKAGE / f"{module}.py")) == set()
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_third_party_imports(module):
+    allowed: set[str] = set()
+    for name in ORDER[: ORDER.index(module) + 1]:
+        allowed = THIRD_PARTY.get(name, allowed)
+    assert third_party(tree_of(PACKAGE / f"{module}.py")) <= allowed
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "testing").glob("*.py")), ids=named)
+def test_testing_imports_nothing_else_of_the_package(file):
+    assert own_imports(tree_of(file)) <= {"testing"}
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "demo").glob("*.py")), ids=named)
+def test_demo_imports_the_standard_library_only(file):
+    assert own_imports(tree_of(file)) == third_party(tree_of(file)) == set()
+
+
+def dotted(node: ast.AST) -> str:
+    """ "a.b" for an attribute or a name, "" for anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def targets_of(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.Assign):
+        return [part for target in node.targets for part in ast.walk(target)]
+    return list(ast.walk(node.target)) if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def data_assignments(tree: ast.AST) -> list[int]:
+    """Lines that write through `.data`, which autograd does not see."""
+    found = [n for n in ast.walk(tree) for t in targets_of(n) if isinstance(t, ast.Attribute) and t.attr == "data"]
+    in_place = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call)
+        and isinstance(n.func, ast.Attribute)
+        and n.func.attr.endswith("_")
+        and isinstance(n.func.value, ast.Attribute)
+        and n.func.value.attr == "data"
+    ]
+    return [n.lineno for n in (*found, *in_place)]
+
+
+def unsafe_loads(tree: ast.AST) -> list[int]:
+    """Lines that may run code which is stored in a file."""
+    loads = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and dotted(n.func) == "torch.load"]
+    safe = [
+        n
+        for n in loads
+        for k in n.keywords
+        if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
+    ]
+    pickles = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
+    importing = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Import | ast.ImportFrom) and {name.split(".")[0] for name in imports_of(n)} & pickles
+    ]
+    return [n.lineno for n in loads if n not in safe] + [n.lineno for n in importing]
+
+
+def broad_handlers(tree: ast.AST) -> list[int]:
+    """Lines that catch errors nobody thought of."""
+    broad = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
+
+    def caught(handler: ast.ExceptHandler) -> list[ast.AST]:
+        kinds = handler.type
+        return list(kinds.elts) if isinstance(kinds, ast.Tuple) else [kinds] if kinds is not None else []
+
+    return [
+        n.lineno
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ExceptHandler) and (n.type is None or {dotted(kind) for kind in caught(n)} & broad)
+    ]
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    return [
+        n.name
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        and n.end_lineno is not None
+        and n.end_lineno - n.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public functions and classes without a docstring, and the module if it has none."""
+    public = [
+        n
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not n.name.startswith("_")
+    ]
+    found = [] if ast.get_docstring(tree) else ["the module"]
+    return found + [n.name for n in public if not ast.get_docstring(n)]
+
+
+CHECKS = {
+    "data assignment": data_assignments,
+    "unsafe load": unsafe_loads,
+    "broad handler": broad_handlers,
+    "long function": long_functions,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("file", FILES, ids=named)
+def test_habits(file, check):
+    assert CHECKS[check](tree_of(file)) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=named)
+def test_no_file_is_long(file):
+    assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("file", FILES, ids=named)
+def test_what_is_public_has_a_docstring(file):
+    assert undocumented(tree_of(file)) == []
+
+
+OUTSIDE = re.compile(r"""(?:^|[\s"'(`=])(?:/wor[k]|/hom[e]|/roo[t]|\.\./share[d])\b""", re.MULTILINE)
+"""Paths outside the project folder, written so that this line is none."""
+
+
+@pytest.mark.parametrize("file", OURS, ids=named)
+def test_no_path_leads_out_of_the_project(file):
+    assert OUTSIDE.findall(file.read_text()) == []
+
+
+# ---- the checks find what they look for
+
+
+@pytest.mark.parametrize(
+    ("check", "source"),
+    [
+        ("data assignment", "p.data = q"),
+        ("data assignment", "p.data += q"),
+        ("data assignment", "a, p.data = 1, 2"),
+        ("data assignment", "p.data[0] = q"),
+        ("data assignment", "p.data.copy_(q)"),
+        ("unsafe load", "torch.load(f)"),
+        ("unsafe load", "torch.load(f, weights_only=False)"),
+        ("unsafe load", "def f():\n    import pickle"),
+        ("unsafe load", "from pickle import loads"),
+        ("broad handler", "try:\n    pass\nexcept:\n    pass"),
+        ("broad handler", "try:\n    pass\nexcept Exception as error:\n    raise"),
+        ("broad handler", "try:\n    pass\nexcept (KeyError, BaseException):\n    pass"),
+        ("long function", "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
+    ],
+)
+def test_checks_find(check, source):
+    assert len(CHECKS[check](ast.parse(source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("check", "source"),
+    [
+        ("data assignment", "q = p.data"),
+        ("unsafe load", "torch.load(f, weights_only=True)"),
+        ("broad handler", "try:\n    pass\nexcept (KeyError, ValueError):\n    pass"),
+        ("long function", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
+    ],
+)
+def test_checks_let_pass(check, source):
+    assert CHECKS[check](ast.parse(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "forbidden"),
+    [
+        ("eps", "from hf_l2l.relay import Relay", {"relay"}),
+        ("eps", "from hf_l2l import relay, stream", {"relay"}),
+        ("eps", "import hf_l2l.trainer", {"trainer"}),
+        ("eps", "import hf_l2l", {"hf_l2l"}),
+        ("shell", "from hf_l2l.splitting import Split", {"splitting"}),
+        ("splitting", "from hf_l2l.shell import Shell", set()),
+        ("relay", "def f():\n    from hf_l2l.hooks import attach_l2l", {"hooks"}),
+        ("relay", "from hf_l2l.testing import sim_device", {"testing"}),
+        ("stream", "from hf_l2l.stream import HOST", {"stream"}),
+    ],
+)
+def test_arrows_up_are_found(module, source, forbidden):
+    assert forbidden_imports(module, ast.parse(source)) == forbidden
+
+
+def test_third_party_names_are_found():
+    assert third_party(ast.parse("import os, torch.nn\nfrom transformers.utils import logging")) == {
+        "torch",
+        "transformers",
+    }
+
+
+def test_missing_docstrings_are_found():
+    source = 'class Public: ...\nclass _Private: ...\ndef function(): ...\ndef told():\n    """So."""'
+    assert undocumented(ast.parse(source)) == ["the module", "Public", "function"]
+
+
+@pytest.mark.parametrize(
+    ("text", "leads"),
+    [
+        ("open('/wor" + "k/file')", True),
+        ("see ../shar" + "ed/file", True),
+        ("the /workers", False),
+        ("a/work/", False),
+    ],
+)
+def test_paths_are_found(text, leads):
+    assert bool(OUTSIDE.findall(text)) == leads

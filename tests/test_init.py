@@ -1,0 +1,97 @@
+"""The package imports fast, says which versions it needs, and has the names it promises."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_l2l
+
+ROOT = Path(__file__).parent.parent
+NAMES = ["EagerParamServer", "L2LConfig", "L2LTrainer", "L2LTrainingArguments", "attach_l2l", "detach_l2l", "estimate"]
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_public_names():
+    assert sorted(hf_l2l.__all__) == NAMES
+    for name in NAMES:
+        assert callable(getattr(hf_l2l, name)), name
+    assert hf_l2l.L2LTrainer is importlib.import_module("hf_l2l.trainer").L2LTrainer
+    assert hf_l2l.L2LTrainingArguments is importlib.import_module("hf_l2l.training_args").L2LTrainingArguments
+
+
+def test_star_import_brings_the_public_names():
+    names: dict[str, object] = {}
+    exec("from hf_l2l import *", names)
+    assert sorted(names.keys() - {"__builtins__"}) == NAMES
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="module 'hf_l2l' has no attribute 'L2LTrianer'"):
+        _ = hf_l2l.L2LTrianer
+    with pytest.raises(ImportError, match="cannot import name 'L2LTrianer'"):
+        from hf_l2l import L2LTrianer  # noqa: F401
+
+
+def test_importing_the_package_is_light():
+    heavy = ["transformers.trainer", "transformers.training_args", "datasets", "evaluate", "hf_l2l.testing"]
+    code = f"import sys, hf_l2l; print([name for name in {heavy} if name in sys.modules])"
+    assert run(code) == "[]"
+
+
+# ---- versions
+
+
+def test_supported_versions_pass():
+    hf_l2l._check_versions(hf_l2l._SUPPORTED)
+    hf_l2l._check_versions({})
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize(("lowest", "end"), [("0.1", "0.2"), ("98.0", "99.0")], ids=["too new", "too old"])
+def test_another_version_is_refused_in_one_sentence(package, lowest, end):
+    with pytest.raises(ImportError) as error:
+        hf_l2l._check_versions({package: (lowest, end)})
+    assert str(error.value) == (
+        f"hf_l2l {hf_l2l.__version__} needs {package} of at least {lowest} and below {end} (found {version(package)})"
+        f"; install one with: pip install '{package}>={lowest},<{end}'"
+    )
+
+
+def test_the_lowest_version_is_included_and_the_end_is_not(monkeypatch):
+    found = {"torch": "2.11"}
+    monkeypatch.setattr(hf_l2l, "_version", found.__getitem__)
+    hf_l2l._check_versions({"torch": ("2.11", "2.14")})
+    found["torch"] = "2.14.0+cpu"
+    with pytest.raises(ImportError, match=r"\(found 2\.14\.0\+cpu\)"):
+        hf_l2l._check_versions({"torch": ("2.11", "2.14")})
+    found["torch"] = "2.9"  # numbers, not letters
+    with pytest.raises(ImportError, match=r"\(found 2\.9\)"):
+        hf_l2l._check_versions({"torch": ("2.11", "2.14")})
+
+
+def test_supported_versions_are_those_the_package_is_installed_with():
+    requirements = (ROOT / "pyproject.toml").read_text()
+    for package, (lowest, end) in hf_l2l._SUPPORTED.items():
+        assert f'"{package}>={lowest},<{end}"' in requirements
+    assert f'version = "{hf_l2l.__version__}"' in requirements
+    assert torch.__version__.startswith(version("torch").split("+")[0])

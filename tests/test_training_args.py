@@ -1,0 +1,176 @@
+"""The options on the command line, and the refusal of options that L2L cannot honour."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+import sys
+
+import pytest
+import transformers as hf
+
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments
+from hf_l2l.training_args import l2l_config, refuse_conflicts
+from training import arguments, rows, tiny_bert
+
+DEFAULTS = ["--output_dir", "out", "--report_to", "none"]
+
+
+def parsed(*words: str) -> L2LTrainingArguments:
+    (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_args_into_dataclasses([*DEFAULTS, *words])
+    return args
+
+
+# ---- parsing
+
+
+def test_options_from_the_command_line():
+    args = parsed("--ubatch_size", "4", "--stash", "host", "--l2l_layer_classes", "A", "B")
+    assert (args.ubatch_size, args.stash, args.l2l_layer_classes) == (4, "host", ["A", "B"])
+    assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"))
+
+
+def test_defaults_from_the_command_line():
+    args = parsed()
+    assert (args.ubatch_size, args.stash, args.l2l_layer_classes) == (None, "device", None)
+    assert l2l_config(args) == L2LConfig()
+
+
+def test_options_from_a_file(tmp_path):
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"output_dir": "out", "report_to": [], "ubatch_size": 2, "stash": "host"}))
+    (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_json_file(str(file))
+    assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host")
+
+
+@pytest.mark.parametrize("words", [("--ubatch_size", "four"), ("--stash", "disk")], ids=lambda words: words[0])
+def test_the_parser_refuses(words, capsys):
+    with pytest.raises(SystemExit):
+        parsed(*words)
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stash": "disk"}, "stash must be one of 'device', 'host' (got 'disk')"),
+        ({"ubatch_size": 0}, "ubatch_size must be a whole number of at least 1"),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_where_they_are_given(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+def test_every_option_explains_itself():
+    ours = {f.name: f for f in dataclasses.fields(L2LTrainingArguments)}
+    for name in ours.keys() - {f.name for f in dataclasses.fields(hf.TrainingArguments)}:
+        assert len(ours[name].metadata["help"]) > 30, name
+
+
+def test_plain_training_arguments_ask_for_the_defaults(tmp_path):
+    assert l2l_config(arguments(hf.TrainingArguments, tmp_path)) == L2LConfig()
+
+
+# ---- as an object
+
+
+def test_the_model_stays_where_it_is(tmp_path):
+    assert arguments(L2LTrainingArguments, tmp_path).place_model_on_device is False
+
+
+def test_arguments_can_be_written_and_copied(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host", l2l_layer_classes=["A", "B"])
+    written = json.loads(json.dumps(args.to_dict()))
+    assert (written["ubatch_size"], written["stash"], written["l2l_layer_classes"]) == (3, "host", ["A", "B"])
+    assert json.loads(args.to_json_string())["ubatch_size"] == 3
+    assert args.to_sanitized_dict()["stash"] == "host"
+    for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):  # noqa: S301  # our own bytes
+        assert isinstance(other, L2LTrainingArguments)
+        assert l2l_config(other) == l2l_config(args)
+        assert other.to_dict() == args.to_dict()
+
+
+def test_a_field_can_be_replaced(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host")
+    other = dataclasses.replace(args, ubatch_size=5)
+    assert l2l_config(other) == L2LConfig(ubatch_size=5, stash="host")
+    assert args.ubatch_size == 3
+    with pytest.raises(ValueError, match=r"\(got 0\)"):
+        dataclasses.replace(args, ubatch_size=0)
+
+
+# ---- conflicts
+
+CONFLICTS = {
+    "deepspeed": ({"zero_optimization": {"stage": 3}}, "both place the parameters; drop one of them"),
+    "fsdp": ("full_shard", "both place the parameters; drop one of them"),
+    "torch_compile": (True, "a compiled model cannot be run layer by layer; set torch_compile=False"),
+    "fp16": (True, "its loss scaler would have to see gradients on the device; set bf16=True, or train in fp32"),
+    "fp16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
+    "bf16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
+}
+
+
+def message_of(name: str) -> str:
+    value, remedy = CONFLICTS[name]
+    return f"^{re.escape(f'{name} cannot be used with L2L (got {name}={value!r}): {remedy}')}$"
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_conflicts_are_refused_in_our_arguments(name, tmp_path):
+    with pytest.raises(ValueError, match=message_of(name)):
+        arguments(L2LTrainingArguments, tmp_path, **{name: CONFLICTS[name][0]})
+
+
+def plain_with(name: str, folder) -> hf.TrainingArguments:
+    """Plain arguments with an option, set afterwards where this machine lacks what it needs."""
+    value = CONFLICTS[name][0]
+    if name in ("bf16_full_eval", "torch_compile"):
+        return arguments(hf.TrainingArguments, folder, use_cpu=True, **{name: value})
+    args = arguments(hf.TrainingArguments, folder)
+    setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_conflicts_are_refused_in_plain_arguments(name, tmp_path):
+    args = plain_with(name, tmp_path)
+    with pytest.raises(ValueError, match=message_of(name)):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+
+
+def test_bf16_and_the_defaults_are_no_conflict(tmp_path):
+    refuse_conflicts(arguments(L2LTrainingArguments, tmp_path, bf16=True, use_cpu=True))
+    refuse_conflicts(arguments(hf.TrainingArguments, tmp_path))
+
+
+# ---- one device, one process
+
+
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
+def test_several_devices_are_refused_with_the_command(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--stash", "host"])
+    args = arguments(kind, tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    assert str(error.value) == (
+        "L2L runs on one device, and without a launcher the Trainer would use every visible one (got 2); run it as: "
+        "CUDA_VISIBLE_DEVICES=0 python finetune.py"
+    )
+
+
+def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [""])
+    monkeypatch.setattr(L2LTrainingArguments, "world_size", property(lambda self: 4))
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), arguments(L2LTrainingArguments, tmp_path), train_dataset=rows())
+    assert str(error.value) == (
+        "L2L runs in one process (got a launcher with 4); run it without the launcher: CUDA_VISIBLE_DEVICES=0 python "
+        "your_script.py"
+    )
