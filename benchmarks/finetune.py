@@ -3,8 +3,9 @@
     python benchmarks/finetune.py DATA_DIR [--batch 16] [--ubatch-size N] [--epochs 1] [--seed 42]
 
 DATA_DIR holds train.csv and validation.csv with a column `label` and one or two columns of text. Both trainers start
-from the same weights and seed. With `--ubatch-size` the results may differ by rounding, without it they are the same
-bits. The model is the one of the demo (all-MiniLM-L6-v2). A table for people, then one JSON document as the last line.
+from the same weights and seed. With `--ubatch-size` the order of sums and of random numbers differs, without it the
+results are the same bits. The model is the one of the demo (all-MiniLM-L6-v2). A table for people, then one JSON
+document as the last line.
 """
 
 from __future__ import annotations

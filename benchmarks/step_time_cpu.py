@@ -89,11 +89,12 @@ def main() -> None:
         "labels": torch.randint(0, 2, (options.batch,)),
     }
     checkpointed = copy.deepcopy(model)
-    enable = getattr(checkpointed, "activation_checkpointing_enable", None)
-   
-   
-    or checkpointed.gradient_checkpointing_enable enable() theirs = Steps(checkpointed, batch) attach_l2l(model,
-    L2LConfig(ubatch_size=options.ubatch_size, device="cpu")) ours = Steps(model, batch)
+    # transformers 5.23 renamed it.
+    named = "activation_checkpointing_enable"
+    getattr(checkpointed, named if hasattr(checkpointed, named) else "gradient_checkpointing_enable")()
+    theirs = Steps(checkpointed, batch)
+    attach_l2l(model, L2LConfig(ubatch_size=options.ubatch_size, device="cpu"))
+    ours = Steps(model, batch)
     profile = cProfile.Profile()
     for pair in range(options.warmup + options.pairs):
         # Whoever goes second finds the caches of the other: take turns at that, too.
