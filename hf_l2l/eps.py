@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 
@@ -29,6 +31,7 @@ class EagerParamServer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self.device = device
+        self._wrapped: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
     @torch.no_grad()
     def receive(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -49,14 +52,21 @@ class EagerParamServer:
             ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter
                 carries a hook that expects gradients on the device.
         """
+        self.check(optimizer)
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper keeps the optimizer there
-        self._check(inner)
-        if not getattr(inner, "_l2l_wrapped", False):
-            inner.register_step_post_hook(_clear_used_gradients)
-            inner._l2l_wrapped = True
+        if inner not in self._wrapped:
+            self._wrapped[inner] = inner.register_step_post_hook(_clear_used_gradients)
         return optimizer
 
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+    def release(self) -> None:
+        """Let the optimizers that were wrapped step as they did before."""
+        for handle in self._wrapped.values():
+            handle.remove()
+        self._wrapped.clear()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         name = type(optimizer).__name__
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

@@ -7,6 +7,7 @@ trained says so in a second and not after an hour in the swap.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     options = {k: deepcopy(v) for k, v in group.items() if k != "params"} | {"fused": False, "foreach": False}
     trial = type(optimizer).__new__(type(optimizer))
     trial.__dict__.update({**optimizer.__dict__, "param_groups": [{**options, "params": [stand_in]}]})
+    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     trial.state = type(optimizer.state)(dict)
     try:
         unpatched: Any = type(optimizer).step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -165,7 +165,8 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     config = config or L2LConfig()
     attached = attachment_of(model)
     if attached is not None:
-        if attached.config != config:
+        asked = replace(config, device=stream.execution_device(config.device))
+        if asked != replace(attached.config, device=attached.device):
             raise ValueError(
                 f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
                 "hf_l2l.detach_l2l(model) first"
@@ -212,6 +213,7 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     attached = attachment_of(model)
     if attached is None:
         return model
+    attached.eps.release()
     for module in attached.hooked:
         remove_hook_from_module(module)
         if isinstance(module.__dict__.get("_original_forward"), Replacement):

@@ -19,8 +19,10 @@ from hf_l2l.transit import DeviceWeights
 
 @dataclass
 class LayerCall:
-    """One call of one layer: how to run it on some rows, and what it returns. Holds no tensors but generator "
-    "states."""
+    """One call of one layer: how to run it on some rows, and what it returns.
+
+    Holds no tensors but generator states.
+    """
 
     layer: nn.Module
     forward: Callable[..., Any]
@@ -113,8 +115,7 @@ class LayerCall:
                 module.training = True
 
     def check_weights_unchanged(self) -> None:
-        """Raise RuntimeError if a weight was changed since the forward: a recompute would not notice, as autograd "
-        "does."""
+        """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
         if [p._version for p in self.layer.parameters()] != self.weight_versions:
             raise RuntimeError(
                 f"the weights of a layer must not change between its forward and its backward (a "

@@ -86,7 +86,7 @@ def backward_sweep(
     call: LayerCall,
     inputs: InputGradients,
     gradients: Sequence[torch.Tensor | None],
-    eps: EagerParamServer,
+    eps: EagerParamServer | None,
 ) -> None:
     """Recompute one layer ubatch by ubatch and run backward through it; the sums of its weight gradients go to the
     EPS.
@@ -95,7 +95,7 @@ def backward_sweep(
         call: the layer call.
         inputs: hands out its tensor arguments, and collects their gradients.
         gradients: of the layer's tensor outputs, with all rows.
-        eps: receives the weight gradients.
+        eps: receives the weight gradients; None where only gradients of inputs are asked for.
     """
     call.check_weights_unchanged()
     weights = DeviceWeights(call.layer.modules(), call.device, requires_grad=True)
@@ -114,8 +114,9 @@ def backward_sweep(
             _backward(call, outputs, gradients, ubatch)
             inputs.collect(leaves, ubatch)
             del leaves, outputs  # one ubatch's activations at a time
-    for master, gradient in weights.gradients:
-        eps.receive(master, gradient)
+    if eps is not None:
+        for master, gradient in weights.gradients:
+            eps.receive(master, gradient)
 
 
 def _backward(
@@ -192,7 +193,9 @@ class _RelayNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs = InputGradients(ctx.call, ctx.stash, ctx.saved_tensors, ctx.needs_input_grad[4:])
-        backward_sweep(ctx.call, inputs, gradients, ctx.eps)
+        # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
+        for_all_leaves = torch.autograd._is_checkpoint_valid()
+        backward_sweep(ctx.call, inputs, gradients, ctx.eps if for_all_leaves else None)
         return None, None, None, None, *inputs.total
 
 

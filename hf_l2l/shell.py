@@ -31,10 +31,11 @@ class RootCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int | None
-    """Rows of its batch."""
+    """Rows of its batch, None where it is not to be split."""
+    weights: DeviceWeights
+    """The shell on the device."""
     rng: stream.RngState
     """The generators as the call found them, to replay its beginning."""
-    shell: list[nn.Module]
     layer_calls: list[Any] = field(default_factory=list)
     """What the relay keeps of the layer calls made so far."""
     replay: Any = None
@@ -50,7 +51,7 @@ class Shell:
     """
 
     def __init__(self, layers: list[nn.Module], device: torch.device, eps: EagerParamServer) -> None:
-        self.layers = layers
+        self.layers = set(layers)
         self.device = device
         self.eps = eps
         self.call: RootCall | None = None
@@ -67,13 +68,14 @@ class Shell:
         """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards."""
         assert self.call is None, "a call is already inside the model"
         args, kwargs = to_device((args, kwargs), self.device)
-        shell = list(shell_modules(module, self.layers))
-        weights = DeviceWeights(shell, self.device, requires_grad=torch.is_grad_enabled())
+        weights = DeviceWeights(shell_modules(module, self.layers), self.device, requires_grad=torch.is_grad_enabled())
         for master, leaf in weights.leaves.items():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._sender(master))
         rng = stream.get_rng_state(self.device)
-        self.call = RootCall(module, forward, args, kwargs, batch_rows((args, kwargs)), rng, shell)
+        # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
+        rows = None if module in self.layers else batch_rows((args, kwargs))
+        self.call = RootCall(module, forward, args, kwargs, rows, weights, rng)
         try:
             with weights.resident():
                 yield self.call

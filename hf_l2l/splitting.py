@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
-from hf_l2l.shell import RootCall
+from hf_l2l.capture import CapturedOutputs
+from hf_l2l.shell import RootCall, to_device
 from hf_l2l.stacks import (
     BatchDims,
     NoConsistentSplit,
@@ -53,7 +55,7 @@ class Splitter:
     def __init__(self, ubatch_size: int | None, device: torch.device) -> None:
         self.ubatch_size = ubatch_size
         self.device = device
-        self._known: dict[tuple[object, ...], tuple[BatchDims, BatchDims] | None] = {}
+        self._known: dict[object, tuple[BatchDims, BatchDims] | None] = {}
         self._said: set[str] = set()
 
     def split_for(
@@ -80,9 +82,10 @@ class Splitter:
             if not any(is_cache(leaf) for leaf in leaves):  # generation brings caches: that is as it should be
                 self._say(layer, reason)
             return None
-        key = call_key(layer, spec, leaves, rows)
+        key = call_key(layer, spec, leaves, rows), CapturedOutputs().keys
         if key not in self._known:
             try:
+                _refuse_batch_statistics(layer)
                 self._known[key] = self._learn(root, spec, tensors, rows, execute)
             except NoConsistentSplit as error:
                 self._known[key] = None
@@ -111,22 +114,32 @@ class Splitter:
     ) -> tuple[BatchDims, BatchDims]:
         twice = self._arguments_of_doubled_batch(root, spec, rows)
         inputs = compare_shapes([t.shape for t in tensors], twice, rows, 2 * rows)
+        if all(dim is None for dim in inputs.dims):
+            raise NoConsistentSplit(f"none of its arguments has the {rows} rows of the model's batch")
         return inputs, self._check(inputs, tensors, rows, execute)
 
     def _arguments_of_doubled_batch(self, root: RootCall, spec: pytree.TreeSpec, rows: int) -> list[torch.Size]:
         """The shapes that this layer call would get if the model's batch were concatenated with itself.
 
-        A smaller batch would not do: without its padded rows, a mask becomes None.
+        A smaller batch would not do: without its padded rows, a mask becomes None. The replay runs the shell on the
+        host, where the larger batch takes no device memory.
         """
         replay = Replay(root, spec)
-        args, kwargs = doubled((root.args, root.kwargs), rows)
+        args, kwargs = doubled(to_device((root.args, root.kwargs), stream.HOST), rows)
         root.replay = replay
         try:
-            with torch.no_grad(), stream.rng_state_kept(self.device), _buffers_kept(root.shell):
+            with (
+                torch.no_grad(),
+                stream.rng_state_kept(self.device),
+                root.weights.masters_back(),
+                _buffers_kept(root.weights.modules),
+            ):
                 stream.set_rng_state(root.rng, self.device)  # the same layers are dropped, where layers are dropped
                 root.forward(*args, **kwargs)
         except _Reached as reached:
             return reached.shapes
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
             raise NoConsistentSplit(f"the model does not run with its batch doubled ({error})") from error
         finally:
@@ -153,6 +166,13 @@ class Splitter:
                 if not _close(narrow(whole, dim, few, start, stop), piece):
                     raise NoConsistentSplit("its rows give other results in ubatches than at once")
         return outputs
+
+
+def _refuse_batch_statistics(layer: nn.Module) -> None:
+    """Raise NoConsistentSplit for layers whose rows meet in training only, where no check would see it."""
+    for module in layer.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise NoConsistentSplit(f"it normalizes over the rows of the batch (a {type(module).__name__})")
 
 
 class _Reached(BaseException):

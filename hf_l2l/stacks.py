@@ -7,6 +7,7 @@ size: DeBERTa-v2's relative embeddings may have as many rows as the batch, and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,9 +187,13 @@ def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], ro
 
 
 def batch_rows(args: Any) -> int | None:
-    """The rows of the batch that a model is called with: the size of the first dimension of its first tensor."""
+    """The rows of the batch that a model is called with: the first dimension that most of its tensors have.
+
+    Of sizes equally common the largest: position ids may come as one row for all.
+    """
     leaves, _ = flatten(args)
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
 def doubled(args: Any, rows: int) -> Any:
@@ -214,6 +219,7 @@ def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], row
     def kind(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf.dtype, tuple((size == 1, size == rows) for size in leaf.shape)
-        return type(leaf)
+        # Numbers may differ from call to call; flags and words decide what is computed.
+        return (type(leaf), leaf) if isinstance(leaf, bool | str) else type(leaf)
 
     return type(layer), layer.training, spec, tuple(kind(leaf) for leaf in leaves)

@@ -53,7 +53,10 @@ def execution_device(device: torch.device | str | None) -> torch.device:
             f"the execution device must be one this machine has (got {device}); set device to None for the current "
             "accelerator, or to 'cpu'"
         )
-    return device if device.index is not None else torch.device(device.type, module.current_device())
+    if device.index is not None:
+        return device
+    current = getattr(module, "current_device", None)  # Apple's module has none, and one device
+    return torch.device(device.type, 0 if current is None else current())
 
 
 def shares_host_memory(device: torch.device) -> bool:
@@ -62,8 +65,7 @@ def shares_host_memory(device: torch.device) -> bool:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A detached tensor on `device` with the values of the host tensor `tensor`; a view of it where that is "
-    "possible."""
+    """A detached tensor on `device` with the values of `tensor`, a host tensor; a view where that is possible."""
     if shares_host_memory(device):
         return tensor.detach()
     return tensor.detach().to(device, copy=True)
@@ -86,8 +88,7 @@ def device_module(device: torch.device) -> ModuleType | None:
 
 @dataclass(frozen=True)
 class RngState:
-    """The state of the two generators that a layer can draw from: the host's, and the device's where it has its "
-    "own."""
+    """The state of the generators that a layer can draw from: the host's, and the device's where it has its own."""
 
     host: torch.Tensor
     device: torch.Tensor | None
@@ -105,7 +106,11 @@ class RngState:
 def get_rng_state(device: torch.device) -> RngState:
     """The state of the generators now (two small host tensors)."""
     module = device_module(device)
-    return RngState(torch.get_rng_state(), None if module is None else module.get_rng_state(device))
+    if module is None:
+        return RngState(torch.get_rng_state(), None)
+    # Apple's module has one device, and functions that take none.
+    where = () if device.type == "mps" else (device,)
+    return RngState(torch.get_rng_state(), module.get_rng_state(*where))
 
 
 def set_rng_state(state: RngState, device: torch.device) -> None:
@@ -113,7 +118,7 @@ def set_rng_state(state: RngState, device: torch.device) -> None:
     torch.set_rng_state(state.host)
     module = device_module(device)
     if module is not None and state.device is not None:
-        module.set_rng_state(state.device, device)
+        module.set_rng_state(state.device, *(() if device.type == "mps" else (device,)))
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         if args is None:  # the ones that Trainer made
             _refuse_several_devices(self.args)
         if self.optimizer is not None and self._streams():
-            EagerParamServer(self.model, self.args.device).wrap(self.optimizer)
+            EagerParamServer(self.model, self.args.device).check(self.optimizer)
 
     # ---- L2L
 
@@ -94,8 +94,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             super()._move_model_to_device(model, device)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Overridden because `Accelerator.prepare` would move the model, and the optimizer's state through the "
-        "device."""
+        """Overridden because `Accelerator.prepare` would move the model, and bounce the optimizer's state."""
         return {**super()._build_accelerator_args(**kwargs), "device_placement": False}
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

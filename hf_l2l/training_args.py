@@ -45,11 +45,6 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         l2l_config(self)
         super().__post_init__()
 
-    @property
-    def place_model_on_device(self) -> bool:
-        """False: the model stays on the host, and layers go to the device one at a time."""
-        return False
-
 
 def l2l_config(args: TrainingArguments) -> L2LConfig:
     """The `L2LConfig` that training arguments ask for; the defaults for plain `TrainingArguments`.

@@ -65,7 +65,7 @@ class DeviceWeights:
         Buffers come along. What the modules write into them goes back to the host when `keep_buffers` is True (a
         forward), and is thrown away otherwise (a recompute, whose writes have already happened once).
         """
-        buffers = _DeviceBuffers(self.modules, self.device, keep=keep_buffers)
+        buffers = self.buffers = _DeviceBuffers(self.modules, self.device, keep=keep_buffers)
         try:
             for slots, name, master in self.places:
                 slots[name] = self.leaves[master]
@@ -75,6 +75,19 @@ class DeviceWeights:
             for slots, name, master in self.places:
                 slots[name] = master
             buffers.restore()
+
+    @contextmanager
+    def masters_back(self) -> Iterator[None]:
+        """Inside `resident`, let the modules read the masters and the host's buffers for a while."""
+        lent = [*self.places, *(place for place, _, _ in self.buffers.copies)]
+        standing = [slots.get(name) for slots, name, _ in lent]
+        try:
+            for slots, name, tensor in lent:
+                slots[name] = tensor
+            yield
+        finally:
+            for (slots, name, _), stood in zip(lent, standing, strict=True):
+                slots[name] = stood
 
 
 class _DeviceBuffers:

@@ -100,10 +100,11 @@ def test_a_loss_made_of_attentions(ubatch_size):
     assert not torch.allclose(query.grad, with_attentions)
 
 
-def test_a_model_is_asked_for_more_and_then_for_less():
+@UBATCH_SIZES
+def test_a_model_is_asked_for_more_and_then_for_less(ubatch_size):
     model = bert(attn_implementation="eager").to(FLOAT64)
     plain = copy.deepcopy(model)
-    attached(model)
+    attached(model, ubatch_size=ubatch_size)
     batch = batch_for(model)
     for asked in (False, True, False, True):
         model.zero_grad(), plain.zero_grad()

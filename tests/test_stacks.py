@@ -153,9 +153,9 @@ def test_parameter_bytes_counts_ties_once():
 
 def test_the_shell_is_what_is_not_inside_a_layer():
     model = Custom()
-    model.tied_head = model.head
+    model.other = nn.Sequential(model.head)
     layers = [layer for stack in find_stacks(model, ("Block",)) for layer in stack.layers]
-    assert list(shell_modules(model, layers)) == [model, model.blocks, model.head]
+    assert list(shell_modules(model, layers)) == [model, model.blocks, model.head, model.other]
     assert list(shell_modules(model.head, layers)) == [model.head]
     assert list(shell_modules(model.single, layers)) == []
 
@@ -273,6 +273,8 @@ def test_doubled_leaves_a_cache_alone():
 def test_rows_of_a_batch():
     assert batch_rows(((), {"flag": True, "scale": torch.tensor(1.0), "input_ids": torch.zeros(5, 3)})) == 5
     assert batch_rows(((), {"flag": True})) is None
+    assert batch_rows(((), {"position_ids": torch.zeros(1, 3), "input_ids": torch.zeros(5, 3)})) == 5
+    assert batch_rows((torch.zeros(9, 4), torch.zeros(5, 3), torch.zeros(5))) == 5
 
 
 def test_what_cannot_be_split():
@@ -302,6 +304,8 @@ def test_calls_of_one_kind_have_one_key():
         ({"mask": torch.zeros(4, 5)}, {"mask": torch.zeros(4, 1, 5)}),
         ({"mask": torch.zeros(4, 5)}, {"mask": torch.zeros(4, 5, dtype=torch.bool)}),
         ({"option": True}, {"option": None}),
+        ({"option": True}, {"option": False}),
+        ({"option": "one"}, {"option": "other"}),
     ],
     ids=str,
 )

@@ -79,10 +79,6 @@ def test_plain_training_arguments_ask_for_the_defaults(tmp_path):
 # ---- as an object
 
 
-def test_the_model_stays_where_it_is(tmp_path):
-    assert arguments(L2LTrainingArguments, tmp_path).place_model_on_device is False
-
-
 def test_arguments_can_be_written_and_copied(tmp_path):
     args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host", l2l_layer_classes=["A", "B"])
     written = json.loads(json.dumps(args.to_dict()))

@@ -86,7 +86,7 @@ class MemoryAccount:
         self._settle()
         if self.capacity is not None and self._live + nbytes > self.capacity:
             raise torch.OutOfMemoryError(
-                f"the simulated accelerator is out of memory: {nbytes} bytes asked, {self._live} bytes live, "
+                f"the simulated accelerator is out of memory. {nbytes} bytes asked, {self._live} bytes live, "
                 f"capacity {self.capacity} bytes; use a smaller batch or model, or enable it with a larger capacity"
             )
 

@@ -46,6 +46,7 @@ class Facts(NamedTuple):
     writes: tuple[Place, ...]  # arguments that are written to
     resizes: bool  # written arguments may come back in another shape
     returns: tuple[Place | None, ...]  # per result: the argument it is, or None where it is new
+    tensors: tuple[int, ...]  # positions that take one tensor
 
 
 @functools.cache
@@ -66,6 +67,7 @@ def facts_of(op: torch._ops.OpOverload) -> Facts:
         writes=tuple(places[a.name] for a in written),
         resizes=any(a.kwarg_only for a in written),
         returns=returns,
+        tensors=tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"),
     )
 
 
@@ -151,6 +153,9 @@ def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict
         dtype = args[0].dtype
         wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in _HALVES else a for a in args]
         return _each_tensor(lambda t: t.to(dtype), op(*wide, **kwargs))
+    if any(i < len(args) and isinstance(args[i], bool | int | float | complex) for i in facts.tensors):
+        # Dispatched from an overload that takes a number (x % 2): let the host choose that one again.
+        return op.overloadpacket(*args, **kwargs)
     return op(*args, **kwargs)
 
 

@@ -308,3 +308,48 @@ def test_early_stopping_loads_the_best_model(tmp_path):
     )
     made.train()
     assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
+
+
+def test_the_first_step_takes_no_more_device_memory_than_later_ones():
+    """Finding out how to split a batch must not need the memory that splitting it saves."""
+    model = attached(tiny_bert(dropout=0.0), device="sim", ubatch_size=1, stash="host")
+    batch = batch_for(model)
+    peaks = []
+    for _ in range(2):
+        torch.sim.reset_peak_memory_stats()
+        train_once(model, batch)
+        peaks.append(torch.sim.max_memory_allocated())
+    assert peaks[0] <= peaks[1]
+
+
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+def test_a_model_without_layers_trains_on_the_device(tmp_path):
+    from hf_l2l import L2LTrainer
+    from training import trainer
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(64, 8)
+
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            logits = self.embedding(input_ids).mean(1)[:, :2]
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    made = trainer(L2LTrainer, tmp_path, model=Flat())
+    made.train()
+    assert made.model.embedding.weight.device == SIM
+
+
+def test_auto_find_batch_size_starts_again_with_fewer_rows(tmp_path):
+    from hf_l2l.testing import enable_simulated_accelerator
+
+    whole = peak_of_step(4)
+    made = l2l_trainer(tmp_path, auto_find_batch_size=True, model=tiny_bert(dropout=0.0))
+    try:
+        enable_simulated_accelerator(torch.sim.memory_allocated() + int(whole * 0.85))
+        made.train()
+    finally:
+        enable_simulated_accelerator(None)
+    assert made.state.global_step == 4
+    assert made._train_batch_size < 8

@@ -1,0 +1,166 @@
+"""The relay on calls that are unlike the last one: other flags, other roots, other ways to ask for gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, reference, relative_error, train_once
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+
+FLOAT64 = TOLERANCE[torch.float64]
+
+
+def eager_bert() -> nn.Module:
+    model = bert().double()
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("flags", [(False, True), (True, False)])
+def test_a_flag_may_change_from_call_to_call(flags):
+    model = eager_bert()
+    batch = batch_for(model)
+    plain = copy.deepcopy(model).eval()
+    attached(model, ubatch_size=3).eval()
+    for flag in flags:
+        found = model(**batch, output_attentions=flag)
+        expected = plain(**batch, output_attentions=flag)
+        assert torch.allclose(found.logits, expected.logits, rtol=1e-12)
+        assert len(found.attentions or ()) == len(expected.attentions or ()) == (2 if flag else 0)
+        for ours, theirs in zip(found.attentions or (), expected.attentions or (), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_router_logits_may_be_asked_for_later():
+    config = hf.MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
+    model = hf.MixtralForCausalLM(config)
+    batch = batch_for(model)
+    attached(model, ubatch_size=3)
+    assert model(**batch).router_logits is None
+    model.zero_grad()
+    _, expected = reference_with(model, batch, output_router_logits=True)
+    model(**batch, output_router_logits=True).loss.backward()
+    assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
+
+
+def reference_with(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[torch.Tensor, Any]:
+    return reference(model, {**batch, **options})
+
+
+def test_gradients_of_inputs_alone_leave_the_weights_alone():
+    model = bert().double()
+    ids = batch_for(model)["input_ids"]
+    embedded = torch.randn(*ids.shape, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.zeros(len(ids), dtype=torch.long)
+    (expected,) = torch.autograd.grad(model(inputs_embeds=embedded, labels=labels).loss, embedded)
+    attached(model, ubatch_size=3)
+    (found,) = torch.autograd.grad(model(inputs_embeds=embedded, labels=labels).loss, embedded)
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-14)
+    assert all(p.grad is None for p in model.parameters())
+    model(inputs_embeds=embedded, labels=labels).loss.backward(inputs=[embedded])
+    assert torch.allclose(embedded.grad, expected, rtol=1e-10, atol=1e-14)
+    assert all(p.grad is None for p in model.parameters())
+    model(inputs_embeds=embedded, labels=labels).loss.backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+def test_a_direct_call_of_a_layer_teaches_nothing_about_the_model(monkeypatch):
+    model = bert().double()
+    rows_seen = []
+    layer = model.bert.encoder.layer[0]
+    layer.output.dense.register_forward_hook(lambda module, args, output: rows_seen.append(len(output)))
+    attached(model, ubatch_size=3).eval()
+    layer(torch.randn(8, 6, 16, dtype=torch.float64), None)
+    assert rows_seen == [8]
+    model(**batch_for(model, masked=False))
+    assert rows_seen[-3:] == [3, 3, 2]
+
+
+def test_position_ids_of_one_row_do_not_hide_the_batch():
+    model = bert().double()
+    batch = batch_for(model)
+    batch = {"position_ids": torch.arange(6)[None], **batch}
+    loss, expected = reference(model, batch)
+    rows_seen = []
+    model.bert.encoder.layer[0].output.dense.register_forward_hook(lambda m, a, out: rows_seen.append(len(out)))
+    attached(model, ubatch_size=3)
+    assert torch.allclose(train_once(model, batch), loss, rtol=1e-12)
+    assert relative_error(gradients(model), expected) <= FLOAT64
+    assert max(rows_seen[-6:]) == 3
+
+
+class NormalizedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.norm(self.linear(hidden))
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([NormalizedBlock() for _ in range(2)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.pow(2).mean()
+
+
+def test_layers_that_normalize_over_the_batch_are_not_split():
+    model = Stacked().double()
+    batch = torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plain(batch).backward()
+    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("NormalizedBlock",)))
+    with pytest.warns(
+        UserWarning, match=r"no effect on calls of NormalizedBlock: it normalizes over the rows.*BatchNorm"
+    ):
+        model(batch).backward()
+    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+    assert torch.allclose(model.blocks[0].norm.running_mean, plain.blocks[0].norm.running_mean, rtol=1e-12)
+
+
+def test_arguments_without_the_rows_of_the_batch_are_said_once():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+            self.table = nn.Parameter(torch.randn(5, 4))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return (rows @ self.blocks[0](self.table).T).pow(2).mean()
+
+    model = Shared().double()
+    batch = torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plain(batch).backward()
+    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Linear",)))
+    with pytest.warns(UserWarning, match="none of its arguments has the 8 rows"):
+        model(batch).backward()
+    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+
+
+def test_detach_gives_the_optimizer_back():
+    model = bert()
+    eps = attach_l2l(model)
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    detach_l2l(model)
+    train_once(model, batch_for(model))
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_equal_configs_written_differently():
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(device="cpu"))
+    assert attach_l2l(model, L2LConfig(device=torch.device("cpu"))) is eps
