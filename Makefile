@@ -20,7 +20,8 @@ help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
 demo: $(VENV)/ready  ## Fine-tune a small real BERT layer to layer on the demo sentiment set.
-	$(RUN) run_glue_l2l.py
+	# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
+	OMP_WAIT_POLICY=PASSIVE $(RUN) run_glue_l2l.py
 
 test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
