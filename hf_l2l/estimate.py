@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
@@ -47,10 +47,12 @@ class MemoryEstimate:
 
     @property
     def host_bytes(self) -> int:
+        """All that the host holds."""
         return self.masters + self.gradients + self.moments
 
     @property
     def device_bytes(self) -> int:
+        """What the device holds whatever the batch."""
         return self.shell + self.slots
 
 
@@ -121,35 +123,55 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         unpatched: Any = type(optimizer).step
         unpatched(trial)
     except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError):
-        return MOMENTS_ASSUMED * parameter.numel() * parameter.element_size()
+        if not trial.state[stand_in]:  # else it failed after its state was made
+            return MOMENTS_ASSUMED * parameter.numel() * parameter.element_size()
     return _bytes(v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor))
 
 
 def available_host_bytes() -> int:
-    """Host memory that can still be taken: what the system has available, within the limit of the control group."""
-    available = psutil.virtual_memory().available
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        left = _left_in_group(Path(limit), Path(usage))
+    """Host memory that can still be taken: what the system has available, within the limits of the control groups."""
+    available = [int(psutil.virtual_memory().available)]
+    for folder, limit, usage in _control_groups():
+        left = _left_in_group(folder / limit, folder / usage)
         if left is not None:
-            available = min(available, left)
-    return int(available)
+            available.append(left)
+    return min(available)
+
+
+def _control_groups(
+    membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[Path, str, str]]:
+    """The folders that may limit this process's memory, from its own group up, with the names of limit and usage."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = mounted, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            yield root / folder, limit, usage
 
 
 def _left_in_group(limit: Path, usage: Path) -> int | None:
     try:
         text, used = limit.read_text().strip(), int(usage.read_text())
-        reclaimable = [
-            line for line in (usage.parent / "memory.stat").read_text().splitlines() if "inactive_file" in line
-        ]
     except (OSError, ValueError):
         return None
     if not text.isdigit():  # "max": no limit
         return None
     # Pages of files that were read are counted as used, and given back when memory is needed.
-    cached = int(reclaimable[0].split()[1]) if reclaimable else 0
+    try:
+        stat = dict(line.split() for line in (usage.parent / "memory.stat").read_text().splitlines())
+        cached = int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        cached = 0
     return int(text) - used + cached
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,22 +98,25 @@ class LayerCall:
         return self.split.inputs.rows_of(tensors, self.split.rows, *ubatch)
 
     def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the layer once without dropout, graph or trace: how the splitter learns about its outputs."""
-        modules = [m for m in self.layer.modules() if m.training]
+        """Run the layer once without a graph or a trace: how the splitter learns about its outputs.
+
+        In training mode where the layer draws no random numbers, so that what rows do to each other shows; otherwise
+        in evaluation mode, since dropout would make results differ that are the same.
+        """
         weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False)
-        try:
-            for module in modules:
-                module.training = False
-            with (
-                torch.no_grad(),
-                stream.rng_state_kept(self.device),
-                self.autocast.entered(),
-                weights.resident(keep_buffers=False),
-            ):
-                return self.execute(tensors)
-        finally:
-            for module in modules:
-                module.training = True
+        with (
+            torch.no_grad(),
+            stream.rng_state_kept(self.device),
+            self.autocast.entered(),
+            weights.resident(keep_buffers=False),
+        ):
+            before = stream.get_rng_state(self.device)
+            outputs = self.execute([t.clone() for t in tensors])  # a layer may write into what it is given
+            if stream.get_rng_state(self.device) == before:
+                return outputs
+            del outputs
+            with _evaluating(self.layer):
+                return self.execute([t.clone() for t in tensors])
 
     def check_weights_unchanged(self) -> None:
         """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
@@ -122,3 +126,16 @@ class LayerCall:
                 f"{type(self.layer).__name__} was changed in place); run backward before optimizer.step(), "
                 "load_state_dict or other writes"
             )
+
+
+@contextmanager
+def _evaluating(layer: nn.Module) -> Iterator[None]:
+    """Put a layer in evaluation mode for a while."""
+    modules = [m for m in layer.modules() if m.training]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module in modules:
+            module.training = True

@@ -62,7 +62,7 @@ def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) 
         # Models of the Hub that bring their own code name the blocks that must stay whole.
         found = _members_named(model, set(getattr(model, "_no_split_modules", None) or ()), anywhere=False)
     if layer_classes is not None:
-        classes = {base.__name__ for _, _, layer in found for base in type(layer).__mro__}
+        classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
         missing = [name for name in layer_classes if name not in classes]
         if missing:
             raise ValueError(

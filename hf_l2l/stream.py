@@ -47,7 +47,10 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     device = torch.device(device)
     if device.type == "cpu":
         return HOST
-    module = torch.get_device_module(device)
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError as error:  # a type that is no accelerator, such as meta
+        raise ValueError(f"the execution device must be able to run a layer (got {device}: {error})") from error
     if not module.is_available() or (device.index or 0) >= module.device_count():
         raise ValueError(
             f"the execution device must be one this machine has (got {device}); set device to None for the current "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -44,6 +45,7 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         refuse_conflicts(self)
         l2l_config(self)
         super().__post_init__()
+        refuse_conflicts(self)  # the base class derives some of them from others
 
 
 def l2l_config(args: TrainingArguments) -> L2LConfig:
@@ -51,11 +53,13 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
 
     The device is left open: it is known once the arguments have been set up.
     """
-    classes = getattr(args, "l2l_layer_classes", None)
+    classes: Any = getattr(args, "l2l_layer_classes", None)
+    if isinstance(classes, list):  # and not a string, which L2LConfig refuses
+        classes = tuple(classes)
     return L2LConfig(
         ubatch_size=getattr(args, "ubatch_size", None),
         stash=getattr(args, "stash", "device"),
-        layer_classes=None if classes is None else tuple(classes),
+        layer_classes=classes,
     )
 
 

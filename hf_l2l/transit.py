@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hf_l2l import stream
 
@@ -22,7 +23,8 @@ class Place(NamedTuple):
 
     slots: dict[str, Any]
     name: str
-    tensor: torch.Tensor
+    tensor: Any
+    """A tensor, or None where a buffer is empty."""
 
 
 class DeviceWeights:
@@ -79,7 +81,7 @@ class DeviceWeights:
     @contextmanager
     def masters_back(self) -> Iterator[None]:
         """Inside `resident`, let the modules read the masters and the host's buffers for a while."""
-        lent = [*self.places, *(place for place, _, _ in self.buffers.copies)]
+        lent = [*self.places, *(copy.place for copy in self.buffers.copies)]
         standing = [slots.get(name) for slots, name, _ in lent]
         try:
             for slots, name, tensor in lent:
@@ -95,33 +97,46 @@ class _DeviceBuffers:
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, keep: bool) -> None:
         self.keep = keep
-        self.copies: list[tuple[Place, torch.Tensor, int]] = []
+        self.copies: list[_BufferCopy] = []
         # A kept buffer in shared memory is written where it lies: there is nothing to trade.
         if keep and stream.shares_host_memory(device):
             return
-        made: dict[torch.Tensor, torch.Tensor] = {}
+        made: dict[torch.Tensor | None, torch.Tensor | None] = {None: None}
         with torch.inference_mode(False), torch.no_grad():
             for module in modules:
+                # Batch norm kernels write running statistics without telling the version counter.
+                unseen = isinstance(module, _NormBase) and module.training
                 for name, buffer in module._buffers.items():
-                    if buffer is None:
-                        continue
                     if buffer not in made:
+                        assert buffer is not None
                         made[buffer] = buffer.detach().to(device, copy=True)
-                    self.copies.append((Place(module._buffers, name, buffer), made[buffer], made[buffer]._version))
+                    place = Place(module._buffers, name, buffer)
+                    self.copies.append(_BufferCopy(place, made[buffer], _version(made[buffer]), unseen))
 
     def place(self) -> None:
-        for (slots, name, _), copy, _ in self.copies:
+        for (slots, name, _), copy, _, _ in self.copies:
             slots[name] = copy
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the host buffers back, with what the call wrote or assigned when that is to be kept."""
-        for (slots, name, buffer), copy, version in self.copies:
+        for (slots, name, buffer), copy, version, unseen in self.copies:
             now = slots.get(name)
             slots[name] = buffer
             if not self.keep:
                 continue
             if now is not copy:  # the module assigned another tensor to its buffer
                 slots[name] = None if now is None else stream.download(now.detach())
-            elif copy._version != version:
+            elif copy is not None and (unseen or copy._version != version):
                 buffer.copy_(copy)
+
+
+class _BufferCopy(NamedTuple):
+    place: Place
+    copy: torch.Tensor | None
+    version: int
+    written_unseen: bool
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version

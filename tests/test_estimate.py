@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -270,8 +271,27 @@ def test_pages_of_files_are_given_back(group):
 
 def test_no_group_files(group):
     assert group() is None
-    assert group(memory_max="1000\n") is None
     assert group(memory_current="300\n") is None
+    assert group(memory_max="1000\n") == 700  # memory.stat is missing still, and the limit holds all the same
+
+
+def test_the_groups_of_a_process_are_read_from_its_own_up(tmp_path):
+    from sys import modules
+
+    groups = modules["hf_l2l.estimate"]._control_groups
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/user/job\n")
+    assert [(str(folder), limit) for folder, limit, _ in groups(membership, Path("/cg"))] == [
+        ("/cg/user/job", "memory.max"),
+        ("/cg/user", "memory.max"),
+        ("/cg", "memory.max"),
+    ]
+    membership.write_text("3:cpu,cpuacct:/x\n2:memory:/job\n")
+    assert [(str(folder), limit) for folder, limit, _ in groups(membership, Path("/cg"))] == [
+        ("/cg/memory/job", "memory.limit_in_bytes"),
+        ("/cg/memory", "memory.limit_in_bytes"),
+    ]
+    assert list(groups(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(

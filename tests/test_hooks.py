@@ -332,3 +332,5 @@ def test_a_device_that_is_not_there_is_refused():
     missing = "cuda" if not torch.cuda.is_available() else f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(ValueError, match=rf"must be one this machine has \(got {missing}\)"):
         attach_l2l(bert(), L2LConfig(device=missing))
+    with pytest.raises(ValueError, match=r"must be able to run a layer \(got meta"):
+        attach_l2l(bert(), L2LConfig(device="meta"))

@@ -164,3 +164,46 @@ def test_equal_configs_written_differently():
     model = bert()
     eps = attach_l2l(model, L2LConfig(device="cpu"))
     assert attach_l2l(model, L2LConfig(device=torch.device("cpu"))) is eps
+
+
+class Centred(nn.Module):
+    """Rows meet in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            hidden = hidden - hidden.mean(0)
+        return self.linear(hidden)
+
+
+class Writing(Centred):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden.add_(1.0)
+        return hidden + self.linear(hidden).tanh()
+
+
+def stacked_of(block: type[nn.Module]) -> nn.Module:
+    model = Stacked()
+    model.blocks = nn.ModuleList([block() for _ in range(2)])
+    return model.double()
+
+
+def test_rows_that_meet_in_training_only_are_not_split():
+    model, batch = stacked_of(Centred), torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plain(batch).backward()
+    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Centred",)))
+    with pytest.warns(UserWarning, match="its rows give other results in ubatches"):
+        model(batch).backward()
+    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+
+
+def test_probing_does_not_write_into_the_batch():
+    model, batch = stacked_of(Writing), torch.randn(8, 4, dtype=torch.float64)
+    expected = copy.deepcopy(model)(batch.clone())
+    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Writing",)))
+    with torch.no_grad():
+        assert torch.allclose(model(batch.clone()), expected, rtol=1e-12)

@@ -170,3 +170,13 @@ def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
         "L2L runs in one process (got a launcher with 4); run it without the launcher: CUDA_VISIBLE_DEVICES=0 python "
         "your_script.py"
     )
+
+
+def test_a_string_of_layer_classes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a tuple of class names \(got the string 'Block'\)"):
+        arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes="Block")
+
+
+def test_a_backend_that_implies_compiling_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="torch_compile cannot be used with L2L"):
+        arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")

@@ -161,7 +161,7 @@ class Normed(nn.Module):
         return self.head(self.norm(x)).square().mean()
 
 
-def test_running_statistics_move_once_per_forward():
+def test_running_statistics_move_once_per_forward(copies):
     plain = Normed()
     ours = copy.deepcopy(plain)
     attach_l2l(ours, L2LConfig(layer_classes=("Block",)))
