@@ -26,10 +26,6 @@ from hf_l2l.stacks import LayerStack, find_stacks, shell_modules
 _ATTRIBUTE = "_l2l"
 
 
-class NoLayerStackError(ValueError):
-    """The model has no layers to stream; the Trainer then trains it as it is."""
-
-
 class Runner(Protocol):
     """What a hook hands calls to: the relay for layers, the shell for the rest."""
 
@@ -176,7 +172,7 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     check_attachable(model)
     stacks = find_stacks(model, config.layer_classes)
     if not stacks:
-        raise NoLayerStackError(
+        raise ValueError(
             f"a model must have a stack of layers to be run layer to layer (none was found in a "
             f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
         )

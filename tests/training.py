@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,3 @@ def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
     for index, state in theirs["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
-
-
-def copy_of(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
