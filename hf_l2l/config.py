@@ -71,3 +71,11 @@ def _check_device(device: torch.device | str) -> None:
             f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current "
             "accelerator"
         ) from error
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes as people read it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -8,6 +8,7 @@ leave behind and holds them in `p.grad` until the optimizer has used them. The u
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
+from hf_l2l.config import size_text
+from hf_l2l.stacks import tensor_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -58,6 +61,18 @@ class EagerParamServer:
             self._wrapped[inner] = inner.register_step_post_hook(_clear_used_gradients)
         return optimizer
 
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: what the host holds now."""
+        rows = "".join(
+            f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
+            for kind, tensors in host_tensors(self.model, self._wrapped.keys()).items()
+        )
+        return (
+            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
+            f"</caption><thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
+        )
+
     def release(self) -> None:
         """Let the optimizers that were wrapped step as they did before."""
         for handle in self._wrapped.values():
@@ -92,6 +107,19 @@ class EagerParamServer:
                 f"one on {hooked[0]}); remove the hook, or use an optimizer that updates in step() and not during "
                 "backward"
             )
+
+
+def host_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, list[torch.Tensor]]:
+    """What training keeps in host memory now: masters, gradients, and the optimizers' state ("moments")."""
+    masters: list[torch.Tensor] = list(model.parameters())
+    inner: list[Any] = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    states = [state for optimizer in inner for state in optimizer.state.values()]
+    kinds: dict[str, list[torch.Tensor]] = {
+        "masters": masters,
+        "gradients": [p.grad for p in masters if p.grad is not None],
+        "moments": [t for state in states for t in state.values() if isinstance(t, torch.Tensor)],
+    }
+    return {kind: [t for t in tensors if t.device == stream.HOST] for kind, tensors in kinds.items()}
 
 
 def _clear_used_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
-from hf_l2l.config import L2LConfig
-from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules
+from hf_l2l.config import L2LConfig, size_text
+from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules, tensor_bytes
 
 SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 """Environment variable that, set to 1, lets training start although the host memory does not seem to suffice."""
@@ -74,21 +74,17 @@ def estimate(
     trainable = [p for p in model.parameters() if p.requires_grad]
     return MemoryEstimate(
         masters=parameter_bytes([model]),
-        gradients=_bytes(trainable),
-        moments=MOMENTS_ASSUMED * _bytes(trainable) if optimizer is None else moment_bytes(optimizer),
-        shell=_bytes(shell_parameters)
-        + _bytes(p for p in shell_parameters if p.requires_grad)
-        + _bytes(shell_buffers),
+        gradients=tensor_bytes(trainable),
+        moments=MOMENTS_ASSUMED * tensor_bytes(trainable) if optimizer is None else moment_bytes(optimizer),
+        shell=tensor_bytes(shell_parameters)
+        + tensor_bytes(p for p in shell_parameters if p.requires_grad)
+        + tensor_bytes(shell_buffers),
         slots=max((_layer_slots(layer) for layer in layers), default=0),
     )
 
 
 def _layer_slots(layer: nn.Module) -> int:
-    return parameter_bytes([layer]) + _bytes(p for p in layer.parameters() if p.requires_grad)
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return parameter_bytes([layer]) + tensor_bytes(p for p in layer.parameters() if p.requires_grad)
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -125,7 +121,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError):
         if not trial.state[stand_in]:  # else it failed after its state was made
             return MOMENTS_ASSUMED * parameter.numel() * parameter.element_size()
-    return _bytes(v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor))
+    return tensor_bytes(v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor))
 
 
 def available_host_bytes() -> int:
@@ -187,10 +183,10 @@ def check_host_memory(need: MemoryEstimate) -> None:
     have = available_host_bytes() + paid
     if need.host_bytes <= have:
         return
-    kinds = ", ".join(f"{kind} {gib(getattr(need, kind))}" for kind in ("masters", "gradients", "moments"))
+    kinds = ", ".join(f"{kind} {size_text(getattr(need, kind))}" for kind in ("masters", "gradients", "moments"))
     raise MemoryError(
-        f"training needs {gib(need.host_bytes)} of host memory ({kinds}), and {gib(have)} can be had; use an "
-        f"optimizer with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with "
+        f"training needs {size_text(need.host_bytes)} of host memory ({kinds}), and {size_text(have)} can be had; use "
+        f"an optimizer with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with "
         f"{SKIP_VARIABLE}=1"
     )
 
@@ -199,14 +195,6 @@ def _own_bytes() -> int:
     """Bytes of memory that this process holds for itself, mapped files not counted."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))
-
-
-def gib(num_bytes: int) -> str:
-    """A number of bytes as people read it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
@@ -218,7 +206,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         sizes = stack.layer_bytes
         lines.append(
             f"  Layers = {len(sizes)} x {'/'.join(stack.class_names)} at {stack.path or 'the model'} "
-            f"({gib(sum(sizes))}, largest {gib(max(sizes))})"
+            f"({size_text(sum(sizes))}, largest {size_text(max(sizes))})"
         )
     layers = [layer for stack in stacks for layer in stack.layers]
     shell = {p for m in shell_modules(model, layers) for p in m._parameters.values() if p is not None}
@@ -228,16 +216,17 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
     ties = [" = ".join(names) for names in places.values() if len(names) > 1]
     frozen = [p for p in places if not p.requires_grad]
     lines += [
-        f"  Shell = {len(shell)} parameters outside the layers ({gib(_bytes(shell))})",
+        f"  Shell = {len(shell)} parameters outside the layers ({size_text(tensor_bytes(shell))})",
         f"  Tied = {'; '.join(ties) or 'none'}",
-        f"  Frozen = {len(frozen)} of {len(places)} parameters ({gib(_bytes(frozen))})",
+        f"  Frozen = {len(frozen)} of {len(places)} parameters ({size_text(tensor_bytes(frozen))})",
         f"  Device = {device}",
         f"  Micro-batches = {_ubatch_text(config)}",
         f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
         "  Update = serial: the optimizer updates all layers on the host, in step()",
-        f"  Host memory = masters {gib(need.masters)} + gradients {gib(need.gradients)} + moments {gib(need.moments)}",
-        f"  Device memory = shell {gib(need.shell)} + one layer {gib(need.slots)} (weights and gradients), and "
-        "activations",
+        f"  Host memory = masters {size_text(need.masters)} + gradients {size_text(need.gradients)} + moments "
+        f"{size_text(need.moments)}",
+        f"  Device memory = shell {size_text(need.shell)} + one layer {size_text(need.slots)} (weights and "
+        "gradients), and activations",
         f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
     ]
     return "\n".join(lines)
@@ -253,6 +242,6 @@ def _bound_text(device: torch.device, layer_bytes: int) -> str:
     if device.type == "cpu":
         return "compute: host and device are one, nothing travels"
     return (
-        f"compute, plus {gib(2 * layer_bytes)} of weights over the link and the host optimizer per step, which "
+        f"compute, plus {size_text(2 * layer_bytes)} of weights over the link and the host optimizer per step, which "
         "nothing hides: a larger device batch makes both count less"
     )

@@ -43,8 +43,12 @@ class LayerStack:
 
 def parameter_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of the parameters of `modules`, tied ones once."""
-    unique = {p for module in modules for p in module.parameters()}
-    return sum(p.numel() * p.element_size() for p in unique)
+    return tensor_bytes({p for module in modules for p in module.parameters()})
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all elements of `tensors`."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) -> list[LayerStack]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # The tests never look for a Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-pytest.register_assert_rewrite("families", "parity_cases", "training")
+pytest.register_assert_rewrite("families", "glue_script", "parity_cases", "training")
 
 import torch
 import transformers
@@ -28,6 +30,24 @@ def _fresh() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What datasets caches lies with the test, and its progress bars are not among the messages."""
+    if importlib.util.find_spec("datasets") is not None:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a BERT of two layers and a tokenizer that knows the words of `glue_script.ROWS`."""
+    from glue_script import make_tiny_model
+
+    return make_tiny_model(str(tmp_path_factory.mktemp("tiny_bert")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

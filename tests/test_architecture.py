@@ -19,7 +19,7 @@ LEVELS = (
     ("eps",),
     ("shell", "splitting", "layer_call", "relay"),
     ("estimate", "hooks"),
-    ("training_args", "trainer"),
+    ("training_args", "trainer", "measure", "compare", "glue"),
 )
 """A module imports those of lower levels, and of its own level those that stand before it."""
 
@@ -27,8 +27,10 @@ THIRD_PARTY = {
     "config": {"torch"},
     "estimate": {"torch", "accelerate", "psutil"},
     "training_args": {"torch", "accelerate", "psutil", "transformers"},
+    "compare": {"matplotlib"},
+    "glue": {"datasets", "evaluate", "numpy", "scipy", "sklearn"},
 }
-"""By the first module of a level, what it and those after it may import beside the standard library."""
+"""By module, what it and those after it may import beside the standard library."""
 
 APART = ("testing", "demo")
 ORDER = [name for level in LEVELS for name in level]

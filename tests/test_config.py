@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_l2l import L2LConfig
-from hf_l2l.config import check_ubatch_size
+from hf_l2l.config import check_ubatch_size, size_text
 
 NO_UBATCH_SIZES = st.one_of(
     st.integers(max_value=0),
@@ -101,3 +101,19 @@ def test_the_device_message_has_rule_value_and_remedy(value):
 def test_replacing_a_field_checks_it_again():
     with pytest.raises(ValueError, match=r"\(got 0\)"):
         dataclasses.replace(L2LConfig(), ubatch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (2**30, "1.0 GiB"),
+        (5 * 2**38, "1280.0 GiB"),
+    ],
+)
+def test_bytes_as_people_read_them(num_bytes, text):
+    assert size_text(num_bytes) == text

@@ -23,7 +23,6 @@ from hf_l2l.estimate import (
     available_host_bytes,
     check_host_memory,
     estimate,
-    gib,
     moment_bytes,
 )
 from training import inner_optimizer, l2l_trainer
@@ -307,22 +306,6 @@ def test_available_memory_is_within_the_group(monkeypatch):
         monkeypatch.setattr(MODULE, "_left_in_group", lambda limit, usage, left=left: left)
         found = available_host_bytes()
         assert found == expected if expected is not None else math.isclose(found, system, rel_tol=0.5)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (2**20, "1.0 MiB"),
-        (2**30, "1.0 GiB"),
-        (5 * 2**38, "1280.0 GiB"),
-    ],
-)
-def test_bytes_as_people_read_them(num_bytes, text):
-    assert gib(num_bytes) == text
 
 
 def test_models_of_transformers_have_the_layers_that_are_counted():

@@ -1,0 +1,126 @@
+"""What a training run holds where: device bytes, host bytes.
+
+`MemoryCallback` works under plain `Trainer` and under `L2LTrainer`, so that the two can be compared;
+`DeviceMemoryTrace` shows the device's memory over time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_l2l.eps import host_tensors
+from hf_l2l.stacks import tensor_bytes
+
+
+class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Measures a training run; `metrics()` gives the result when it has ended."""
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._device_bytes: int | None = None
+        self._host_bytes: dict[str, int] = {}
+
+    def metrics(self) -> dict[str, int]:
+        """Bytes by name.
+
+        `train_device_bytes`: the most that tensors held on the device at once, by the device's own counter; absent on
+        the CPU, which has none. `train_host_bytes`: weights, gradients and optimizer state in host memory.
+        `train_process_bytes`: the most memory that the process had, with Python, libraries and, on a simulated
+        accelerator, the device's; absent where the system does not tell.
+        """
+        found = {"train_device_bytes": self._device_bytes, "train_host_bytes": sum(self._host_bytes.values())}
+        found["train_process_bytes"] = _peak_process_bytes()
+        return {name: value for name, value in found.items() if value is not None}
+
+    def on_train_begin(self, args: Any, *rest: Any, **kwargs: Any) -> None:
+        """Start the device's peak at what it holds now."""
+        if args.device.type != "cpu":
+            self._device = args.device
+            torch.accelerator.reset_peak_memory_stats(args.device)
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Count the host's tensors while the gradients are there."""
+        self._count(*args, **kwargs)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count the host's tensors once the optimizer has made its state."""
+        self._count(*args, **kwargs)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Read the device's counter."""
+        if self._device is not None:
+            self._device_bytes = torch.accelerator.max_memory_allocated(self._device)
+
+    def _count(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
+        if state.global_step > 1:  # nothing is added after the first steps
+            return
+        for kind, tensors in host_tensors(model, [optimizer]).items():
+            self._host_bytes[kind] = max(self._host_bytes.get(kind, 0), tensor_bytes(tensors))
+
+
+def _peak_process_bytes() -> int | None:
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+class DeviceMemoryTrace:
+    """Samples the bytes that the accelerator holds while its block runs.
+
+        with DeviceMemoryTrace() as trace:
+            trainer.train()
+        plt.plot(trace.seconds, trace.device_bytes)
+
+    A thread samples every `interval_s` seconds, so a peak shorter than that can be missed; `peak_bytes` comes from the
+    device's own counter and misses none.
+
+    Raises:
+        ValueError: if there is no accelerator.
+    """
+
+    def __init__(self, interval_s: float = 0.002) -> None:
+        if not torch.accelerator.is_available():
+            raise ValueError(
+                "device memory can be traced on an accelerator only (there is none); call "
+                "hf_l2l.testing.enable_simulated_accelerator() at the top of the script"
+            )
+        self.interval_s = interval_s
+        self.seconds: list[float] = []
+        """When each sample was taken, from the start of the block."""
+        self.device_bytes: list[int] = []
+        """What the device held then."""
+        self.peak_bytes = 0
+        """The most it held at once."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="l2l-memory-trace", daemon=True)
+
+    def __enter__(self) -> Self:
+        torch.accelerator.reset_peak_memory_stats()
+        self._start = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak_bytes = torch.accelerator.max_memory_allocated()
+
+    def _sample(self) -> None:
+        while True:
+            self.seconds.append(time.perf_counter() - self._start)
+            self.device_bytes.append(torch.accelerator.memory_allocated())
+            if self._stop.wait(self.interval_s):
+                return

@@ -1,0 +1,110 @@
+"""run_glue_l2l.py --compare and --simulate: both trainers in processes of their own, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run_glue_l2l
+from glue_script import ROWS, Row, command, needs_datasets, refused, write
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
+    """Options that name data files; what the other processes cache lies with the test."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
+
+
+def row(document: dict[str, Any], name: str) -> Row:
+    [found] = [row for row in document["rows"] if row["name"] == name]
+    assert isinstance(found, dict)
+    return found
+
+
+@needs_datasets
+def test_both_trainers_run_and_are_compared(
+    tiny_model: str, tmp_path: Path, files: Row, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    argv = command(tiny_model, tmp_path, **files, compare=True, ubatch_size=None, use_cpu=None, max_steps=3)
+    document = run_glue_l2l.main(argv)
+    out = tmp_path / "out"
+    assert json.loads((out / "compare.json").read_text()) == document
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert document["device"] == "simulated accelerator, unlimited"
+    assert document["same_losses"] is True
+    assert [step for step, _ in document["losses"]["hf"]] == [1, 2, 3]
+    for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_f1", "eval_matthews_correlation"):
+        assert row(document, name)["difference"] == 0
+    device, host = row(document, "train_device_bytes"), row(document, "train_host_bytes")
+    assert 0 < device["l2l"] < device["hf"]
+    assert host["hf"] == 0 < host["l2l"]
+    for side in ("hf", "l2l"):
+        assert (out / side / "model.safetensors").is_file()
+        assert json.loads((out / f"{side}.json").read_text())["trainer"] == side
+    shown = capfd.readouterr().out
+    assert "all 3 logged training losses are the same, to the last bit" in shown
+
+    # What fits between the two runs of Trainer and L2LTrainer; and what lay in the folder is not taken for new.
+    limit = f"{(device['l2l'] + device['hf']) // 2}B"
+    document = run_glue_l2l.main([*argv, "--simulate", limit])
+    assert document["out_of_memory"] == ["hf"]
+    assert document["device"] == f"simulated accelerator, {limit}"
+    loss = row(document, "train_loss")
+    assert loss["hf"] is None
+    assert loss["l2l"] > 0
+    shown, said = capfd.readouterr()
+    assert shown.splitlines()[-2] == "Trainer ran out of memory"
+    assert "run_glue_l2l.py: out of memory: the simulated accelerator is out of memory." in said
+    assert said.count("try --trainer l2l") == 1
+
+
+@needs_datasets
+def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, files: Row, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    argv = command(str(tmp_path / "nowhere"), tmp_path, **files, compare=True)
+    with pytest.raises(SystemExit) as stopped:
+        run_glue_l2l.main(argv)
+    assert stopped.value.code == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("run_glue_l2l.py: ")]
+    assert len(lines) == 2
+    assert lines[0].startswith("run_glue_l2l.py: model_name_or_path must be a folder with a model")
+    assert lines[1] == "run_glue_l2l.py: the run of Trainer failed (exit code 2); what it said is above"
+    assert not (tmp_path / "out" / "compare.json").exists()
+
+
+@needs_datasets
+def test_too_small_a_device_is_said_in_one_line(tiny_model: str, tmp_path: Path, files: Row) -> None:
+    argv = command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None)
+    ran = subprocess.run(
+        [sys.executable, run_glue_l2l.__file__, *argv], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 3
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("run_glue_l2l.py: out of memory: the simulated accelerator is out of memory.")
+    assert last.endswith("; try a smaller --ubatch_size, or --stash host")
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_size_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = command("model", tmp_path, train_file="train.csv", simulate="much", use_cpu=None)
+    assert refused(argv, capsys).startswith("capacity must be a positive number of bytes, as an integer or as text")
+
+
+def test_without_matplotlib_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_glue_l2l.importlib.util.find_spec
+    monkeypatch.setattr(
+        run_glue_l2l.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
+    argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False, compare=True)
+    assert refused(argv, capsys) == "--compare draws with the package matplotlib (it is not installed); install it"
