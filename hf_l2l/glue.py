@@ -56,11 +56,16 @@ OTHER_DATA: Mapping[str, tuple[str, ...]] = {
 
 
 def _pearson(references: Any, predictions: Any) -> float:
-    return float(pearsonr(references, predictions).statistic)
+    return _correlation(pearsonr, references, predictions)
 
 
 def _spearman(references: Any, predictions: Any) -> float:
-    return float(spearmanr(references, predictions).statistic)
+    return _correlation(spearmanr, references, predictions)
+
+
+def _correlation(function: Callable[[Any, Any], Any], references: Any, predictions: Any) -> float:
+    # scipy refuses a single pair, which is what evaluating a single row gives.
+    return float(function(references, predictions).statistic) if len(references) > 1 else float("nan")
 
 
 def _f1(references: Any, predictions: Any) -> float:
@@ -90,7 +95,7 @@ class GlueMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no ty
 
     `GlueMetric("mrpc").compute(predictions=..., references=...)` returns `{"accuracy": ..., "f1": ...}`. Predictions
     and references are class ids, or numbers for a regression. A correlation of something constant is nan, with
-    scipy's warning; an F1 or a Matthews correlation that would divide by zero is 0.
+    scipy's warning, and that of a single pair is nan; an F1 or a Matthews correlation that would divide by zero is 0.
 
     Args:
         config_name: a task of `TASKS`, "mnli_matched", "mnli_mismatched", or a kind of `OTHER_DATA`.
@@ -100,7 +105,7 @@ class GlueMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no ty
     """
 
     def __init__(self, config_name: str, **kwargs: Any) -> None:
-        # In memory: nothing is left behind in a cache folder, and processes do not meet there.
+        # In memory: no files are left behind in a cache folder, and processes do not meet there.
         super().__init__(config_name=config_name, **{"keep_in_memory": True, **kwargs})
 
     def _info(self) -> evaluate.MetricInfo:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         self._device: torch.device | None = None
         self._device_bytes: int | None = None
         self._host_bytes: dict[str, int] = {}
+        self._steps = 0
 
     def metrics(self) -> dict[str, int]:
         """Bytes by name.
@@ -42,6 +44,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
 
     def on_train_begin(self, args: Any, *rest: Any, **kwargs: Any) -> None:
         """Start the device's peak at what it holds now."""
+        self._steps = 0
         if args.device.type != "cpu":
             self._device = args.device
             torch.accelerator.reset_peak_memory_stats(args.device)
@@ -53,6 +56,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Count the host's tensors once the optimizer has made its state."""
         self._count(*args, **kwargs)
+        self._steps += 1
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Read the device's counter."""
@@ -60,13 +64,18 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
             self._device_bytes = torch.accelerator.max_memory_allocated(self._device)
 
     def _count(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
-        if state.global_step > 1:  # nothing is added after the first steps
+        if self._steps > 1:  # nothing is added after the first steps
             return
         for kind, tensors in host_tensors(model, [optimizer]).items():
             self._host_bytes[kind] = max(self._host_bytes.get(kind, 0), tensor_bytes(tensors))
 
 
 def _peak_process_bytes() -> int | None:
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux, where getrusage counts the process that started this one, too
+        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if peaks:
+            return int(peaks[0]) * 1024
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -102,11 +111,12 @@ class DeviceMemoryTrace:
         """What the device held then."""
         self.peak_bytes = 0
         """The most it held at once."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="l2l-memory-trace", daemon=True)
 
     def __enter__(self) -> Self:
+        self.seconds, self.device_bytes, self.peak_bytes = [], [], 0
         torch.accelerator.reset_peak_memory_stats()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="l2l-memory-trace", daemon=True)
         self._start = time.perf_counter()
         self._thread.start()
         return self

@@ -76,6 +76,11 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
         return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
 
+    @property
+    def eps(self) -> EagerParamServer | None:
+        """The host side of the model as it is now, attached if it was not; None for one without a layer stack."""
+        return self._attach()
+
     def l2l_summary(self) -> str:
         """What is run layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
         if not self._streams():

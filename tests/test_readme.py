@@ -1,0 +1,102 @@
+"""What the README shows runs, and what it names is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import run_glue_l2l
+from glue_script import needs_datasets, needs_demo_model
+from hf_l2l import L2LConfig, L2LTrainingArguments
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def table_rows(head: str) -> list[list[str]]:
+    """The rows of the table whose head line begins with `head`, as cells."""
+    lines = README[README.index(head) :].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in iter(lambda: lines.pop(0), "")]
+
+
+@needs_datasets
+@needs_demo_model
+def test_the_first_lines_run(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", blocks("python")[0]],
+        cwd=tmp_path,
+        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "'eval_loss'" in ran.stdout
+
+
+def test_the_first_lines_are_ten():
+    tree = compile(blocks("python")[0], "README.md", "exec", flags=0x400)  # ast.PyCF_ONLY_AST
+    assert len([node for node in tree.body if type(node).__name__ not in ("Import", "ImportFrom")]) <= 10
+
+
+def test_all_python_compiles():
+    for code in blocks("python"):
+        compile(code, "README.md", "exec")
+
+
+def test_the_classic_command_is_understood(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    [line] = [block for block in blocks("bash") if "run_glue_l2l.py" in block]
+    words = line.replace("\\\n", " ").split()
+    options = run_glue_l2l.parse_options(words[words.index("run_glue_l2l.py") + 1 :])
+    assert options.data.task_name == "mrpc"
+    assert (options.training.do_train, options.training.do_eval) == (True, True)
+    assert "--overwrite_output_dir" in caplog.text
+
+
+def test_the_options_are_all_in_the_table():
+    rows = table_rows("| `L2LConfig` |")
+    assert [row[0].strip("`") for row in rows] == [field.name for field in dataclasses.fields(L2LConfig)]
+    arguments = {row[1].strip("`") for row in rows} - {"from the Trainer"}
+    assert arguments == set(L2LTrainingArguments.__annotations__)
+
+
+def test_what_the_paper_table_names_is_there():
+    rows = table_rows("| paper |")
+    assert len(rows) >= 9
+    tests = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    for _, code, options, files in rows:
+        for name in re.findall(r"`(\w+)\.(\w+)(?:\.\w+)?`", code):
+            assert hasattr(importlib.import_module(f"hf_l2l.{name[0]}"), name[1])
+        for option in re.findall(r"`(?:--)?(\w+)`", options):
+            known = {**L2LTrainingArguments.__dataclass_fields__, **run_glue_l2l.ScriptArguments.__dataclass_fields__}
+            assert option in known
+        assert set(re.findall(r"`(\w+\.py)`", files)) <= tests
+
+
+def test_every_file_is_in_the_tree():
+    tree = README[README.index("## Files") :].split("```")[1]
+    named = re.findall(r"^(\S+)", tree, re.MULTILINE)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    modules = {f"hf_l2l/{file.name}" for file in (ROOT / "hf_l2l").glob("*.py")} - {"hf_l2l/__init__.py"}
+    assert modules <= set(named)
+
+
+def test_links_within_the_project_lead_somewhere():
+    for name in ("README.md", "CONTRIBUTING.md"):
+        links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+        assert [link for link in links if not (ROOT / link).exists()] == []
