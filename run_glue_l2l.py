@@ -250,7 +250,10 @@ def parse_options(argv: list[str]) -> Options:
     parser = Parser((ScriptArguments, ModelArguments, DataTrainingArguments, L2LTrainingArguments, RetiredArguments))
     if len(argv) == 1 and argv[0].endswith(".json"):
         try:
-            return checked(json.loads(Path(argv[0]).read_text(encoding="utf-8")))
+            given = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+            if not isinstance(given, dict):
+                raise ValueError("the file must hold one object, with options as names")
+            return checked(given)
         except (OSError, TypeError, ValueError) as error:  # not there, an option missing, or one that is wrong
             raise ValueError(f"the options in {argv[0]} could not be used: {error}") from error
     names = [field.name for kind in parser.dataclass_types for field in dataclasses.fields(kind)]
@@ -266,6 +269,7 @@ def parse_options(argv: list[str]) -> Options:
 def checked(given: dict[str, Any]) -> Options:
     """The options with their defaults, after every check that needs no data."""
     given = modernized(given)
+    check_script_options(given)
     parser = HfArgumentParser((ScriptArguments, ModelArguments, DataTrainingArguments, L2LTrainingArguments))
     if given.get("simulate") is not None and not given.get("compare"):
         simulate(given["simulate"])  # before TrainingArguments looks for a device
@@ -273,7 +277,6 @@ def checked(given: dict[str, Any]) -> Options:
         given = {"dataloader_pin_memory": False, **given}  # there is nothing to copy to from pinned memory
     script, model, data, training = parser.parse_dict(given)
     check_data_options(data, training)
-    check_script_options(script, given)
     check_writable(training.output_dir)
     training.resume_from_checkpoint = checkpoint_to_resume(training)
     return Options(script, model, data, training, given)
@@ -381,22 +384,25 @@ def check_files(data_args: DataTrainingArguments, training_args: TrainingArgumen
         )
 
 
-def check_script_options(script: ScriptArguments, given: dict[str, Any]) -> None:
+def check_script_options(given: dict[str, Any]) -> None:
     """Raise ValueError for options that cannot be honoured together; warn of those without effect."""
-    if script.simulate is not None and given.get("use_cpu"):
+    trainer = given.get("trainer", "l2l")
+    if trainer not in NAMES:
+        raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer})")
+    if given.get("simulate") is not None and given.get("use_cpu"):
         raise ValueError("the device must be one (got --simulate and --use_cpu); drop one of them")
-    if script.compare:
+    if given.get("compare"):
         if not given.get("do_train"):
             raise ValueError("--compare compares training runs (got no --do_train); add it")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--compare draws with the package matplotlib (it is not installed); install it")
         for name in ("trainer", "push_to_hub", "resume_from_checkpoint"):
             if given.get(name):
                 raise ValueError(
                     f"--compare starts both trainers from the same model and keeps what they made apart (got --{name}"
                     f" {given[name]}); drop one of them"
                 )
-    elif script.trainer == "hf":
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("--compare draws with the package matplotlib (it is not installed); install it")
+    elif trainer == "hf":
         without_effect = [name for name in L2L_OPTIONS if name in given]
         if without_effect:
             logger.warning("without effect under --trainer hf: --%s", ", --".join(without_effect))
@@ -1018,9 +1024,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     Bad input ends it with one line on stderr and exit code 2, too little memory with one line and 3.
     """
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for name in (logger.name, "transformers.hf_l2l"):  # the trainer says what is run layer to layer
-        logging.getLogger(name).setLevel(logging.INFO)
+    set_up_logging()
     argv = sys.argv[1:] if argv is None else argv
     try:
         options = parse_options([*embedded_default(), *argv] if wants_default(argv) else argv)
@@ -1038,6 +1042,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         remedy = "--trainer l2l" if options.script.trainer == "hf" else "a smaller --ubatch_size, or --stash host"
         stop(f"out of memory: {first_line(error)}; try {remedy}", NO_MEMORY)
+
+
+def set_up_logging() -> None:
+    """Show what the script and the trainer say at INFO level; all other loggers stay as they are."""
+    for name in (logger.name, "transformers.hf_l2l"):  # the trainer says what is run layer to layer
+        logging.getLogger(name).setLevel(logging.INFO)
+    if not logger.hasHandlers():  # a program that calls main() may have its own
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
 
 
 def stop(said: str, code: int) -> NoReturn:

@@ -494,6 +494,8 @@ def test_every_option_that_is_gone_is_gone_and_has_a_fate() -> None:
         ("{", "Expecting property name"),
         ('{"do_train": true}', "model_name_or_path"),
         ('{"model_name_or_path": "model", "learning_speed": 1}', "learning_speed"),
+        ('{"model_name_or_path": "model", "trainer": "both"}', "--trainer must be one of hf, l2l (got both)"),
+        ("[1, 2]", "must hold one object"),
     ],
 )
 def test_a_bad_options_file_is_refused(
