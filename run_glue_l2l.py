@@ -238,7 +238,7 @@ class Options:
     """Those that were given, by name, with what became of retired ones: another process can be started from them."""
 
 
-class Parser(HfArgumentParser):
+class Parser(HfArgumentParser):  # type: ignore[misc]  # transformers ships no types
     """Says what is wrong in one sentence instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -521,9 +521,9 @@ class Data:
 def load_data(options: Options) -> Data:
     """Read and check the rows, before a model is loaded."""
     if options.data.task_name is not None:
-        data = load_task(options)
+        data = load_task(options.data.task_name, options)
     elif options.data.dataset_name is not None:
-        data = load_hub_dataset(options)
+        data = load_hub_dataset(options.data.dataset_name, options)
     else:
         data = load_files(options.data)
     kind = "regression" if data.names is None else f"{len(data.names)} classes: {listed(data.names)}"
@@ -531,9 +531,8 @@ def load_data(options: Options) -> Data:
     return data
 
 
-def load_task(options: Options) -> Data:
+def load_task(name: str, options: Options) -> Data:
     """A GLUE task from the Hub."""
-    name = options.data.task_name
     task = glue().TASKS[name]
     found = load_from_hub(glue().HUB_DATASET, name, options)
     suffixes = ("", "_mm")[: len(task.kinds)]
@@ -549,9 +548,8 @@ def load_task(options: Options) -> Data:
     )
 
 
-def load_hub_dataset(options: Options) -> Data:
+def load_hub_dataset(name: str, options: Options) -> Data:
     """Another data set of the Hub."""
-    name = options.data.dataset_name
     found = load_from_hub(name, options.data.dataset_config_name, options)
     needed = {"train": True, "validation": options.training.do_eval, "test": options.training.do_predict}
     missing = [split for split, wanted in needed.items() if wanted and split not in found]
@@ -560,7 +558,6 @@ def load_hub_dataset(options: Options) -> Data:
             f"{name} must have the split {missing[0]} (it has {listed(list(found))}); download it and give its parts "
             "as --train_file, --validation_file and --test_file"
         )
-    check_labels(found["train"], name)
     return assembled({split: found[split] for split, wanted in needed.items() if wanted}, dict.fromkeys(needed, name))
 
 
@@ -582,11 +579,7 @@ def load_from_hub(name: str, config: str | None, options: Options) -> Any:
 def load_files(data_args: DataTrainingArguments) -> Data:
     """Own csv or json files."""
     splits = {name.removesuffix("_file"): file for name, file in data_args.files.items()}
-    rows = {split: read_rows(file) for split, file in splits.items()}
-    for split in ("train", "validation"):
-        if split in rows:
-            check_labels(rows[split], splits[split])
-    return assembled(rows, splits)
+    return assembled({split: read_rows(file) for split, file in splits.items()}, splits)
 
 
 def assembled(rows: dict[str, Dataset], sources: dict[str, str]) -> Data:
@@ -594,8 +587,12 @@ def assembled(rows: dict[str, Dataset], sources: dict[str, str]) -> Data:
     train = rows["train"]
     text_columns = find_text_columns(train.column_names, sources["train"])
     for split, part in rows.items():
+        if split != "test":
+            check_labels(part, sources[split])
         check_texts(part, text_columns, sources[split])
-    names = getattr(train.features[LABEL], "names", None)  # a data set of the Hub may name its classes
+    names: list[str] | None = getattr(
+        train.features[LABEL], "names", None
+    )  # a data set of the Hub may name its classes
     classes = find_classes(train, sources["train"]) if names is None else list(range(len(names)))
     if "validation" in rows:
         check_validation_labels(rows["validation"], classes, sources["validation"])
@@ -604,8 +601,15 @@ def assembled(rows: dict[str, Dataset], sources: dict[str, str]) -> Data:
     else:
         metric = "binary" if len(classes) == 2 else "multiclass"
         names = names or [str(label) for label in classes]
-    sets = [{"": rows[split]} if split in rows else {} for split in ("validation", "test")]
-    return Data(train, *sets, text_columns, classes, names, metric)
+    return Data(
+        train=train,
+        validation={"": rows["validation"]} if "validation" in rows else {},
+        test={"": rows["test"]} if "test" in rows else {},
+        text_columns=text_columns,
+        classes=classes,
+        names=names,
+        metric=metric,
+    )
 
 
 def read_rows(file: str) -> Dataset:
