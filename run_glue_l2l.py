@@ -32,7 +32,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -54,6 +55,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_l2l
@@ -196,6 +198,9 @@ class RetiredArguments:
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Needless: output_dir is written to."})
     save_safetensors: bool = field(default=False, metadata={"help": "Needless: checkpoints are safetensors."})
     use_auth_token: bool = field(default=False, metadata={"help": "Needless; --token names a token."})
+    use_mps_device: bool = field(default=False, metadata={"help": "Needless: mps is used where it is there."})
+    evaluate_during_training: bool = field(default=False, metadata={"help": "Refused: use --eval_strategy steps."})
+    data_dir: str | None = field(default=None, metadata={"help": "Refused: use --train_file and --validation_file."})
     fp16_opt_level: str | None = field(default=None, metadata={"help": "Refused, as --fp16 is: use --bf16."})
     fp16_backend: str | None = field(default=None, metadata={"help": "Refused, as --fp16 is: use --bf16."})
     half_precision_backend: str | None = field(default=None, metadata={"help": "Refused, as --fp16 is: use --bf16."})
@@ -217,13 +222,26 @@ SUCCESSORS = {
 SWITCHES = {"group_by_length": "group_by_length", "adafactor": "adafactor"}
 """Retired switches -> the value that their successor has when they are on."""
 
+SECRETS = ("token", "hub_token")
+"""Options that are not written into files."""
+
 NEEDLESS = {
     "overwrite_output_dir": "output_dir is written to whatever lies in it, and training goes on from a checkpoint in "
     "it only with --resume_from_checkpoint",
     "save_safetensors": "checkpoints are always safetensors",
+    "use_mps_device": "mps is used where it is there",
     "use_auth_token": "the token of `hf auth login` is used anyway, and --token names another one",
 }
 """Retired options without effect -> why none is needed."""
+
+REPLACED = {
+    "evaluate_during_training": "--eval_strategy steps",
+    "data_dir": "--train_file and --validation_file",
+    "fp16_opt_level": "--bf16",
+    "fp16_backend": "--bf16",
+    "half_precision_backend": "--bf16",
+}
+"""Retired options that are refused -> what to use in their place, which differs in more than the name."""
 
 
 @dataclass
@@ -246,24 +264,33 @@ class Parser(HfArgumentParser):  # type: ignore[misc]  # transformers ships no t
 
 
 def parse_options(argv: list[str]) -> Options:
-    """The options of a command line, or of the one json file that it names."""
+    """The options of a command line, which may begin with a json file of options; flags after it take precedence."""
+    if not (argv and argv[0].endswith(".json")):
+        return checked(parsed(argv))
+    file, *flags = argv
+    try:
+        written = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(written, dict):
+            raise ValueError("the file must hold one object, with options as names")
+        # As flags, so that both ways take the same values; lists as they are, and null for the default.
+        words = [f"--{name}={value}" for name, value in written.items() if isinstance(value, (str, int, float))]
+        structured = {name: value for name, value in written.items() if isinstance(value, (list, dict))}
+        return checked({**structured, **parsed([*words, *flags])})
+    except (OSError, TypeError, ValueError) as error:  # not there, an option missing, or one that is wrong
+        raise ValueError(f"the options in {file} could not be used: {error}") from error
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The options that are given on a command line, by name; not those that have their defaults."""
     parser = Parser((ScriptArguments, ModelArguments, DataTrainingArguments, L2LTrainingArguments, RetiredArguments))
-    if len(argv) == 1 and argv[0].endswith(".json"):
-        try:
-            given = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-            if not isinstance(given, dict):
-                raise ValueError("the file must hold one object, with options as names")
-            return checked(given)
-        except (OSError, TypeError, ValueError) as error:  # not there, an option missing, or one that is wrong
-            raise ValueError(f"the options in {argv[0]} could not be used: {error}") from error
     names = [field.name for kind in parser.dataclass_types for field in dataclasses.fields(kind)]
     absent = object()  # in the place of defaults: only what was given counts as given
-    found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, absent)))
+    found, unknown = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(names, absent)))
     if unknown:
         word = unknown[0].split("=")[0]
-        near = get_close_matches(word, [f"--{name}" for name in names], n=1)
+        near = get_close_matches(word, [f"--{name}" for name in names], n=1, cutoff=0.75)
         raise ValueError(f"{word} is not an option{f'; {near[0]} is one' if near else ''}; --help lists all options")
-    return checked({name: value for name, value in vars(found).items() if value is not absent})
+    return {name: value for name, value in vars(found).items() if value is not absent}
 
 
 def checked(given: dict[str, Any]) -> Options:
@@ -271,7 +298,7 @@ def checked(given: dict[str, Any]) -> Options:
     given = modernized(given)
     check_script_options(given)
     parser = HfArgumentParser((ScriptArguments, ModelArguments, DataTrainingArguments, L2LTrainingArguments))
-    if given.get("simulate") is not None and not given.get("compare"):
+    if "simulate" in given and not given.get("compare"):
         simulate(given["simulate"])  # before TrainingArguments looks for a device
     if not torch.accelerator.is_available() or "simulate" in given:
         given = {"dataloader_pin_memory": False, **given}  # there is nothing to copy to from pinned memory
@@ -311,7 +338,7 @@ def modernized(given: dict[str, Any]) -> dict[str, Any]:
         elif old in NEEDLESS:
             logger.warning("--%s is gone from transformers 5 and has no effect: %s", old, NEEDLESS[old])
         else:
-            raise ValueError(f"--{old} is gone from transformers 5 (got {value!r}); use --bf16 in the place of fp16")
+            raise ValueError(f"--{old} is gone from transformers 5 (got {value!r}); use {REPLACED[old]}")
     return given
 
 
@@ -336,6 +363,11 @@ def check_data_options(data_args: DataTrainingArguments, training_args: Training
         raise ValueError(f"the data must have one source (got {' and '.join(named)}); drop all but one")
     if not named:
         raise ValueError("there must be data (got none); add --task_name, --dataset_name, or --train_file")
+    if data_args.dataset_config_name is not None and data_args.dataset_name is None:
+        raise ValueError(
+            f"a configuration is for --dataset_name (got --dataset_config_name {data_args.dataset_config_name} "
+            "alone); drop it"
+        )
     if data_args.task_name is not None:
         check_task(data_args.task_name)
     elif data_args.dataset_name is None:
@@ -369,7 +401,7 @@ def check_files(data_args: DataTrainingArguments, training_args: TrainingArgumen
         )
     files = data_args.files
     for file in files.values():
-        if Path(file).suffix not in (".csv", ".json"):
+        if Path(file).suffix.lower() not in (".csv", ".json"):
             raise ValueError(
                 f"data files must end in .csv or .json (got {file}); convert it, or rename it if it is one"
             )
@@ -377,7 +409,7 @@ def check_files(data_args: DataTrainingArguments, training_args: TrainingArgumen
             raise ValueError(f"data files must exist (there is no file {file}); check the path")
         if Path(file).stat().st_size == 0:
             raise ValueError(f"data files must have rows (got the empty file {file}); check how it was written")
-    if len({Path(file).suffix for file in files.values()}) > 1:
+    if len({Path(file).suffix.lower() for file in files.values()}) > 1:
         raise ValueError(
             f"{', '.join(files)} must have the same extension (got {', '.join(files.values())}); convert those that "
             "differ"
@@ -389,7 +421,7 @@ def check_script_options(given: dict[str, Any]) -> None:
     trainer = given.get("trainer", "l2l")
     if trainer not in NAMES:
         raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer})")
-    if given.get("simulate") is not None and given.get("use_cpu"):
+    if "simulate" in given and given.get("use_cpu"):
         raise ValueError("the device must be one (got --simulate and --use_cpu); drop one of them")
     if given.get("compare"):
         if not given.get("do_train"):
@@ -427,9 +459,10 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
                 "name its folder, or leave the option out"
             )
         return str(last)
-    if not Path(asked).is_dir():
+    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
         raise ValueError(
-            f"resume_from_checkpoint must be the folder of a checkpoint (there is no folder {asked}); check the path"
+            f"--resume_from_checkpoint must be the folder of a checkpoint (there is no {TRAINER_STATE_NAME} in "
+            f"{asked}); check the path"
         )
     return str(asked)
 
@@ -525,7 +558,7 @@ def load_data(options: Options) -> Data:
     elif options.data.dataset_name is not None:
         data = load_hub_dataset(options.data.dataset_name, options)
     else:
-        data = load_files(options.data)
+        data = load_files(options)
     kind = "regression" if data.names is None else f"{len(data.names)} classes: {listed(data.names)}"
     logger.info("text from %s; %s", " and ".join(data.text_columns), kind)
     return data
@@ -568,7 +601,7 @@ def load_from_hub(name: str, config: str | None, options: Options) -> Any:
 
     try:
         return load_dataset(name, config, cache_dir=options.model.cache_dir, token=options.model.token)
-    except (OSError, DatasetsError) as error:  # OSError: what goes wrong with a connection
+    except (OSError, RuntimeError, DatasetsError) as error:  # no connection; a data set that is a script; no such one
         raise ValueError(
             f"the data set {name} could not be had from the Hub ({first_line(error)}); try again with a connection, "
             "or give files of your own with --train_file train.csv --validation_file validation.csv in the place of "
@@ -576,10 +609,10 @@ def load_from_hub(name: str, config: str | None, options: Options) -> Any:
         ) from error
 
 
-def load_files(data_args: DataTrainingArguments) -> Data:
+def load_files(options: Options) -> Data:
     """Own csv or json files."""
-    splits = {name.removesuffix("_file"): file for name, file in data_args.files.items()}
-    return assembled({split: read_rows(file) for split, file in splits.items()}, splits)
+    splits = {name.removesuffix("_file"): file for name, file in options.data.files.items()}
+    return assembled({split: read_rows(file, options.model.cache_dir) for split, file in splits.items()}, splits)
 
 
 def assembled(rows: dict[str, Dataset], sources: dict[str, str]) -> Data:
@@ -594,8 +627,9 @@ def assembled(rows: dict[str, Dataset], sources: dict[str, str]) -> Data:
         train.features[LABEL], "names", None
     )  # a data set of the Hub may name its classes
     classes = find_classes(train, sources["train"]) if names is None else list(range(len(names)))
-    if "validation" in rows:
-        check_validation_labels(rows["validation"], classes, sources["validation"])
+    for split, part in rows.items():
+        if split != "test":
+            check_known_labels(part, classes, sources[split])
     if classes is None:
         metric = "regression"
     else:
@@ -612,15 +646,15 @@ def assembled(rows: dict[str, Dataset], sources: dict[str, str]) -> Data:
     )
 
 
-def read_rows(file: str) -> Dataset:
+def read_rows(file: str, cache_dir: str | None) -> Dataset:
     """The rows of a csv or json file."""
     glue()  # says what is missing
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    kind = Path(file).suffix.removeprefix(".")
+    kind = Path(file).suffix.lower().removeprefix(".")
     try:
-        return load_dataset(kind, data_files=file, split="train")
+        return load_dataset(kind, data_files=file, split="train", cache_dir=cache_dir)
     except DatasetsError as error:
         raise ValueError(
             f"{file} could not be read as {kind} ({first_line(error.__cause__ or error)}); correct it"
@@ -693,11 +727,10 @@ def find_classes(train: Dataset, file: str) -> list[Any] | None:
             "write them alike"
         )
     labels = sorted(found)
-    whole_numbers = isinstance(labels[0], int) and not isinstance(labels[0], bool)
-    if whole_numbers and labels != list(range(len(labels))):
+    if not isinstance(labels[0], str) and labels[0] < 0:
         raise ValueError(
-            f"labels that are whole numbers must be 0, 1, 2, ... without a gap (got {listed(labels)} in {file}); "
-            "renumber them, or write them as words"
+            f"labels must not be negative, which stands for a row without one (got {labels[0]} in {file}); drop the "
+            "rows, or renumber the classes"
         )
     if len(labels) < 2:
         raise ValueError(
@@ -706,26 +739,32 @@ def find_classes(train: Dataset, file: str) -> list[Any] | None:
     return labels
 
 
-def check_validation_labels(validation: Dataset, classes: list[Any] | None, file: str) -> None:
+def label_key(label: Any) -> str:
+    """A label as text, the same for "1", 1 and 1.0: a file is read by what else is in its column."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+
+
+def check_known_labels(rows: Dataset, classes: list[Any] | None, source: str) -> None:
     """Raise ValueError unless the labels are among the classes, or numbers for a regression."""
-    for label in sorted(set(validation[LABEL][:]), key=str):
-        if classes is None:
+    known = None if classes is None else set(map(label_key, classes))
+    for label in sorted(set(rows[LABEL][:]), key=str):
+        if classes is None or known is None:
             if isinstance(label, bool) or not isinstance(label, (int, float)):
                 raise ValueError(
-                    f"labels must be numbers as in the training file (got {label!r} in {file}); correct one of the "
+                    f"labels must be numbers as in the training file (got {label!r} in {source}); correct one of the "
                     "files"
                 )
-        elif label not in classes:
+        elif label_key(label) not in known:
             raise ValueError(
-                f"validation labels must occur in the training file, where they are {listed(classes)} (got {label!r} "
-                f"in {file}); correct it, or add training rows of that class"
+                f"labels must be among the classes, which are {listed(classes)} (got {label!r} in {source}); drop the "
+                "row or correct it, or add training rows of that class"
             )
 
 
 Encode = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
 
 
-def encoder(data: Data, ids: dict[Any, int], tokenizer: Any, data_args: DataTrainingArguments) -> Encode:
+def encoder(data: Data, ids: dict[str, int], tokenizer: Any, data_args: DataTrainingArguments) -> Encode:
     """What makes token ids of texts and, where there are labels, the model's ids of them."""
     length = min(data_args.max_seq_length, tokenizer.model_max_length)
     if length < data_args.max_seq_length:
@@ -738,7 +777,7 @@ def encoder(data: Data, ids: dict[Any, int], tokenizer: Any, data_args: DataTrai
         padding = "max_length" if data_args.pad_to_max_length else False
         encoded = dict(tokenizer(*texts, padding=padding, max_length=length, truncation=True))
         if LABEL in batch:
-            encoded["labels"] = [float(x) if data.classes is None else ids[x] for x in batch[LABEL]]
+            encoded["labels"] = [float(x) if data.classes is None else ids[label_key(x)] for x in batch[LABEL]]
         return encoded
 
     return encode
@@ -777,15 +816,15 @@ def load_model(model_args: ModelArguments, data: Data) -> tuple[Any, PreTrainedT
         "token": model_args.token,
         "trust_remote_code": model_args.trust_remote_code,
     }
-    try:
-        config = AutoConfig.from_pretrained(
-            model_args.config_name or name, num_labels=1 if data.names is None else len(data.names), **source
-        )
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.tokenizer_name or name, use_fast=model_args.use_fast_tokenizer, **source
-        )
-        name_classes(config, data.names)
-        set_padding(config, tokenizer, name)
+    config_name, tokenizer_name = model_args.config_name or name, model_args.tokenizer_name or name
+    num_labels = 1 if data.names is None else len(data.names)
+    with said_as("config_name" if model_args.config_name else "model_name_or_path", config_name):
+        config = AutoConfig.from_pretrained(config_name, num_labels=num_labels, **source)
+    with said_as("tokenizer_name" if model_args.tokenizer_name else "model_name_or_path", tokenizer_name):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, use_fast=model_args.use_fast_tokenizer, **source)
+    name_classes(config, data.names)
+    set_padding(config, tokenizer, tokenizer_name)
+    with said_as("model_name_or_path", name):
         model = AutoModelForSequenceClassification.from_pretrained(
             name,
             config=config,
@@ -793,35 +832,44 @@ def load_model(model_args: ModelArguments, data: Data) -> tuple[Any, PreTrainedT
             ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
             **source,
         )
-    except OSError as error:
+    return model, tokenizer
+
+
+@contextmanager
+def said_as(option: str, name: str) -> Iterator[None]:
+    """Say what could not be loaded, and which option named it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"model_name_or_path must be a folder with a model and its tokenizer, or a name on the Hub (got {name!r}: "
-            f"{first_line(error)}); check the path"
+            f"--{option} must be a folder or a name on the Hub, with a model and its tokenizer (got {name}: "
+            f"{first_line(error)}); check the name, the path, or the connection"
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(
-            f"the weights of the model must fit its head of {config.num_labels} (got others in {name!r}, reported "
-            "above); add --ignore_mismatched_sizes to give it a new head"
+            f"the weights of the model must fit a head for these labels (got others in {name}, reported above); add "
+            "--ignore_mismatched_sizes to give it a new head"
         ) from error
-    return model, tokenizer
 
 
 def name_classes(config: PretrainedConfig, names: list[str] | None) -> None:
     """Give the classes their names in the order of their ids; an order that the model comes with is kept."""
     config.problem_type = "regression" if names is None else "single_label_classification"
-    if names is not None and sorted(map(str.lower, config.label2id)) != sorted(map(str.lower, names)):
+    if names is None:
+        return
+    own = [name.lower() for name in config.label2id]
+    if len(set(own)) < len(own) or sorted(own) != sorted(name.lower() for name in names):
         config.id2label = dict(enumerate(names))
         config.label2id = {name: index for index, name in config.id2label.items()}
 
 
-def class_ids(config: PretrainedConfig, data: Data) -> dict[Any, int]:
-    """The id that the model gives to each label of the rows."""
-    if data.classes is None or data.names is None:
-        return {}
-    ids = {name.lower(): index for name, index in config.label2id.items()}
-    return {label: ids[name.lower()] for label, name in zip(data.classes, data.names, strict=True)}
+def class_ids(config: PretrainedConfig, data: Data) -> dict[str, int]:
+    """The id that the model gives to each label of the rows, by `label_key`; none for a regression."""
+    ids = {name.lower(): index for name, index in config.label2id.items()} | config.label2id
+    labels = zip(data.classes or [], data.names or [], strict=True)
+    return {label_key(label): ids.get(name, ids.get(name.lower())) for label, name in labels}
 
 
 def set_padding(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -838,19 +886,33 @@ def set_padding(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, na
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def metrics_for(metric: str, task: bool) -> Callable[[EvalPrediction], dict[str, float]]:
-    """The metrics of `GlueMetric(metric)`; for a task with several, their mean, too, as GLUE scores it."""
+def metrics_for(metric: str, task: bool, ids: list[int]) -> Callable[[EvalPrediction], dict[str, float]]:
+    """The metrics of `GlueMetric(metric)`; for a task with several, their mean, too, as GLUE scores it.
+
+    `ids` are the model's ids of the data's classes, in the data's order, which says which class is the positive one.
+    """
     glue_metric = glue().GlueMetric(metric)
+    places = np.argsort(ids)
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
-        found: dict[str, float] = glue_metric.compute(
-            predictions=decided(prediction.predictions), references=prediction.label_ids
-        )
+        predictions, references = decided(prediction.predictions), prediction.label_ids
+        if ids:
+            predictions, references = places[predictions], places[references]
+        found: dict[str, float] = glue_metric.compute(predictions=predictions, references=references)
         if task and len(found) > 1:
             found["combined_score"] = float(np.mean(list(found.values())))
         return found
 
     return compute
+
+
+def check_best_metric(args: TrainingArguments, metric: str, task: bool) -> None:
+    """Raise ValueError unless what says which model is the best one will be there."""
+    names = ["loss", *glue().measures(metric)]
+    names += ["combined_score"] if task and len(names) > 2 else []
+    asked = args.metric_for_best_model
+    if asked is not None and asked.removeprefix("eval_") not in names:
+        raise ValueError(f"--metric_for_best_model must be one of {', '.join(names)} (got {asked})")
 
 
 def decided(scores: Any) -> Any:
@@ -875,9 +937,11 @@ def prepare(options: Options) -> Job:
     """The trainer, with the model and the data that the options ask for."""
     data_args, args = options.data, options.training
     data = load_data(options)
+    check_best_metric(args, data.metric, data_args.task_name is not None)
     set_seed(args.seed)
     model, tokenizer = load_model(options.model, data)
-    encode = encoder(data, class_ids(model.config, data), tokenizer, data_args)
+    ids = class_ids(model.config, data)
+    encode = encoder(data, ids, tokenizer, data_args)
     texts, cached = list(data.text_columns), not data_args.overwrite_cache
     train, validation, test = None, {}, {}
     if args.do_train:
@@ -894,7 +958,7 @@ def prepare(options: Options) -> Job:
         args=args,
         train_dataset=train,
         eval_dataset=validation.get(""),
-        compute_metrics=metrics_for(data.metric, data_args.task_name is not None),
+        compute_metrics=metrics_for(data.metric, data_args.task_name is not None, list(ids.values())),
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.pad_to_max_length else None,  # None pads to the longest
         callbacks=[memory],
@@ -932,7 +996,7 @@ def run_evaluation(job: Job) -> dict[str, float]:
 
 
 def run_prediction(job: Job) -> None:
-    """Write what is predicted for the test sets, one row per text, as GLUE's server takes it."""
+    """Write what is predicted for the test sets, one row per text, as transformers' run_glue.py does."""
     trainer, task = job.trainer, job.options.data.task_name
     for suffix, rows in job.test.items():
         predicted = decided(trainer.predict(rows, metric_key_prefix="predict").predictions)
@@ -982,9 +1046,11 @@ def compare(options: Options) -> dict[str, Any]:
     both begin with the same seeds.
     """
     folder = Path(options.training.output_dir)
-    given = {name: value for name, value in options.given.items() if name != "compare"}
+    given = {name: value for name, value in options.given.items() if name not in ("compare", *SECRETS)}
     if "logging_steps" not in given and "logging_strategy" not in given:
         given["logging_steps"] = 0.02  # fifty points make a curve
+        if given.get("eval_strategy") == "steps" and "eval_steps" not in given:
+            given["eval_steps"] = options.training.eval_steps  # else it would follow
     if options.training.device.type == "cpu" and not given.get("use_cpu") and "simulate" not in given:
         logger.warning(
             "there is no accelerator: both run on a simulated one, whose memory is counted as on a real one and whose "
@@ -992,7 +1058,7 @@ def compare(options: Options) -> dict[str, Any]:
         )
         given["simulate"] = "unlimited"
     device = f"simulated accelerator, {given['simulate']}" if "simulate" in given else options.training.device.type
-    runs = {side: run_apart(side, given, folder) for side in NAMES}
+    runs = {side: run_apart(side, given, folder, options.model.token) for side in NAMES}
     document = {**comparison(runs, device), "options": given, "versions": VERSIONS}
     (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     draw(document, folder / "compare.png")
@@ -1001,13 +1067,15 @@ def compare(options: Options) -> dict[str, Any]:
     return document
 
 
-def run_apart(side: str, given: dict[str, Any], folder: Path) -> Run:
+def run_apart(side: str, given: dict[str, Any], folder: Path, token: str | None) -> Run:
     """Run one trainer in a process of its own; its output is shown as it comes."""
     own = folder / side
     options = {**given, "trainer": side, "output_dir": str(own)}
     if side == "hf":
         options = {name: value for name, value in options.items() if name not in L2L_OPTIONS}
     environment = dict(os.environ)
+    if token is not None:
+        environment["HF_TOKEN"] = token
     if "TENSORBOARD_LOGGING_DIR" in environment:
         environment["TENSORBOARD_LOGGING_DIR"] += f"/{side}"
     own.mkdir(exist_ok=True)
@@ -1038,11 +1106,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except (ValueError, ImportError) as error:
         stop(str(error), REFUSED)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        stop(f"out of memory: {error}", NO_MEMORY)
+        stop(f"out of memory: {first_line(error)}", NO_MEMORY)
+    except RuntimeError as error:
+        if "to be installed" not in str(error):
+            raise
+        stop(first_line(error), REFUSED)  # --report_to names a package
     if job is None:
         return compare(options)
     try:
         return run(job)
+    except ImportError as error:
+        stop(str(error), REFUSED)  # --optim names a package
     except (torch.OutOfMemoryError, MemoryError) as error:
         remedy = "--trainer l2l" if options.script.trainer == "hf" else "a smaller --ubatch_size, or --stash host"
         stop(f"out of memory: {first_line(error)}; try {remedy}", NO_MEMORY)

@@ -87,7 +87,10 @@ def _labels(metrics: dict[str, float]) -> dict[str, str]:
         for name in metrics
         if (name == "train_loss" or name.startswith("eval_")) and not any(part in name for part in _NOT_COMPARED)
     ]
-    words = {name: name.replace("_", " ") for name in sorted(quality, key=lambda name: "loss" not in name)}
+    words = {
+        name: name.replace("_", " ")
+        for name in sorted(quality, key=lambda name: (name != "train_loss", "loss" not in name))
+    }
     return {**words, **{name: label for name, label in {**_SPEED, **_BYTES}.items() if name in metrics}}
 
 
@@ -177,12 +180,13 @@ def _draw_bars(axes: Any, document: dict[str, Any], colours: dict[str, str]) -> 
     words = {"train_device_bytes": "device, peak", "train_host_bytes": "host: weights,\ngradients, moments"}
     rows = [row for row in document["rows"] if row["name"] in words]
     largest = max((row[side] or 0 for row in rows for side in NAMES), default=0)
-    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
     for place, side in enumerate(NAMES):
         at = [index + (place - 0.5) * 0.4 for index in range(len(rows))]
         heights = [(row[side] or 0) / size for row in rows]
         drawn = axes.bar(at, heights, width=0.38, color=colours[side], label=NAMES[side])
-        axes.bar_label(drawn, [_cell(row, side, side in document["out_of_memory"]) for row in rows], fontsize=9)
+        gone = side in document["out_of_memory"]
+        axes.bar_label(drawn, ["out of memory" if gone else f"{height:.1f}" for height in heights], fontsize=9)
     axes.set_xticks(range(len(rows)), [words[row["name"]] for row in rows])
     axes.set(title=f"Memory ({document['device']})", ylabel=unit)
     axes.margins(y=0.12)

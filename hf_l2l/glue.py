@@ -55,6 +55,23 @@ OTHER_DATA: Mapping[str, tuple[str, ...]] = {
 """What is computed for data that is no task of GLUE, by kind: all that applies."""
 
 
+def measures(config_name: str) -> tuple[str, ...]:
+    """What `GlueMetric(config_name)` computes.
+
+    Raises:
+        ValueError: for a name that is neither a task nor a kind of data.
+    """
+    name = {"mnli_matched": "mnli", "mnli_mismatched": "mnli"}.get(config_name, config_name)
+    if name in TASKS:
+        return TASKS[name].measures
+    if name in OTHER_DATA:
+        return OTHER_DATA[name]
+    raise ValueError(
+        f"config_name must be a GLUE task or a kind of data (got {config_name!r}); choose one of "
+        f"{', '.join((*TASKS, *OTHER_DATA))}"
+    )
+
+
 def _pearson(references: Any, predictions: Any) -> float:
     return _correlation(pearsonr, references, predictions)
 
@@ -66,6 +83,12 @@ def _spearman(references: Any, predictions: Any) -> float:
 def _correlation(function: Callable[[Any, Any], Any], references: Any, predictions: Any) -> float:
     # scipy refuses a single pair, which is what evaluating a single row gives.
     return float(function(references, predictions).statistic) if len(references) > 1 else float("nan")
+
+
+def _mse(references: Any, predictions: Any) -> float:
+    # scikit-learn refuses what is not finite, which is what a model gives that has diverged.
+    finite = np.isfinite(references).all() and np.isfinite(predictions).all()
+    return float(mean_squared_error(references, predictions)) if finite else float("nan")
 
 
 def _f1(references: Any, predictions: Any) -> float:
@@ -84,7 +107,7 @@ _MEASURES: Mapping[str, Callable[[Any, Any], float]] = {
     "accuracy": lambda references, predictions: float(accuracy_score(references, predictions)),
     "f1": _f1,
     "matthews_correlation": _matthews,
-    "mse": lambda references, predictions: float(mean_squared_error(references, predictions)),
+    "mse": _mse,
     "pearson": _pearson,
     "spearmanr": _spearman,
 }
@@ -110,7 +133,7 @@ class GlueMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no ty
 
     def _info(self) -> evaluate.MetricInfo:
         kind = datasets.Value("float64" if self._regression else "int64")
-        self._measures()  # an unknown name is said before anything else
+        measures(str(self.config_name))  # an unknown name is said before anything else
         return evaluate.MetricInfo(
             description="The metrics of a GLUE task (Wang et al., arXiv:1804.07461).",
             citation="Wang et al.: GLUE, a multi-task benchmark and analysis platform, arXiv:1804.07461.",
@@ -120,20 +143,8 @@ class GlueMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no ty
         )
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        return {name: _MEASURES[name](references, predictions) for name in self._measures()}
+        return {name: _MEASURES[name](references, predictions) for name in measures(str(self.config_name))}
 
     @property
     def _regression(self) -> bool:
         return self.config_name in ("stsb", "regression")
-
-    def _measures(self) -> tuple[str, ...]:
-        asked = str(self.config_name)
-        name = {"mnli_matched": "mnli", "mnli_mismatched": "mnli"}.get(asked, asked)
-        if name in TASKS:
-            return TASKS[name].measures
-        if name in OTHER_DATA:
-            return OTHER_DATA[name]
-        raise ValueError(
-            f"config_name must be a GLUE task or a kind of data (got {self.config_name!r}); choose one of "
-            f"{', '.join((*TASKS, *OTHER_DATA))}"
-        )

@@ -11,11 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
+import torch
+from accelerate.hooks import remove_hook_from_submodules
 
 import run_glue_l2l
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l import L2LConfig, L2LTrainingArguments
+from training import rows, tiny_bert
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -100,3 +104,21 @@ def test_links_within_the_project_lead_somewhere():
     for name in ("README.md", "CONTRIBUTING.md"):
         links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8"))
         assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_nothing_is_left_to_fill_in():
+    assert re.findall(r"^[A-Z_]{4,}$", README, re.MULTILINE) == []
+
+
+def test_cpu_offload_trains_nothing_and_says_nothing():
+    model = tiny_bert(dropout=0.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerate.cpu_offload(model, execution_device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    [row, *_] = rows(1)
+    model(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["labels"]])).loss.backward()
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    remove_hook_from_submodules(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

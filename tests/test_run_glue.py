@@ -35,6 +35,9 @@ from hf_l2l.demo import demo_files
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
+STARS = [{**row, "label": 1 + 2 * (i % 3)} for i, row in enumerate(ROWS)]
+CASES = [{**row, "label": ("Yes", "yes")[row["label"]]} for row in ROWS]
+
 # ---- Training and evaluation
 
 
@@ -47,6 +50,8 @@ pytestmark = pytest.mark.usefixtures("datasets_cache")
         pytest.param(NAMED, "eval_accuracy", {0: "negative", 1: "positive"}, id="words"),
         pytest.param(SCORED, "eval_mse", {0: "LABEL_0"}, id="scores"),
         pytest.param(PAIRS, "eval_accuracy", {0: "0", 1: "1"}, id="pairs"),
+        pytest.param(STARS, "eval_accuracy", {0: "1", 1: "3", 2: "5"}, id="stars"),
+        pytest.param(CASES, "eval_f1", {0: "Yes", 1: "yes"}, id="case"),
     ],
 )
 def test_files_are_trained_on_and_the_results_written(
@@ -90,12 +95,12 @@ def test_metrics() -> None:
     scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.5], [4.0, 5.0]], dtype=np.float32)
     labels = np.array([0, 1, 1, 1])
     mrpc = {"accuracy": 0.75, "f1": 0.8}
-    assert run_glue_l2l.metrics_for("mrpc", task=False)(hf.EvalPrediction(scores, labels)) == mrpc
+    assert run_glue_l2l.metrics_for("mrpc", task=False, ids=[0, 1])(hf.EvalPrediction(scores, labels)) == mrpc
     more_outputs = hf.EvalPrediction((scores, scores), labels)
     with_mean = {**mrpc, "combined_score": 0.775}
-    assert run_glue_l2l.metrics_for("mrpc", task=True)(more_outputs) == pytest.approx(with_mean)
-    assert run_glue_l2l.metrics_for("rte", task=True)(more_outputs) == {"accuracy": 0.75}
-    regression = run_glue_l2l.metrics_for("regression", task=False)
+    assert run_glue_l2l.metrics_for("mrpc", task=True, ids=[0, 1])(more_outputs) == pytest.approx(with_mean)
+    assert run_glue_l2l.metrics_for("rte", task=True, ids=[0, 1])(more_outputs) == {"accuracy": 0.75}
+    regression = run_glue_l2l.metrics_for("regression", task=False, ids=[])
     found = regression(hf.EvalPrediction(scores[:, :1], np.array([2.0, 1.0, 1.0, 1.0])))
     assert found == pytest.approx({"mse": 2.5, "pearson": 0.09759, "spearmanr": 0.25820}, abs=1e-5)
 
@@ -163,6 +168,43 @@ def test_options_from_a_json_file(tiny_model: str, tmp_path: Path) -> None:
     metrics = run_glue_l2l.main([str(tmp_path / "options.json")])
     assert metrics["train_samples"] == len(ROWS)
     assert not (tmp_path / "out" / "eval_results.json").exists()
+
+
+@needs_datasets
+def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path: Path) -> None:
+    written = {
+        "model_name_or_path": "model",
+        "train_file": write(tmp_path / "train.csv", ROWS),
+        "output_dir": str(tmp_path / "out"),
+        "do_train": "true",
+        "max_steps": "3",
+        "warmup_ratio": "0.1",
+        "logging_dir": None,
+        "simulate": None,
+        "learning_rate": 3e-5,
+        "save_steps": 7,
+        "l2l_layer_classes": ["BertLayer"],
+        "lr_scheduler_kwargs": {"last_epoch": -1},
+        "use_cpu": False,
+    }
+    (tmp_path / "options.json").write_text(json.dumps(written), encoding="utf-8")
+    options = run_glue_l2l.parse_options([str(tmp_path / "options.json"), "--save_steps", "9", "--use_cpu"])
+    args = options.training
+    assert (args.do_train, args.max_steps, args.warmup_steps, args.use_cpu) == (True, 3, 0.1, True)
+    assert (args.learning_rate, args.save_steps, args.l2l_layer_classes) == (3e-5, 9, ["BertLayer"])
+    assert args.lr_scheduler_kwargs == {"last_epoch": -1}
+    assert not {"logging_dir", "simulate"} & options.given.keys()
+
+
+@needs_datasets
+def test_labels_that_files_write_differently_are_the_same(tiny_model: str, tmp_path: Path) -> None:
+    words = [{**row, "label": ("1", "x")[row["label"]]} for row in ROWS]
+    files = {
+        "train_file": write(tmp_path / "train.csv", words),
+        "validation_file": write(tmp_path / "dev.csv", words[:3]),  # all of them 1, which csv reads as a number
+    }
+    job = run_glue_l2l.prepare(run_glue_l2l.parse_options(command(tiny_model, tmp_path, **files)))
+    assert job.validation[""]["labels"] == [0, 0, 0]
 
 
 @needs_datasets
@@ -246,8 +288,8 @@ def test_a_head_of_another_size_is_refused_or_made_anew(
         run_glue_l2l.main(argv)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"run_glue_l2l.py: the weights of the model must fit its head of 2 (got others in {saved!r}, reported above); "
-        "add --ignore_mismatched_sizes to give it a new head"
+        f"run_glue_l2l.py: the weights of the model must fit a head for these labels (got others in {saved}, reported "
+        "above); add --ignore_mismatched_sizes to give it a new head"
     )
     assert "train_loss" in run_glue_l2l.main([*argv, "--ignore_mismatched_sizes"])
 

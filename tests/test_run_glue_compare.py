@@ -76,7 +76,7 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, files: Row, capfd:
     assert stopped.value.code == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("run_glue_l2l.py: ")]
     assert len(lines) == 2
-    assert lines[0].startswith("run_glue_l2l.py: model_name_or_path must be a folder with a model")
+    assert lines[0].startswith("run_glue_l2l.py: --model_name_or_path must be a folder")
     assert lines[1] == "run_glue_l2l.py: the run of Trainer failed (exit code 2); what it said is above"
     assert not (tmp_path / "out" / "compare.json").exists()
 
@@ -108,3 +108,50 @@ def test_without_matplotlib_nothing_is_begun(
     )
     argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False, compare=True)
     assert refused(argv, capsys) == "--compare draws with the package matplotlib (it is not installed); install it"
+
+
+def children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *argv: str
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The options and the environment that a comparison starts its runs with, which do not run."""
+    environments: list[dict[str, str]] = []
+
+    def run(words: list[str], env: dict[str, str], check: bool) -> Any:
+        environments.append(env)
+        return subprocess.CompletedProcess(words, run_glue_l2l.NO_MEMORY)
+
+    monkeypatch.setattr(run_glue_l2l.subprocess, "run", run)
+    options = {"train_file": write(tmp_path / "t.csv", ROWS), "validation_file": write(tmp_path / "v.csv", ROWS)}
+    run_glue_l2l.main([*command("model", tmp_path, **options, compare=True), *argv])
+    return [json.loads((tmp_path / "out" / f"{side}.json").read_text()) for side in ("hf", "l2l")], environments
+
+
+def test_a_token_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    _, environments = children(tmp_path, monkeypatch, "--token", "hf_secret", "--hub_token", "hf_secret")
+    assert [environment["HF_TOKEN"] for environment in environments] == ["hf_secret"] * 2
+    for file in (tmp_path / "out").rglob("*"):
+        assert file.is_dir() or b"hf_secret" not in file.read_bytes()
+
+
+def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "logs")
+    (hf, l2l), environments = children(tmp_path, monkeypatch, "--stash", "host", "--evaluation_strategy", "steps")
+    assert [environment["TENSORBOARD_LOGGING_DIR"] for environment in environments] == ["logs/hf", "logs/l2l"]
+    apart = {"trainer", "output_dir", "ubatch_size", "stash"}
+    assert {name: value for name, value in l2l.items() if name not in apart} == {
+        name: value for name, value in hf.items() if name not in apart
+    }
+    assert not {"ubatch_size", "stash"} & hf.keys()
+    assert (l2l["ubatch_size"], l2l["stash"]) == (2, "host")
+    assert hf["logging_steps"] == 0.02
+    assert (hf["eval_strategy"], hf["eval_steps"]) == ("steps", 500)  # not those of the logs
+
+
+def test_logs_are_left_alone_where_they_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    (hf, _), _ = children(tmp_path, monkeypatch, "--logging_steps", "500")
+    assert hf["logging_steps"] == 500

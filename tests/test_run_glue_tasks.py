@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers as hf
 
@@ -121,6 +122,19 @@ def test_a_model_keeps_its_own_order_of_the_classes(tiny_model: str, tmp_path: P
 
 
 @pytest.mark.usefixtures("_hub")
+def test_the_positive_class_is_that_of_the_data(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "turned"
+    names = {0: "equivalent", 1: "not_equivalent"}
+    config = hf.AutoConfig.from_pretrained(tiny_model, id2label=names, label2id={v: k for k, v in names.items()})
+    hf.AutoModelForSequenceClassification.from_pretrained(tiny_model, config=config).save_pretrained(folder)
+    hf.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    job = run_glue_l2l.prepare(run_glue_l2l.parse_options(command(str(folder), tmp_path, task_name="mrpc")))
+    always_equivalent = np.array([[1.0, 0.0]] * 4)
+    found = job.trainer.compute_metrics(hf.EvalPrediction(always_equivalent, np.array([0, 0, 0, 1])))
+    assert (found["accuracy"], found["f1"]) == (0.75, pytest.approx(6 / 7))
+
+
+@pytest.mark.usefixtures("_hub")
 def test_other_names_are_given_to_the_classes(tiny_model: str, tmp_path: Path) -> None:
     job = run_glue_l2l.prepare(run_glue_l2l.parse_options(command(tiny_model, tmp_path, task_name="mrpc")))
     assert job.trainer.model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
@@ -142,6 +156,28 @@ def test_another_data_set_of_the_hub(tiny_model: str, tmp_path: Path, monkeypatc
     assert "eval_f1" not in metrics
     assert hf.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "bad", 1: "fine", 2: "good"}
     assert (tmp_path / "out" / "predict_results.txt").read_text().count("\n") == 1 + len(NAMED)
+
+
+def test_rows_without_a_label_are_refused(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = other_data([-1, *(i % 2 for i in range(1, len(NAMED)))], "train", "validation")
+    found = found.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    assert refused(command(tiny_model, tmp_path, dataset_name="some/data"), capsys).startswith(
+        "labels must be among the classes, which are 0, 1 (got -1 in some/data); drop the row or correct it"
+    )
+
+
+def test_a_data_set_that_is_a_script_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_dataset(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Dataset scripts are no longer supported, but found data.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    said = refused(command("model", tmp_path, dataset_name="some/data"), capsys)
+    assert said.startswith("the data set some/data could not be had from the Hub (Dataset scripts are no longer")
 
 
 def test_a_data_set_without_a_split_that_is_needed_is_refused(
