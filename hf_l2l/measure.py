@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_l2l import stream
 from hf_l2l.eps import host_tensors
 from hf_l2l.stacks import tensor_bytes
 
@@ -45,7 +46,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
     def on_train_begin(self, args: Any, *rest: Any, **kwargs: Any) -> None:
         """Start the device's peak at what it holds now."""
         self._steps = 0
-        if args.device.type != "cpu":
+        if args.device != stream.HOST:
             self._device = args.device
             torch.accelerator.reset_peak_memory_stats(args.device)
 
