@@ -8,12 +8,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from hf_l2l.testing.sim_memory import ACCOUNT
 from hf_l2l.testing.sim_random import GENERATOR
+from hf_l2l.testing.sim_stream import Event as Event
+from hf_l2l.testing.sim_stream import Stream as Stream
+from hf_l2l.testing.sim_stream import current_stream as current_stream
+from hf_l2l.testing.sim_stream import default_stream as default_stream
+from hf_l2l.testing.sim_stream import device_checked as _check
+from hf_l2l.testing.sim_stream import set_stream as set_stream
+from hf_l2l.testing.sim_stream import stream as stream
+from hf_l2l.testing.sim_stream import synchronize_all
 
 _Device = torch.device | str | int | None
 
@@ -72,8 +79,9 @@ def device(index: _Device) -> Iterator[None]:
 
 
 def synchronize(device: _Device = None) -> None:
-    """Return at once: every operation is done when its call returns."""
+    """Let the host wait for every stream."""
     _check(device)
+    synchronize_all()
 
 
 def empty_cache() -> None:
@@ -170,12 +178,3 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Return what `torch.autocast("sim", dtype=...)` may cast to."""
     return [torch.bfloat16, torch.float16]
-
-
-def _check(device: Any) -> None:
-    """Refuse a device that is not this one."""
-    if isinstance(device, str):
-        device = torch.device(device)
-    index = device.index if isinstance(device, torch.device) else device
-    if index not in (None, -1, 0) or (isinstance(device, torch.device) and device.type != "sim"):
-        raise ValueError(f"device must be 'sim', 'sim:0', 0 or None, the only one (got {device})")

@@ -6,6 +6,7 @@ composed by torch out of these.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from typing import Any, cast
 import torch
 from torch.nn.attention import SDPBackend
 
+from hf_l2l.testing import sim_copies
 from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_race import ORDER, Touch
 from hf_l2l.testing.sim_random import GENERATOR
 from hf_l2l.testing.sim_tensor import (
     DEVICE_INDEX,
@@ -114,8 +117,14 @@ def _resize_(
         return point_at(tensor, old.as_strided(size, strides))
     ACCOUNT.refuse_past_capacity(math.prod(size) * old.itemsize)
     grown = torch.empty(size, dtype=old.dtype, device=HOST)
-    grown.view(-1)[:room].copy_(old.as_strided((room,), (1,)))
-    return point_at(tensor, grown)
+    with _reading(tensor, "aten::resize_"):
+        grown.view(-1)[:room].copy_(old.as_strided((room,), (1,)))
+        return point_at(tensor, grown)
+
+
+def _reading(tensor: torch.Tensor, name: str) -> contextlib.AbstractContextManager[None]:
+    """Return what runs a kernel that reads `tensor` on the current stream."""
+    return sim_copies.in_order(name, [Touch(tensor, True, False)]) if ORDER.active else contextlib.nullcontext()
 
 
 def _set_from_storage(tensor: torch.Tensor, source: torch.UntypedStorage, *place: Any) -> torch.Tensor:
@@ -138,8 +147,14 @@ def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy to, from or inside "sim"; the one operation that crosses devices."""
-    source, host_target = (host_view(t) if is_sim(t) else t for t in (source, target))
-    host_target.copy_(source)
+    views = tuple(host_view(t) if is_sim(t) else t for t in (source, target))
+    if not ORDER.active and not (non_blocking and not is_sim(target)):
+        views[1].copy_(views[0])
+    else:
+        # Copies may land where autograd looks on, so they write to the host through a tensor that it does not know.
+        to, like = views[1], (target.storage_offset(), target.size(), target.stride())
+        bare = to if is_sim(target) else torch.empty(0, dtype=to.dtype).set_(to.untyped_storage(), *like)
+        sim_copies.copy(source, target, (views[0].detach(), bare), non_blocking)
     return target
 
 
@@ -147,17 +162,30 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.T
     return _copy_from(source, target.resize_(source.size()))
 
 
+def _to_copy(x: torch.Tensor, *, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+    """Copy to another device or type. An asynchronous download makes no pinned tensor, of which the host has none."""
+    device = options.get("device")
+    if not non_blocking or device is None or device.type != HOST.type:
+        result: torch.Tensor = aten._to_copy.default.redispatch(HOST_KERNELS, x, non_blocking=non_blocking, **options)
+        return result
+    return torch.empty_like(x, **options).copy_(x, non_blocking=True)
+
+
 def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Do nothing: an operation is done when its call returns, so no memory is reused too early."""
+    """Let the memory of `tensor`, when it is freed, wait for what is then queued on `stream`."""
+    block = getattr(tensor.untyped_storage(), "_block", None)
+    if block is not None:
+        sim_copies.record(block, stream.stream_id)
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop out as the host does, which takes no generator here, but drawing from the device's."""
     host = host_view(x)
-    if train is False:
-        return on_sim(host.clone()), on_sim(torch.ones_like(host, dtype=torch.bool))
-    kept = torch.empty_like(host, dtype=torch.bool).bernoulli_(1.0 - p, generator=GENERATOR)
-    return on_sim(host.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p))), on_sim(kept)
+    with _reading(x, "aten::native_dropout"):
+        if train is False:
+            return on_sim(host.clone()), on_sim(torch.ones_like(host, dtype=torch.bool))
+        kept = torch.empty_like(host, dtype=torch.bool).bernoulli_(1.0 - p, generator=GENERATOR)
+        return on_sim(host.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p))), on_sim(kept)
 
 
 def _attention(
@@ -196,6 +224,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "set_.source_Tensor": _set_from_tensor,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
+    "_to_copy": _to_copy,
     "record_stream": _record_stream,
     "native_dropout": _native_dropout,
 }

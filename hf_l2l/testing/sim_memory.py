@@ -10,7 +10,7 @@ import collections
 import re
 import threading
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -103,6 +103,10 @@ def storage_at(pointer: int, nbytes: int, device: torch.device) -> torch.Untyped
     return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(pointer, device, nbytes))
 
 
+def _give_back_at_once(block: Block, give_back: Callable[[int], None] = ACCOUNT.give_back) -> None:
+    give_back(block.nbytes)
+
+
 class Block:
     """The host memory behind one storage on "sim"; it gives its bytes back when that storage goes.
 
@@ -110,20 +114,25 @@ class Block:
     the device's storage holds stays good.
     """
 
-    __slots__ = ("_give_back", "host", "nbytes", "owner")
+    __slots__ = ("copies", "history", "host", "nbytes", "on_free", "owner", "recorded", "stream")
 
     def __init__(self, owner: torch.UntypedStorage) -> None:
         self.nbytes = 0  # nothing to give back if `take` refuses
+        # Held by the instance, as module globals may go before the last storage does, when the interpreter ends.
+        self.on_free: Callable[[Block], None] = _give_back_at_once
         self.owner = owner
-        # Held by the instance: when the interpreter ends, module globals may be gone before the last storage.
-        self._give_back: Callable[[int], None] = ACCOUNT.give_back
         ACCOUNT.take(owner.nbytes())
         self.nbytes = owner.nbytes()
         self.host: torch.UntypedStorage = self.storage_on(torch.device("cpu"))
+        # What streams need to know, see `sim_race` and `sim_copies`.
+        self.stream = 0  # the one it was handed out on
+        self.history: Any = None
+        self.copies: list[Any] = []
+        self.recorded: frozenset[int] = frozenset()
 
     def storage_on(self, device: torch.device) -> torch.UntypedStorage:
         """Return a storage that says it is on `device`, over this memory."""
         return storage_at(self.owner.data_ptr(), self.nbytes, device)
 
     def __del__(self) -> None:
-        self._give_back(self.nbytes)
+        self.on_free(self)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
+from hf_l2l.testing.sim_copies import in_order
 from hf_l2l.testing.sim_memory import Block, storage_at
+from hf_l2l.testing.sim_race import CURRENT, ORDER, Touch, creation
 from hf_l2l.testing.sim_random import GENERATOR
 
 NAME = "sim"
@@ -31,6 +33,7 @@ _TAKE_HOST_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "ate
 # The host multiplies 16-bit matrices 17 to 30 times slower than 32-bit ones. Computing in 32 bits and rounding once
 # is also what an accelerator's matrix units do.
 _ROUND_ONCE = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+_OVERWRITE = {"aten::fill_", "aten::zero_"}  # of the operations in place, beside those that draw random numbers
 _HALVES = (torch.bfloat16, torch.float16)
 
 Place = int | str  # where an argument stands in a call: a position or a keyword
@@ -47,6 +50,8 @@ class Facts(NamedTuple):
     resizes: bool  # written arguments may come back in another shape
     returns: tuple[Place | None, ...]  # per result: the argument it is, or None where it is new
     tensors: tuple[int, ...]  # positions that take one tensor
+    overwrites: bool  # what is written is not read before
+    tells_host: bool  # returns a value that the host has waited for
 
 
 @functools.cache
@@ -68,6 +73,8 @@ def facts_of(op: torch._ops.OpOverload) -> Facts:
         resizes=any(a.kwarg_only for a in written),
         returns=returns,
         tensors=tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"),
+        overwrites="generator" in places or schema.name in _OVERWRITE,
+        tells_host=torch.Tag.data_dependent_output in op.tags,
     )
 
 
@@ -99,6 +106,8 @@ def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
     storage = known() if known is not None else None
     if storage is None:
         block = Block(host)
+        if ORDER.active:
+            block.stream, block.history = CURRENT.line.id, creation(CURRENT.line)
         storage = block.storage_on(torch.device(NAME, DEVICE_INDEX))
         # The storage keeps its Python object, and with it the block, for as long as any tensor uses it.
         storage._block = block  # type: ignore[attr-defined]  # storages take attributes
@@ -121,8 +130,26 @@ def point_at(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 
 def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run `op`, some of whose tensors are on "sim", by the host's kernel."""
+    """Run `op`, some of whose tensors are on "sim", by the host's kernel, on the current stream."""
     facts = facts_of(op)
+    if not ORDER.active:
+        return _run(op, facts, args, kwargs)
+    with in_order(facts.name, list(_touches(facts, args, kwargs)), facts.tells_host):
+        return _run(op, facts, args, kwargs)
+
+
+def _touches(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Touch]:
+    """Yield the tensors on "sim" that the operation reads or writes."""
+    for place, value in (*enumerate(args), *kwargs.items()):
+        writes = place in facts.writes
+        # Of what is written, an output is only written; an operation in place mostly reads as well.
+        reads = not writes or (isinstance(place, int) and not facts.overwrites)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and is_sim(tensor):
+                yield Touch(tensor, reads, writes)
+
+
+def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to_host = functools.partial(_to_host, facts=facts)
     host_args = [to_host(a) for a in args]
     host_kwargs = {name: to_host(a) for name, a in kwargs.items()}

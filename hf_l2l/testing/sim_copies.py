@@ -1,0 +1,226 @@
+"""Asynchronous copies to, from and inside "sim": they land as late as the program's waits allow.
+
+A copy that is issued on a side stream is queued, and its destination holds poison meanwhile. It is done when
+something waits for it. See `sim_host` for what the host sees and may write meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_l2l.testing import sim_host
+from hf_l2l.testing.sim_host import overlap
+from hf_l2l.testing.sim_memory import ACCOUNT, Block
+from hf_l2l.testing.sim_race import (
+    CURRENT,
+    DEFAULT_LINE,
+    LOCK,
+    ORDER,
+    Clock,
+    Line,
+    Touch,
+    check,
+    range_of,
+)
+
+
+class Landing:
+    """When queued copies land: as late as possible, at issue, or either, drawn from a seed."""
+
+    def __init__(self) -> None:
+        self.late = True
+        self.draws: random.Random | None = None
+
+    def at_issue(self) -> bool:
+        """Return whether the copy that is issued now lands at once."""
+        return not self.late or (self.draws is not None and self.draws.random() < 0.5)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What the memory that a queued copy uses knows of it."""
+
+    stream: int
+    waiting: bool = True
+    freed_early: bool = False  # the memory was freed although the copy's stream was not recorded on it
+
+
+class QueuedCopy:
+    """A copy that waits to land. It keeps the memory, and not the tensors, so that these can be freed too early."""
+
+    def __init__(self, line: Line, source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, ...]):
+        self.line = line
+        self.count = line.clock[line.id]
+        self.clock = dict(line.clock)
+        self.source, self.target = views
+        self.shape = tuple(target.shape)
+        self.uploads, self.downloads = source.device.type == "cpu", target.device.type == "cpu"
+        self.ranges = range_of(source), range_of(target)
+        self.ticket = Ticket(line.id)
+        self._kept = [_keep(self.ticket, t) for t in (source, target)]
+
+    def run(self) -> None:
+        """Do the copy, or for a download the device's half of it."""
+        self.ticket.waiting = False
+        if self.downloads:
+            sim_host.keep_for_host(self.source.clone(), self.target, self.line, self.count)
+        else:
+            _do(self.source, self.target)
+            if self.uploads:
+                sim_host.watch(self.source, self.line, self.count)
+        if self.ticket.freed_early:
+            raise RuntimeError(
+                f"a queued copy on {self.line.name} used memory that was freed before it landed (target of shape "
+                f"{self.shape}); keep both tensors until the copy is waited for, or call record_stream on them"
+            )
+
+
+LANDING = Landing()
+_queue: list[QueuedCopy] = []  # in the order of issue, which every order that waits can ask for respects
+# Bytes of blocks that were freed, and the copies that were queued then on the streams recorded on them.
+_held: list[tuple[int, list[Ticket]]] = []
+
+
+@contextlib.contextmanager
+def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Iterator[None]:
+    """Run a kernel, the body, on the current stream: after the copies that it has waited for, and in no race."""
+    with LOCK:
+        line = CURRENT.line
+        line.advance(name)
+        check(line, touches)
+        land(line.clock)
+        yield
+        if host_follows:
+            host_waits(line.clock)
+
+
+def land(clock: Clock) -> None:
+    """Run the queued copies that `clock` has waited for."""
+    try:
+        for copy in [c for c in _queue if clock.get(c.line.id, 0) >= c.count]:
+            _queue.remove(copy)
+            # Autograd has nothing to see here, and the copy may have been issued in inference mode.
+            with torch.inference_mode():
+                copy.run()
+    finally:
+        _give_back_held()
+
+
+def is_done(clock: Clock) -> bool:
+    """Return whether all that `clock` covers has run and is visible to the host."""
+    queued = any(clock.get(c.line.id, 0) >= c.count for c in _queue)
+    return not queued and sim_host.all_visible(clock)
+
+
+def host_waits(clock: Clock) -> None:
+    """Let the host wait for `clock`: it sees the downloads, and may write again to what was uploaded."""
+    land(clock)
+    ORDER.host_waits(clock)
+    sim_host.host_has_waited(ORDER.host)
+
+
+def copy(source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, ...], non_blocking: bool) -> None:
+    """Copy `source` to `target`, one of which is on "sim", on the current stream; `views` are both as host tensors."""
+    with LOCK:
+        line, crosses = CURRENT.line, source.device != target.device
+        downloads = target.device.type == "cpu"
+        ORDER.activate()
+        line.advance("aten::copy_")
+        # What a blocking copy does to host memory is done when it returns.
+        check(
+            line,
+            [
+                Touch(source, True, False, remember=non_blocking or source.device.type != "cpu"),
+                Touch(target, False, True, remember=non_blocking or not downloads),
+            ],
+        )
+        if non_blocking and (downloads or line is not DEFAULT_LINE):
+            _issue(QueuedCopy(line, source, target, views))
+            return
+        land(line.clock)
+        with torch.inference_mode():
+            _do(*views)
+            if non_blocking and source.device.type == "cpu":
+                sim_host.watch(views[0], line, line.clock[line.id])
+        if crosses and not non_blocking:
+            host_waits(line.clock)
+
+
+def _issue(copy: QueuedCopy) -> None:
+    # Poison must not come before what is ordered earlier and is late only here.
+    for earlier in list(_queue):
+        if any(overlap(copy.ranges[1], r) for r in earlier.ranges):
+            land(earlier.clock)
+    sim_host.settle_written(copy.target)
+    _queue.append(copy)
+    with torch.inference_mode():
+        if copy.line is DEFAULT_LINE:
+            land(copy.clock)  # the kernels after it run at once, so it reads its source at once
+        _poison(copy.target)
+        if LANDING.at_issue():
+            land(copy.clock)
+            sim_host.show_at_once(copy.target)
+
+
+def _do(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy between views of host memory, once they hold what earlier copies brought."""
+    sim_host.bring_arrived(source)
+    sim_host.settle_written(target)
+    target.copy_(source)
+
+
+def _poison(target: torch.Tensor) -> None:
+    if target.is_floating_point() or target.is_complex():
+        target.fill_(float("nan"))
+    else:
+        target.fill_(True if target.dtype is torch.bool else torch.iinfo(target.dtype).max)
+
+
+def _keep(ticket: Ticket, tensor: torch.Tensor) -> object:
+    """Return what keeps the memory of `tensor` for the copy with this ticket."""
+    storage = tensor.untyped_storage()
+    block: Block | None = getattr(storage, "_block", None)
+    if block is None:
+        return storage
+    block.copies = [*(t for t in block.copies if t.waiting), ticket]
+    block.on_free = free
+    return block.owner
+
+
+def record(block: Block, stream: int) -> None:
+    """Let `block`, when it is freed, wait for what is then queued on `stream`."""
+    with LOCK:
+        block.recorded |= {stream}
+        block.on_free = free
+
+
+def free(block: Block) -> None:
+    """Free `block`, though queued copies may use it.
+
+    The garbage collector calls this anywhere, so it takes no lock. Memory goes back to the stream it was handed out
+    on, so the copies of that stream are safe, as are those of the streams recorded.
+    """
+    early = [t for t in block.copies if t.waiting and t.stream not in block.recorded | {block.stream}]
+    for ticket in early:
+        ticket.freed_early = True
+    if early:
+        ctypes.memset(block.host.data_ptr(), 0xFF, block.nbytes)  # NaN in every floating-point format
+    queued = [c.ticket for c in list(_queue) if c.ticket.waiting and c.line.id in block.recorded]
+    if queued:
+        _held.append((block.nbytes, queued))
+    else:
+        ACCOUNT.give_back(block.nbytes)
+
+
+def _give_back_held() -> None:
+    for held in list(_held):
+        nbytes, tickets = held
+        if not any(t.waiting for t in tickets):
+            _held.remove(held)
+            ACCOUNT.give_back(nbytes)

@@ -1,0 +1,121 @@
+"""The host's side of asynchronous copies: downloads that it cannot see yet, uploads that it may not write to yet.
+
+What a download read becomes visible to the host when the host itself waits, or when a copy that has waited for it uses
+that host memory. A host tensor that was uploaded from must stay as it was until the host has waited; operations of the
+host are not looked at, so this is checked by the tensor's contents.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from hf_l2l.testing.sim_race import Access, Clock, Line, range_of, within
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A download that the device has done and the host has not waited for."""
+
+    stream: int
+    count: int
+    target: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(eq=False)
+class Watched:
+    """Host memory that a copy has read and the host must leave alone until it has waited for that copy."""
+
+    access: Access
+    storage: weakref.ref[torch.UntypedStorage]
+    like: tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+    digest: int
+    stream: str
+
+
+_arrivals: list[Arrival] = []
+_watched: list[Watched] = []
+
+
+def keep_for_host(values: torch.Tensor, target: torch.Tensor, line: Line, count: int) -> None:
+    """Keep the `values` that operation `count` of `line` downloads to `target` until the host may see them."""
+    _arrivals.append(Arrival(line.id, count, target, values))
+
+
+def watch(source: torch.Tensor, line: Line, count: int) -> None:
+    """Watch the host tensor `source`, which operation `count` of `line`, a copy, has read."""
+    if source.numel():
+        access = Access(*range_of(source), line.id, count, False, "aten::copy_")
+        like = (source.dtype, int(source.storage_offset()), source.size(), source.stride())
+        _watched.append(Watched(access, weakref.ref(source.untyped_storage()), like, _digest(source), line.name))
+
+
+def all_visible(clock: Clock) -> bool:
+    """Return whether the host sees every download that `clock` covers and that the device has done."""
+    return not any(clock.get(a.stream, 0) >= a.count for a in _arrivals)
+
+
+def host_has_waited(clock: Clock) -> None:
+    """Show the host the downloads within `clock`, and end the watches within it."""
+    _publish([a for a in _arrivals if clock.get(a.stream, 0) >= a.count])
+    _end_watch([w for w in _watched if within(w.access, clock)])
+
+
+def show_at_once(target: torch.Tensor) -> None:
+    """Show the host the download whose target this is, though it has not waited."""
+    _publish([a for a in _arrivals if a.target is target])
+
+
+def bring_arrived(tensor: torch.Tensor) -> None:
+    """Let the memory of `tensor` hold what was downloaded into it."""
+    touched = range_of(tensor)
+    _publish([a for a in _arrivals if overlap(range_of(a.target), touched)])
+
+
+def settle_written(tensor: torch.Tensor) -> None:
+    """Do what must be done before the device writes to `tensor`; a watch over that memory ends."""
+    bring_arrived(tensor)
+    touched = range_of(tensor)
+    _end_watch([w for w in _watched if overlap((w.access.low, w.access.high), touched)])
+
+
+def _publish(arrivals: list[Arrival]) -> None:
+    """Let the host see what was downloaded."""
+    for arrival in arrivals:
+        _arrivals.remove(arrival)
+        with torch.inference_mode():
+            arrival.target.copy_(arrival.values)
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether two ranges of addresses have an address in common."""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    whole = tensor.contiguous()
+    return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
+
+
+def _end_watch(over: list[Watched]) -> None:
+    _watched[:] = [w for w in _watched if w not in over]
+    for watched in over:
+        _refuse_changed(watched)
+
+
+def _refuse_changed(watched: Watched) -> None:
+    storage = watched.storage()
+    if storage is None:
+        return
+    dtype, *place = watched.like
+    if _digest(torch.empty(0, dtype=dtype).set_(storage, *place)) != watched.digest:
+        raise RuntimeError(
+            f"the host wrote into a tensor of shape {tuple(watched.like[2])} that {watched.access.name} on "
+            f"{watched.stream} still reads: write-after-read race; let the host wait (synchronize) for an event "
+            f"recorded on {watched.stream} after the copy before it writes again"
+        )

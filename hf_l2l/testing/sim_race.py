@@ -1,0 +1,215 @@
+"""Which operations of "sim" wait for which, and the error for two that should wait and do not.
+
+Every stream counts its operations and has a clock: for each stream, how far it has waited. An event carries such a
+clock, and so does the host. Memory remembers its last writes and the reads since then; an operation that touches bytes
+which another stream writes, or writes bytes which another stream reads, must have that one within its clock.
+
+Nothing here is looked at before the process makes its first stream or starts its first asynchronous download.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from typing import NamedTuple
+
+import torch
+
+Clock = dict[int, int]  # by stream, the count of its operations up to which something has waited
+
+DEFAULT = 0
+
+# Held while an operation is issued and run, so that threads cannot come between its checks and its effect.
+LOCK = threading.RLock()
+
+
+class Access(NamedTuple):
+    """One operation's reading or writing of a range of addresses."""
+
+    low: int
+    high: int
+    stream: int
+    number: int
+    writes: bool
+    name: str
+
+
+class History:
+    """The accesses to one storage that a later one may conflict with."""
+
+    __slots__ = ("accesses",)
+
+    def __init__(self, *accesses: Access) -> None:
+        self.accesses = list(accesses)
+
+    def conflict(self, new: Access, clock: Clock) -> Access | None:
+        """Return an access that conflicts with `new` and is not within `clock`."""
+        for old in self.accesses:
+            if old.low < new.high and new.low < old.high and (old.writes or new.writes) and not within(old, clock):
+                return old
+        return None
+
+    def add(self, new: Access) -> None:
+        """Remember `new`, which conflicts with none, and forget what it or the host's wait makes harmless."""
+        self.accesses = [old for old in self.accesses if not (_covers(new, old) or within(old, ORDER.host))]
+        self.accesses.append(new)
+
+
+def within(access: Access, clock: Clock) -> bool:
+    """Return whether `clock` has waited for `access`."""
+    return clock.get(access.stream, 0) >= access.number
+
+
+def _covers(new: Access, old: Access) -> bool:
+    """Return whether what is ordered after `new` is ordered after `old` too, and conflicts wherever `old` does."""
+    inside = new.low <= old.low and old.high <= new.high
+    return inside and (new.writes or (not old.writes and old.stream == new.stream))
+
+
+class Line:
+    """The operations of one stream, in order: how many, and what the next one has waited for."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.id = next(_ids)
+        self.name = name or (f"sim stream {self.id}" if self.id != DEFAULT else "the default stream")
+        self.clock: Clock = {self.id: 0}
+        self.operation = "an operation"  # the name of the last one
+        self._host_seen = -1
+        ORDER.names[self.id] = self.name
+        ORDER.issued[self.id] = self.clock[self.id]
+
+    def advance(self, name: str) -> int:
+        """Count one more operation, which has seen all that the host has waited for."""
+        self.see_host()
+        self.operation = name
+        count = self.clock[self.id] = ORDER.issued[self.id] = self.clock[self.id] + 1
+        return count
+
+    def see_host(self) -> None:
+        """Take over what the host has waited for."""
+        if self._host_seen != ORDER.host_version:
+            merge(self.clock, ORDER.host)
+            self._host_seen = ORDER.host_version
+
+
+class Order:
+    """What the process knows: whether anything is looked at, the host's clock, and every stream's count and name."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.before = 0  # the count that stands for all that the default stream did while nothing was looked at
+        self.host: Clock = {}
+        self.host_version = 0
+        self.issued: Clock = {}
+        self.names: dict[int, str] = {}
+
+    def activate(self) -> None:
+        """Look at every operation from now on."""
+        if not self.active:
+            self.active = True
+            self.before = DEFAULT_LINE.advance("an operation")
+
+    def host_waits(self, clock: Clock) -> None:
+        """Let everything that is issued from now on come after `clock`."""
+        merge(self.host, clock)
+        self.host_version += 1
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Raise `clock` to `other` where that has waited for more."""
+    for stream, count in other.items():
+        if clock.get(stream, 0) < count:
+            clock[stream] = count
+
+
+_ids = itertools.count(DEFAULT)
+ORDER = Order()
+DEFAULT_LINE = Line()
+
+
+class _Current(threading.local):
+    line: Line = DEFAULT_LINE
+    stream: torch.Stream | None = None  # the public object for `line`, None for the default stream
+
+
+CURRENT = _Current()  # every thread starts on the default stream
+
+
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of `tensor` and the one past its last; equal where it is empty."""
+    low = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return low, low
+    last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return low, low + (last + 1) * tensor.element_size()
+
+
+def creation(line: Line) -> History:
+    """Return the history of memory that is handed out now: it may have been in use until here, so it is written."""
+    name = f"the allocation for {line.operation}"
+    return History(Access(0, sys.maxsize, line.id, line.clock[line.id], True, name))
+
+
+def history_of(tensor: torch.Tensor, make: bool = True) -> History | None:
+    """Return the history of the memory of `tensor`; for host memory none unless a copy left one or `make` is set."""
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cpu":
+        history: History | None = getattr(storage, "_history", None)
+        if history is None and make:
+            history = storage._history = History()  # type: ignore[attr-defined]  # storages take attributes
+        return history
+    block = getattr(storage, "_block", None)
+    if block is None:  # made by torch's own code over memory that another storage holds
+        return None
+    if block.history is None:
+        before = "an operation before the first stream was made"
+        block.history = History(Access(0, sys.maxsize, DEFAULT, ORDER.before, True, before))
+    known: History = block.history
+    return known
+
+
+class Touch(NamedTuple):
+    """A tensor that an operation is about to use."""
+
+    tensor: torch.Tensor
+    reads: bool
+    writes: bool
+    remember: bool = True  # off for what the host waits for at once
+
+
+def check(line: Line, touches: list[Touch]) -> None:
+    """Raise if the operation counted last on `line` conflicts with one it has not waited for; else remember it.
+
+    Raises:
+        RuntimeError: another stream writes what is read or written, or reads what is written, in no order.
+    """
+    count, found = line.clock[line.id], []
+    for touch in touches:
+        low, high = range_of(touch.tensor)
+        history = history_of(touch.tensor, touch.remember) if low < high else None
+        if history is None:
+            continue
+        new = Access(low, high, line.id, count, touch.writes, line.operation)
+        old = history.conflict(new, line.clock)
+        if old is not None:
+            raise RuntimeError(_race(touch, new, old))
+        if touch.remember:
+            found.append((history, new))
+    for history, new in found:
+        history.add(new)
+
+
+def _race(touch: Touch, new: Access, old: Access) -> str:
+    here, there = ORDER.names[new.stream], ORDER.names[old.stream]
+    if not old.writes:
+        kind, before = "write-after-read", "still reads"
+    else:
+        kind, before = ("read" if touch.reads else "write") + "-after-write", "still writes"
+    does = "writes" if kind.startswith("write") else "reads"
+    where = "on the device" if touch.tensor.device.type != "cpu" else "on the host"
+    return (
+        f"{new.name} on {here}: {kind} race. It {does} a tensor of shape {tuple(touch.tensor.shape)} {where} that "
+        f"{old.name} on {there} {before} and that {here} has not waited for; let {here} wait for an event recorded on "
+        f"{there} after {old.name} (wait_event or wait_stream), or let the host wait for one (synchronize)"
+    )

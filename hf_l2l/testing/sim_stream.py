@@ -1,0 +1,221 @@
+"""Streams and events of the simulated accelerator: the part of torch.cuda's interface that orders work.
+
+There is no time here. What the program does not wait for is late: an asynchronous copy on a side stream lands when
+something waits for it, and never earlier. Two operations on the same memory that no wait orders raise an error where
+the second one is issued. So a program that runs here without an error, and gives the right numbers, has every wait it
+needs on a device where the same operations take any time they like.
+
+A download by `copy_(..., non_blocking=True)` is late on the default stream as well, and host memory counts as pinned:
+no copy waits for the host by itself because the host's memory is pageable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_l2l.testing import sim_copies
+from hf_l2l.testing.sim_race import CURRENT, DEFAULT_LINE, LOCK, ORDER, Clock, Line, merge
+
+_Device = torch.device | str | int | None
+
+
+def device_checked(device: Any) -> None:
+    """Refuse a device that is not the one simulated."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    if index not in (None, -1, 0) or (isinstance(device, torch.device) and device.type != "sim"):
+        raise ValueError(f"device must be 'sim', 'sim:0', 0 or None, the only one (got {device})")
+
+
+class Event:
+    """A point in a stream's order that others can wait for. What it takes, beside nothing, is ignored."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._clock: Clock | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Stand, from now on, for all that `stream` (None: the current one) was given so far."""
+        with LOCK:
+            line = _line(stream)
+            line.see_host()
+            self._clock = dict(line.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let what is issued to `stream` (None: the current one) from now on come after this point."""
+        if self._clock is not None:
+            with LOCK:
+                line = _line(stream)
+                merge(line.clock, self._clock)
+                if line is DEFAULT_LINE:  # its kernels run at once
+                    sim_copies.land(line.clock)
+
+    def synchronize(self) -> None:
+        """Let the host wait for this point."""
+        if self._clock is not None:
+            with LOCK:
+                sim_copies.host_waits(self._clock)
+
+    def query(self) -> bool:
+        """Return whether all before this point is done; if so, the host has waited for it."""
+        return self._clock is None or _query(self._clock)
+
+
+class Stream(torch.Stream):
+    """A stream of operations, in order among themselves and in no order with others unless one waits.
+
+    Args:
+        device: "sim", or None.
+        priority: ignored.
+        name: what errors call it; "sim stream 2" if left out.
+    """
+
+    _line: Line
+
+    def __new__(cls, device: _Device = None, priority: int = 0, *, name: str | None = None, **known: Any) -> Stream:
+        """Make a new stream; `known` is for the default stream."""
+        device_checked(device)
+        with LOCK:
+            line: Line | None = known.get("line")
+            if line is None:
+                ORDER.activate()
+                line = Line(name)
+        kind = torch._C._autograd.DeviceType.PrivateUse1.value
+        stream: Stream = super().__new__(cls, stream_id=line.id, device_index=0, device_type=kind)
+        stream._line = line
+        return stream
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing more."""
+
+    @property
+    def name(self) -> str:
+        """What errors call this stream."""
+        return self._line.name
+
+    def wait_event(self, event: Event) -> None:  # type: ignore[override]  # torch has events of its own
+        """Let what is issued to this stream from now on come after `event`."""
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        """Let what is issued to this stream from now on come after all that `stream` was given so far."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
+        """Record `event`, or a new one, on this stream and return it."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that this stream was given so far."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Return whether all that this stream was given is done; if so, the host has waited for it."""
+        return self.record_event().query()
+
+    def __enter__(self) -> Stream:
+        """Make this the current stream of the thread."""
+        _entered.before.append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Make the stream current again that was so before."""
+        set_stream(_entered.before.pop())
+
+    def __repr__(self) -> str:
+        return f"<torch.sim.Stream {self.name!r}>"
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.before: list[Stream] = []
+
+
+_entered = _Entered()
+_default: list[Stream] = []  # made when first asked for: torch must know the device by then
+
+
+def default_stream(device: _Device = None) -> Stream:
+    """Return the stream on which every thread starts."""
+    device_checked(device)
+    with LOCK:
+        if not _default:
+            _default.append(Stream(line=DEFAULT_LINE))
+    return _default[0]
+
+
+def current_stream(device: _Device = None) -> Stream:
+    """Return the stream to which this thread issues its operations."""
+    device_checked(device)
+    current = CURRENT.stream
+    return current if isinstance(current, Stream) else default_stream()
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` the current one of this thread; None changes nothing."""
+    if stream is not None:
+        CURRENT.line, CURRENT.stream = stream._line, stream
+
+
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Make `stream` the current one of this thread inside; None changes nothing."""
+    before = current_stream()
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+def synchronize_all() -> None:
+    """Let the host wait for every stream."""
+    if ORDER.active:
+        with LOCK:
+            sim_copies.host_waits(dict(ORDER.issued))
+
+
+@contextlib.contextmanager
+def late_copies(late: bool) -> Iterator[None]:
+    """With False, let queued copies land at issue; races are still found. A switch for tests."""
+    with _landing(late, None):
+        yield
+
+
+@contextlib.contextmanager
+def random_landing(seed: int) -> Iterator[None]:
+    """Let each queued copy land at issue or late, drawn from `seed`. A switch for tests."""
+    with _landing(True, random.Random(seed)):
+        yield
+
+
+@contextlib.contextmanager
+def _landing(late: bool, draws: random.Random | None) -> Iterator[None]:
+    landing = sim_copies.LANDING
+    before = landing.late, landing.draws
+    landing.late, landing.draws = late, draws
+    try:
+        yield
+    finally:
+        landing.late, landing.draws = before
+
+
+def _line(stream: Stream | None) -> Line:
+    return CURRENT.line if stream is None else stream._line
+
+
+def _query(clock: Clock) -> bool:
+    with LOCK:
+        done = sim_copies.is_done(clock)
+        if done:
+            sim_copies.host_waits(clock)
+        return done
