@@ -33,6 +33,10 @@ class L2LConfig:
     device: torch.device | str | None = None
     """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
 
+    prefetch: bool = True
+    """Whether the next layer's weights travel while this one computes (arXiv:2002.05645, first text, figure 2c). False
+    is for measuring what that is worth."""
+
     layer_classes: tuple[str, ...] | None = None
     """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
 

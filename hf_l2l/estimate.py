@@ -43,7 +43,8 @@ class MemoryEstimate:
     shell: int
     """Device: weights, gradients and buffers of what is not in a layer."""
     slots: int
-    """Device: weights and gradients of the largest layer."""
+    """Device: the weights of two layers, one of which computes while the other travels, and the gradients of one, all
+    as large as the largest layer."""
 
     @property
     def host_bytes(self) -> int:
@@ -84,7 +85,7 @@ def estimate(
 
 
 def _layer_slots(layer: nn.Module) -> int:
-    return parameter_bytes([layer]) + tensor_bytes(p for p in layer.parameters() if p.requires_grad)
+    return 2 * parameter_bytes([layer]) + tensor_bytes(p for p in layer.parameters() if p.requires_grad)
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -225,8 +226,8 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         "  Update = serial: the optimizer updates all layers on the host, in step()",
         f"  Host memory = masters {size_text(need.masters)} + gradients {size_text(need.gradients)} + moments "
         f"{size_text(need.moments)}",
-        f"  Device memory = shell {size_text(need.shell)} + one layer {size_text(need.slots)} (weights and "
-        "gradients), and activations",
+        f"  Device memory = shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of "
+        "two layers, gradients of one), and activations",
         f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
     ]
     return "\n".join(lines)
@@ -242,6 +243,6 @@ def _bound_text(device: torch.device, layer_bytes: int) -> str:
     if device.type == "cpu":
         return "compute: host and device are one, nothing travels"
     return (
-        f"compute, plus {size_text(2 * layer_bytes)} of weights over the link and the host optimizer per step, which "
-        "nothing hides: a larger device batch makes both count less"
+        "compute, plus the gradients' way to the host and the host optimizer, which nothing hides; "
+        f"{size_text(2 * layer_bytes)} of weights per step travel meanwhile"
     )

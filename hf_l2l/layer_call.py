@@ -1,4 +1,4 @@
-"""One layer call taken apart: its tensor arguments, everything else about it, and its outputs."""
+"""One layer call taken apart: its tensor arguments and their gradients, everything else about it, and its outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from hf_l2l import stream
 from hf_l2l.capture import CapturedOutputs
 from hf_l2l.splitting import Split, Ubatch
-from hf_l2l.stacks import flatten
+from hf_l2l.stacks import flatten, narrow
+from hf_l2l.stash import Stash
 from hf_l2l.transit import DeviceWeights
 
 
@@ -33,6 +34,8 @@ class LayerCall:
     spec: pytree.TreeSpec
     device: torch.device
     autocast: stream.AutocastState
+    before: nn.Module | None = None
+    """The layer of the call before, which is the next one of the backward sweep."""
     split: Split | None = None
     rng: list[stream.RngState | None] = field(default_factory=list)
     """Per ubatch, the generators before it ran; None where it drew nothing."""
@@ -126,6 +129,40 @@ class LayerCall:
                 f"{type(self.layer).__name__} was changed in place); run backward before optimizer.step(), "
                 "load_state_dict or other writes"
             )
+
+
+class InputGradients:
+    """Leaves for the tensor arguments of one layer call, ubatch by ubatch, and the gradients that reach them."""
+
+    def __init__(self, call: LayerCall, stash: Stash, kept: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
+        self.call = call
+        self.stash = stash
+        self.kept = kept
+        self.needed = needed
+        self.total: list[torch.Tensor | None] = [None] * len(kept)
+        # What has no rows is one leaf for all ubatches: its gradient sums up by itself.
+        self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
+
+    def _leaf(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        return self.stash.fetch(tensor).detach().requires_grad_(self.needed[index])
+
+    def leaves(self, ubatch: Ubatch | None) -> list[torch.Tensor]:
+        """The arguments of one ubatch, on the device, as leaves of a new graph."""
+        rows = self.call.input_rows(self.kept, ubatch)
+        return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
+
+    def collect(self, leaves: Sequence[torch.Tensor], ubatch: Ubatch | None) -> None:
+        """Take the gradients of one ubatch's leaves to their rows of the total."""
+        for i, leaf in enumerate(leaves):
+            if leaf.grad is None:
+                continue
+            if i in self.shared or ubatch is None or self.call.split is None:
+                self.total[i] = leaf.grad
+                continue
+            whole = self.total[i]
+            if whole is None:
+                whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
+            narrow(whole, self.call.input_dims[i], self.call.split.rows, *ubatch).copy_(leaf.grad)
 
 
 @contextmanager

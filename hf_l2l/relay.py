@@ -11,7 +11,8 @@ the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,22 +23,25 @@ from torch.utils import _pytree as pytree
 from hf_l2l import stream
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
-from hf_l2l.layer_call import LayerCall
+from hf_l2l.layer_call import InputGradients, LayerCall
 from hf_l2l.shell import RootCall, Shell
 from hf_l2l.splitting import Splitter, Ubatch
 from hf_l2l.stacks import flatten, is_cache, narrow
 from hf_l2l.stash import Stash
-from hf_l2l.transit import DeviceWeights
+from hf_l2l.transit import DeviceWeights, WeightSlots
 
 Tensors = Sequence[torch.Tensor]
 
 
-def forward_sweep(call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
+def forward_sweep(
+    call: LayerCall, tensors: Tensors, weights: DeviceWeights, *, for_backward: bool
+) -> list[torch.Tensor]:
     """Run one layer on every ubatch, without a graph.
 
     Args:
         call: the layer call.
         tensors: its tensor arguments, with all rows, on the device.
+        weights: the layer's, on the device.
         for_backward: remember what a recompute needs beside the tensors: generator states, versions of the weights.
 
     Returns:
@@ -45,7 +49,6 @@ def forward_sweep(call: LayerCall, tensors: Tensors, *, for_backward: bool) -> l
     """
     if for_backward:
         call.weight_versions = [p._version for p in call.layer.parameters()]
-    weights = DeviceWeights(call.layer.modules(), call.device, requires_grad=False)
     joined: list[torch.Tensor] = []
     with torch.no_grad(), call.autocast.entered(), weights.resident():
         for ubatch in call.ubatches:
@@ -86,19 +89,17 @@ def backward_sweep(
     call: LayerCall,
     inputs: InputGradients,
     gradients: Sequence[torch.Tensor | None],
-    eps: EagerParamServer | None,
+    weights: DeviceWeights,
 ) -> None:
-    """Recompute one layer ubatch by ubatch and run backward through it; the sums of its weight gradients go to the
-    EPS.
+    """Recompute one layer ubatch by ubatch and run backward through it; the sums of its weight gradients are left
+    with `weights`.
 
     Args:
         call: the layer call.
         inputs: hands out its tensor arguments, and collects their gradients.
         gradients: of the layer's tensor outputs, with all rows.
-        eps: receives the weight gradients; None where only gradients of inputs are asked for.
+        weights: the layer's, on the device.
     """
-    call.check_weights_unchanged()
-    weights = DeviceWeights(call.layer.modules(), call.device, requires_grad=True)
     with (
         # After backward the generators stand where forward left them.
         stream.rng_state_kept(call.device),
@@ -114,9 +115,6 @@ def backward_sweep(
             _backward(call, outputs, gradients, ubatch)
             inputs.collect(leaves, ubatch)
             del leaves, outputs  # one ubatch's activations at a time
-    if eps is not None:
-        for master, gradient in weights.gradients:
-            eps.receive(master, gradient)
 
 
 def _backward(
@@ -138,65 +136,29 @@ def _backward(
         torch.autograd.backward(roots, root_gradients)
 
 
-class InputGradients:
-    """Leaves for the tensor arguments of one layer call, ubatch by ubatch, and the gradients that reach them."""
-
-    def __init__(self, call: LayerCall, stash: Stash, kept: Tensors, needed: Sequence[bool]) -> None:
-        self.call = call
-        self.stash = stash
-        self.kept = kept
-        self.needed = needed
-        self.total: list[torch.Tensor | None] = [None] * len(kept)
-        # What has no rows is one leaf for all ubatches: its gradient sums up by itself.
-        self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
-
-    def _leaf(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        return self.stash.fetch(tensor).detach().requires_grad_(self.needed[index])
-
-    def leaves(self, ubatch: Ubatch | None) -> list[torch.Tensor]:
-        """The arguments of one ubatch, on the device, as leaves of a new graph."""
-        rows = self.call.input_rows(self.kept, ubatch)
-        return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
-
-    def collect(self, leaves: Tensors, ubatch: Ubatch | None) -> None:
-        """Take the gradients of one ubatch's leaves to their rows of the total."""
-        for i, leaf in enumerate(leaves):
-            if leaf.grad is None:
-                continue
-            if i in self.shared or ubatch is None or self.call.split is None:
-                self.total[i] = leaf.grad
-                continue
-            whole = self.total[i]
-            if whole is None:
-                whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
-            narrow(whole, self.call.input_dims[i], self.call.split.rows, *ubatch).copy_(leaf.grad)
-
-
 class _RelayNode(torch.autograd.Function):
     """One layer call in the autograd graph."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: LayerCall, stash: Stash, eps: EagerParamServer, anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, call: LayerCall, relay: Relay, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.stash, ctx.eps = call, stash, eps
+        ctx.call, ctx.relay = call, relay
         # An unsplit call is fetched whole, so that all of it may travel.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
         # Before the layer runs: what it writes into its inputs must not reach the stash.
-        ctx.save_for_backward(*stash.keep(list(tensors), has_rows))
-        outputs = forward_sweep(call, tensors, for_backward=True)
+        ctx.save_for_backward(*relay.stash.keep(list(tensors), has_rows))
+        outputs = relay.forward(call, tensors, for_backward=True)
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        inputs = InputGradients(ctx.call, ctx.stash, ctx.saved_tensors, ctx.needs_input_grad[4:])
-        # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
-        for_all_leaves = torch.autograd._is_checkpoint_valid()
-        backward_sweep(ctx.call, inputs, gradients, ctx.eps if for_all_leaves else None)
-        return None, None, None, None, *inputs.total
+        inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
+        ctx.relay.backward(ctx.call, inputs, gradients)
+        return None, None, None, *inputs.total
 
 
 class Relay:
@@ -206,7 +168,12 @@ class Relay:
         self.device = device
         self.eps = eps
         self.shell = shell
+        self.prefetch = config.prefetch
         self.stash = Stash(config.stash, device)
+        self._slots: WeightSlots | None = None
+        self._next: dict[nn.Module, nn.Module] = {}
+        """Layer -> the one that was called after it, last time."""
+        shell.on_exit = self._settle
         self.splitter = Splitter(config.ubatch_size, device)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -221,11 +188,16 @@ class Relay:
             args, kwargs = without_caches(layer, args, kwargs)
         arguments, spec = flatten((args, kwargs))
         call = LayerCall.of(layer, forward, arguments, spec, self.device)
+        call.before = root.layer_calls[-1][0].layer if root.layer_calls else None
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
-        if not root.layer_calls:
+        if call.before is None:
             self.stash.start_forward()
+            if self._slots is not None:
+                self._slots.forget()
+        else:
+            self._next[call.before] = layer
         call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
         outputs = self._execute(call, tensors)
         root.layer_calls.append((call, [(out.shape, out.dtype) for out in outputs]))
@@ -236,11 +208,49 @@ class Relay:
             any(t.requires_grad for t in tensors) or any(p.requires_grad for p in call.layer.parameters())
         )
         if not trains:
-            return forward_sweep(call, tensors, for_backward=False)
+            return self.forward(call, tensors, for_backward=False)
         # An output must require a gradient even if no input does (frozen embeddings, LoRA): the anchor makes it so.
         anchor = torch.empty(0, requires_grad=True)
-        outputs: Tensors = _RelayNode.apply(call, self.stash, self.eps, anchor, *tensors)  # type: ignore[no-untyped-call]
+        outputs: Tensors = _RelayNode.apply(call, self, anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
+
+    def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
+        """Run one layer forwards; the next one travels meanwhile."""
+        with self._weights(call.layer, requires_grad=False) as weights:
+            outputs = forward_sweep(call, tensors, weights, for_backward=for_backward)
+            self._prefetch(self._next.get(call.layer))
+        return outputs
+
+    def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run one layer backwards, while the one before it travels, and hand its gradients to the EPS."""
+        call.check_weights_unchanged()
+        with self._weights(call.layer, requires_grad=True) as weights:
+            backward_sweep(call, inputs, gradients, weights)
+            self._prefetch(call.before)
+        if call.before is None:
+            self._settle()  # the sweep ends here; where nothing is trained, no gradient makes the host wait
+        # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
+        if torch.autograd._is_checkpoint_valid():
+            for master, gradient in weights.gradients:
+                self.eps.receive(master, gradient)
+
+    def _settle(self) -> None:
+        if self._slots is not None:
+            self._slots.settle()
+
+    @contextmanager
+    def _weights(self, layer: nn.Module, *, requires_grad: bool) -> Iterator[DeviceWeights]:
+        if stream.shares_host_memory(self.device):
+            yield DeviceWeights(layer.modules(), self.device, requires_grad=requires_grad)
+            return
+        if self._slots is None:
+            self._slots = WeightSlots(list(self.shell.layers), self.device)
+        with self._slots.weights(layer, requires_grad=requires_grad) as weights:
+            yield weights
+
+    def _prefetch(self, layer: nn.Module | None) -> None:
+        if self.prefetch and layer is not None and self._slots is not None:
+            self._slots.prefetch(layer)
 
 
 def without_caches(layer: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -55,6 +55,8 @@ class Shell:
         self.device = device
         self.eps = eps
         self.call: RootCall | None = None
+        self.on_exit: Callable[[], None] = lambda: None
+        """Called when a call that entered the model has returned or failed."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`; calls nested in another one are simply made."""
@@ -81,6 +83,7 @@ class Shell:
                 yield self.call
         finally:
             self.call = None
+            self.on_exit()
 
     def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def send(leaf: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """What kind of device is it? The only module that asks.
 
 The host owns the master weights; the execution device sees copies. Where the two are the same memory (the CPU), an
-upload is a view and a download is the tensor itself. Device types without streams run everything in order, so no wait
-is needed here yet.
+upload is a view and a download is the tensor itself. Copies that travel while the device computes run on a `Lane`, a
+stream beside the compute stream; every wait between the two goes through `wait`, which takes the reason. Device types
+without streams run everything in the order of the program: their lanes and waits do nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -87,6 +89,53 @@ def device_module(device: torch.device) -> ModuleType | None:
         return None
     module: ModuleType = torch.get_device_module(device)
     return module
+
+
+def _streams(device: torch.device) -> ModuleType | None:
+    """The torch module of a device type if it has streams, as `torch.cuda` has."""
+    module = device_module(device)
+    return module if hasattr(module, "Stream") else None
+
+
+def record(device: torch.device) -> Any:
+    """An event that stands for all the current stream was given so far; None on a device without streams."""
+    module = _streams(device)
+    if module is None:
+        return None
+    event = module.Event()
+    event.record()
+    return event
+
+
+def wait(event: Any, why: str) -> None:
+    """Let what the current stream is given from now on come after `event`, for the reason `why`."""
+    assert why, "every wait has its reason"
+    if event is not None:
+        event.wait()
+
+
+def host_wait(event: Any, why: str) -> None:
+    """Let the host wait for `event`, for the reason `why`."""
+    assert why, "every wait has its reason"
+    if event is not None:
+        event.synchronize()
+
+
+class Lane:
+    """A stream beside the compute stream, for copies that travel while the device computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = _streams(device)
+        self._stream = None if self._module is None else self._module.Stream(device=device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is given to the device inside runs on this lane."""
+        if self._module is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,10 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
             "help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."
         },
     )
+    l2l_prefetch: bool = field(
+        default=True,
+        metadata={"help": "Let the next layer's weights travel while this one computes."},
+    )
     l2l_layer_classes: list[str] | None = field(
         default=None,
         metadata={
@@ -59,6 +63,7 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
     return L2LConfig(
         ubatch_size=getattr(args, "ubatch_size", None),
         stash=getattr(args, "stash", "device"),
+        prefetch=getattr(args, "l2l_prefetch", True),
         layer_classes=classes,
     )
 

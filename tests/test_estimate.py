@@ -46,7 +46,7 @@ def test_bytes_of_a_model():
     assert need.masters == need.gradients == 4 * (SHELL + 2 * LAYER)
     assert need.moments == 2 * need.masters
     assert need.shell == 2 * 4 * SHELL + buffers
-    assert need.slots == 2 * 4 * LAYER
+    assert need.slots == 3 * 4 * LAYER
     assert need.host_bytes == 4 * need.masters
     assert need.device_bytes == need.shell + need.slots
     assert estimate_function is estimate
@@ -62,7 +62,7 @@ def test_frozen_parts_need_no_gradients_and_no_moments():
     assert need.gradients == 4 * (LAYER + head)
     assert need.moments == 2 * 4 * (LAYER + head)
     assert need.shell == 4 * (SHELL + head) + 2 * 8 * POSITIONS
-    assert need.slots == 2 * 4 * LAYER  # the largest layer
+    assert need.slots == 3 * 4 * LAYER  # the largest layer
 
 
 def test_tied_weights_count_once():

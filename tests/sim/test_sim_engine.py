@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
-from hf_l2l import L2LConfig, attach_l2l, stream
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, stream
+from hf_l2l.stacks import find_stacks
+from hf_l2l.transit import _Layout
 from training import assert_same_run, inner_optimizer, l2l_trainer, tiny_bert
 
 SIM = torch.device("sim", 0)
@@ -119,15 +121,25 @@ def test_device_memory_grows_by_the_stash_alone_when_that_is_on_the_device():
     assert deep - shallow == pytest.approx(12 * boundary, rel=0.05)
 
 
-def test_nothing_stays_on_the_device_between_steps():
+def slots_of(model: nn.Module) -> int:
+    """Bytes of the two weight slots."""
+    stack = find_stacks(model)[0]
+    return 2 * max(_Layout(layer).num_bytes for layer in stack.layers)
+
+
+def test_the_slots_alone_stay_on_the_device_between_steps():
+    gc.collect()  # models of other tests
     before = torch.sim.memory_allocated()
     model = attached(tiny_bert(), device="sim", ubatch_size=2)
-    loss = model(**batch_for(model)).loss
-    assert torch.sim.memory_allocated() > before
-    loss.backward()
-    del loss
-    assert torch.sim.memory_allocated() == before
+    for _ in range(2):
+        loss = model(**batch_for(model)).loss
+        assert torch.sim.memory_allocated() > before + slots_of(model)
+        loss.backward()
+        del loss
+        assert torch.sim.memory_allocated() == before + slots_of(model)
     assert all(t.device.type == "cpu" for t in [*model.parameters(), *model.buffers()])
+    detach_l2l(model)
+    assert memory_is_back_at(before)
 
 
 def test_a_model_larger_than_the_device_trains():
@@ -138,7 +150,7 @@ def test_a_model_larger_than_the_device_trains():
     model = tiny_bert(layers=16, dropout=0.0)
     batch = batch_for(model)
     _, expected = reference(model, batch)
-    room = torch.sim.memory_allocated() + peak_of_step(2, stash="host", ubatch_size=2) + 4096
+    room = torch.sim.memory_allocated() + peak_of_step(2, stash="host", ubatch_size=2) + slots_of(model) + 4096
     plain = copy.deepcopy(model)
     try:
         enable_simulated_accelerator(room)
@@ -169,7 +181,21 @@ def test_a_run_after_running_out_of_memory_equals_a_fresh_one():
     batch = batch_for(model)
     _, expected = reference(model, batch)
     attached(model, device="sim")
-    peak, before = peak_of_step(4), torch.sim.memory_allocated()
+    peak = peak_of_step(4)
+    gc.collect()  # that model
+    before = torch.sim.memory_allocated()
+    shell = estimate(model).shell // 2  # its weights: gradients come later
+    for room in (shell // 2, shell + slots_of(model) * 3 // 4):  # in the shell, between the two slots
+        try:
+            enable_simulated_accelerator(before + room)
+            with pytest.raises(torch.OutOfMemoryError):
+                train_once(model, batch)
+        finally:
+            enable_simulated_accelerator(None)
+        assert memory_is_back_at(before), f"{torch.sim.memory_allocated()} bytes and not {before}"
+    train_once(model, batch)
+    model.zero_grad()
+    before = torch.sim.memory_allocated()
     for share in (0.2, 0.5, 0.9):  # in the shell, in a forward, in a backward
         try:
             enable_simulated_accelerator(before + int(peak * share))

@@ -1,0 +1,183 @@
+"""Weights travel while the device computes: the same bits, every wait needed, each layer once per sweep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import FAMILIES, attached, batch_for, gradients, train_once
+from hf_l2l import L2LConfig, attach_l2l, stream, transit
+from hf_l2l.testing import sim_stream
+from training import tiny_bert
+
+WAITS = (
+    "a layer computes when its weights have arrived",
+    "a slot is filled when the layer that was in it has computed",
+    "masters may be written once a call has returned",
+)
+
+
+def steps(model: nn.Module, count: int = 3, accumulation: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights after some steps of AdamW with clipping, dropout on."""
+    torch.manual_seed(11)
+    torch.sim.manual_seed(11)
+    eps = attach_l2l(model, L2LConfig(device="sim", **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = batch_for(model)
+    model.train()
+    for _ in range(count):
+        for _ in range(accumulation):
+            (model(**batch).loss / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_prefetch_changes_no_bit(stash, accumulation):
+    results = [
+        steps(tiny_bert(), stash=stash, accumulation=accumulation, ubatch_size=3, prefetch=prefetch)
+        for prefetch in (True, False)
+    ]
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_when_copies_land_changes_no_bit(seed):
+    expected = steps(tiny_bert(layers=2), ubatch_size=4)
+    with sim_stream.random_landing(seed):
+        assert_same_bits(steps(tiny_bert(layers=2), ubatch_size=4), expected)
+
+
+@pytest.mark.parametrize("why", WAITS)
+def test_every_wait_is_needed(why, monkeypatch):
+    skipped = []
+
+    def skipping(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+        return lambda event, reason: skipped.append(reason) if reason == why else original(event, reason)
+
+    for name in ("wait", "host_wait"):
+        monkeypatch.setattr(stream, name, skipping(getattr(stream, name)))
+    with pytest.raises(RuntimeError, match="sim stream"):
+        steps(tiny_bert(), count=1)
+        evaluate_and_write(tiny_bert())
+    assert skipped
+
+
+def evaluate_and_write(model: nn.Module) -> None:
+    """Write into all masters while nothing has waited for what a forward computed."""
+    attached(model.eval(), device="sim")
+    with torch.no_grad():
+        model(**batch_for(model))
+        for p in model.parameters():
+            p.mul_(2.0)
+
+
+def test_all_waits_are_listed(monkeypatch):
+    found = set()
+
+    def listing(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+        return lambda event, why: (found.add(why), original(event, why))[1]
+
+    for name in ("wait", "host_wait"):
+        monkeypatch.setattr(stream, name, listing(getattr(stream, name)))
+    steps(tiny_bert(), ubatch_size=2, stash="host")
+    assert found == set(WAITS)
+
+
+class Log:
+    """What is uploaded and used, in order: ("fill" or "use", layer index)."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
+        self.entries: list[tuple[str, int]] = []
+        for kind, name in (("fill", "_fill"), ("use", "weights")):
+            original = getattr(transit.WeightSlots, name)
+
+            def logged(slots: Any, layer: nn.Module, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
+                self.entries.append((kind, index[layer]))
+                return original(slots, layer, **kw)
+
+            monkeypatch.setattr(transit.WeightSlots, name, logged)
+
+    def filled(self) -> list[int]:
+        return [layer for kind, layer in self.entries if kind == "fill"]
+
+
+@pytest.mark.parametrize("ubatch_size", [1, 8])
+def test_each_layer_travels_once_per_sweep_and_the_last_one_stays(ubatch_size, monkeypatch):
+    model = attached(tiny_bert(layers=4), device="sim", ubatch_size=ubatch_size)
+    batch = batch_for(model)
+    log = Log(model, monkeypatch)
+    train_once(model, batch)
+    assert log.filled() == [0, 1, 2, 3, 1, 0]  # the last two are still there when the backward sweep begins
+    log.entries.clear()
+    train_once(model, batch)
+    assert log.entries == [
+        *(("use", 0), ("fill", 0), ("fill", 1), ("use", 1), ("fill", 2), ("use", 2), ("fill", 3), ("use", 3)),
+        *(("use", 3), ("use", 2), ("fill", 1), ("use", 1), ("fill", 0), ("use", 0)),
+    ]
+
+
+def test_without_prefetch_a_layer_travels_when_it_is_called(monkeypatch):
+    model = attached(tiny_bert(layers=3), device="sim", prefetch=False)
+    log = Log(model, monkeypatch)
+    train_once(model, batch_for(model))
+    assert log.entries == [
+        *(("use", 0), ("fill", 0), ("use", 1), ("fill", 1), ("use", 2), ("fill", 2)),
+        *(("use", 2), ("use", 1), ("use", 0), ("fill", 0)),
+    ]
+
+
+def test_a_wrong_guess_costs_an_upload_and_nothing_else(monkeypatch):
+    """Layers left out at random: the order of the last forward is a hint."""
+    model = tiny_bert(layers=4, dropout=0.0)
+    batch = batch_for(model)
+    every = list(model.bert.encoder.layer)
+    attached(model, device="sim")
+    for kept in ([0, 1, 2, 3], [0, 2, 3], [1], [0, 3], [3, 2, 1, 0]):
+        model.bert.encoder.layer = nn.ModuleList(every[i] for i in kept)
+        model.zero_grad()
+        train_once(model, batch)
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        train_once(plain, batch)
+        assert gradients(model).keys() == gradients(plain).keys()
+        for name, gradient in gradients(plain).items():
+            assert torch.equal(gradients(model)[name], gradient), name
+
+
+def test_weights_written_unseen_between_two_forwards_are_used():
+    model = attached(tiny_bert(layers=2, dropout=0.0), device="sim").eval()
+    batch = batch_for(model)
+    with torch.no_grad():
+        before = model(**batch).logits
+        model.bert.encoder.layer[1].output.dense.weight.data.mul_(2.0)  # moves no version counter
+        after = model(**batch).logits
+        plain = copy.deepcopy(model)
+        assert not torch.equal(before, after)
+        assert torch.equal(after.cpu(), plain(**batch).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_hold_layers_of_every_family(family):
+    model = FAMILIES[family]()
+    batch = batch_for(model)
+    plain = copy.deepcopy(model).double()
+    attached(model.double(), device="sim")
+    train_once(model, batch)
+    train_once(plain, batch)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-9, atol=1e-12)
