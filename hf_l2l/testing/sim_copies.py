@@ -95,7 +95,11 @@ def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Ite
         line.advance(name)
         check(line, touches)
         land(line.clock)
-        yield
+        line.running = True
+        try:
+            yield
+        finally:
+            line.running = False
         if host_follows:
             host_waits(line.clock)
 

@@ -162,13 +162,31 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.T
     return _copy_from(source, target.resize_(source.size()))
 
 
-def _to_copy(x: torch.Tensor, *, non_blocking: bool = False, **options: Any) -> torch.Tensor:
-    """Copy to another device or type. An asynchronous download makes no pinned tensor, of which the host has none."""
-    device = options.get("device")
-    if not non_blocking or device is None or device.type != HOST.type:
-        result: torch.Tensor = aten._to_copy.default.redispatch(HOST_KERNELS, x, non_blocking=non_blocking, **options)
-        return result
-    return torch.empty_like(x, **options).copy_(x, non_blocking=True)
+def _to_copy(
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Copy to another device or type; torch's own kernel pins an asynchronous download, and the host cannot."""
+    result: torch.Tensor
+    if not (ORDER.active or non_blocking or memory_format is not None):
+        if not x.is_cpu and device == HOST:
+            return host_view(x).to(dtype or x.dtype, copy=True)
+        if not x.is_cpu and (device is None or device == x.device):
+            return on_sim(host_view(x).to(dtype or x.dtype, copy=True))
+        if x.is_cpu and x.layout is torch.strided and not (x.is_conj() or x.is_neg()):
+            dtype = _checked_dtype(x.size(), dtype or x.dtype, device)
+            return on_sim(x.to(dtype, copy=True))
+    elif non_blocking and device == HOST:
+        result = torch.empty_like(x, dtype=dtype, device=device, memory_format=memory_format)
+        return result.copy_(x, non_blocking=True)
+    options.update(dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
+    result = aten._to_copy.default.redispatch(HOST_KERNELS, x, **options)
+    return result
 
 
 def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:

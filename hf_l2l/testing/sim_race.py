@@ -44,8 +44,8 @@ class History:
         self.accesses = list(accesses)
 
     def conflict(self, new: Access, clock: Clock) -> Access | None:
-        """Return an access that conflicts with `new` and is not within `clock`."""
-        for old in self.accesses:
+        """Return the last access that conflicts with `new` and is not within `clock`."""
+        for old in reversed(self.accesses):
             if old.low < new.high and new.low < old.high and (old.writes or new.writes) and not within(old, clock):
                 return old
         return None
@@ -75,6 +75,7 @@ class Line:
         self.name = name or (f"sim stream {self.id}" if self.id != DEFAULT else "the default stream")
         self.clock: Clock = {self.id: 0}
         self.operation = "an operation"  # the name of the last one
+        self.running = False  # whether that one is still at work, so that memory handed out is its result's
         self._host_seen = -1
         ORDER.names[self.id] = self.name
         ORDER.issued[self.id] = self.clock[self.id]
@@ -145,10 +146,16 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     return low, low + (last + 1) * tensor.element_size()
 
 
-def creation(line: Line) -> History:
-    """Return the history of memory that is handed out now: it may have been in use until here, so it is written."""
-    name = f"the allocation for {line.operation}"
-    return History(Access(0, sys.maxsize, line.id, line.clock[line.id], True, name))
+def creation(low: int, nbytes: int) -> tuple[int, History]:
+    """Return the current stream and the history of the memory at address `low` that is handed out on it now.
+
+    The memory may have been in use until now, so handing it out is writing to it.
+    """
+    with LOCK:
+        line = CURRENT.line
+        if not line.running:
+            line.advance("the allocation")
+        return line.id, History(Access(low, low + nbytes, line.id, line.clock[line.id], True, line.operation))
 
 
 def history_of(tensor: torch.Tensor, make: bool = True) -> History | None:

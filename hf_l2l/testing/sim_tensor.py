@@ -17,7 +17,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from hf_l2l.testing.sim_copies import in_order
 from hf_l2l.testing.sim_memory import Block, storage_at
-from hf_l2l.testing.sim_race import CURRENT, ORDER, Touch, creation
+from hf_l2l.testing.sim_race import ORDER, Touch, creation
 from hf_l2l.testing.sim_random import GENERATOR
 
 NAME = "sim"
@@ -107,7 +107,7 @@ def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
     if storage is None:
         block = Block(host)
         if ORDER.active:
-            block.stream, block.history = CURRENT.line.id, creation(CURRENT.line)
+            block.stream, block.history = creation(host.data_ptr(), host.nbytes())
         storage = block.storage_on(torch.device(NAME, DEVICE_INDEX))
         # The storage keeps its Python object, and with it the block, for as long as any tensor uses it.
         storage._block = block  # type: ignore[attr-defined]  # storages take attributes
