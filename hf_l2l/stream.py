@@ -94,7 +94,7 @@ def device_module(device: torch.device) -> ModuleType | None:
 def _streams(device: torch.device) -> ModuleType | None:
     """The torch module of a device type if it has streams, as `torch.cuda` has."""
     module = device_module(device)
-    return module if hasattr(module, "Stream") else None
+    return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
 
 
 def record(device: torch.device) -> Any:

@@ -83,6 +83,7 @@ def evaluate_and_write(model: nn.Module) -> None:
         model(**batch_for(model))
         for p in model.parameters():
             p.mul_(2.0)
+        model(**batch_for(model))
 
 
 def test_all_waits_are_listed(monkeypatch):
