@@ -164,8 +164,6 @@ def _issue(copy: QueuedCopy) -> None:
     sim_host.settle_written(copy.target)
     _queue.append(copy)
     with torch.inference_mode():
-        if copy.line is DEFAULT_LINE:
-            land(copy.clock)  # the kernels after it run at once, so it reads its source at once
         _poison(copy.target)
         if LANDING.at_issue():
             land(copy.clock)
