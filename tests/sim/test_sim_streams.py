@@ -532,6 +532,29 @@ def test_memory_made_on_a_stream_is_safe_there_without_record_stream() -> None:
     assert h.tolist() == [6.0] * 50
 
 
+@pytest.mark.parametrize("how", ["forgotten", "record_stream", "wait", "host"])
+def test_memory_is_not_handed_out_again_while_another_stream_uses_it(how: str) -> None:
+    side, default = torch.sim.Stream(name="uploads"), torch.sim.default_stream()
+
+    def upload() -> torch.Tensor:
+        with torch.sim.stream(side):
+            return torch.ones(5).to("sim", non_blocking=True)
+
+    x = upload()
+    default.wait_stream(side)
+    x.sum()
+    if how == "record_stream":
+        x.record_stream(default)
+    del x
+    if how == "wait":
+        side.wait_stream(default)
+    elif how == "host":
+        default.synchronize()
+    found = pytest.raises(RuntimeError, match="on uploads may be given memory.* aten::sum on the default stream still")
+    with found if how == "forgotten" else contextlib.nullcontext():
+        upload()
+
+
 def test_landed_copies_keep_nothing() -> None:
     side, x, h = torch.sim.Stream(), ready(10), torch.zeros(10)
     held = torch.sim.memory_allocated()
