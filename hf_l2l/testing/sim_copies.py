@@ -20,6 +20,7 @@ from hf_l2l.testing.sim_memory import ACCOUNT, Block
 from hf_l2l.testing.sim_race import (
     CURRENT,
     DEFAULT_LINE,
+    FREED,
     LOCK,
     ORDER,
     Clock,
@@ -164,8 +165,6 @@ def _issue(copy: QueuedCopy) -> None:
     sim_host.settle_written(copy.target)
     _queue.append(copy)
     with torch.inference_mode():
-        if copy.line is DEFAULT_LINE:
-            land(copy.clock)  # the kernels after it run at once, so it reads its source at once
         _poison(copy.target)
         if LANDING.at_issue():
             land(copy.clock)
@@ -215,6 +214,10 @@ def free(block: Block) -> None:
         ticket.freed_early = True
     if early:
         ctypes.memset(block.host.data_ptr(), 0xFF, block.nbytes)  # NaN in every floating-point format
+    elif block.history is not None:
+        # What has landed or was no copy: the memory may be handed out again on its stream while others still use it.
+        safe = block.recorded | {block.stream}
+        FREED[block.stream].extend(a for a in block.history.accesses if a.stream not in safe)
     queued = [c.ticket for c in list(_queue) if c.ticket.waiting and c.line.id in block.recorded]
     if queued:
         _held.append((block.nbytes, queued))

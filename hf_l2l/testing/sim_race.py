@@ -9,6 +9,7 @@ Nothing here is looked at before the process makes its first stream or starts it
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 import threading
@@ -124,6 +125,9 @@ def merge(clock: Clock, other: Clock) -> None:
             clock[stream] = count
 
 
+# By stream, the uses by other streams of memory that was freed to it.
+FREED: collections.defaultdict[int, collections.deque[Access]] = collections.defaultdict(collections.deque)
+
 _ids = itertools.count(DEFAULT)
 ORDER = Order()
 DEFAULT_LINE = Line()
@@ -150,11 +154,22 @@ def creation(low: int, nbytes: int) -> tuple[int, History]:
     """Return the current stream and the history of the memory at address `low` that is handed out on it now.
 
     The memory may have been in use until now, so handing it out is writing to it.
+
+    Raises:
+        RuntimeError: memory that was freed to this stream, and may be handed out again, is used by another one.
     """
     with LOCK:
         line = CURRENT.line
         if not line.running:
             line.advance("the allocation")
+        while FREED[line.id]:
+            old = FREED[line.id].popleft()
+            if not within(old, line.clock):
+                raise RuntimeError(
+                    f"{line.operation} on {line.name} may be given memory that was freed while {old.name} on "
+                    f"{ORDER.names[old.stream]} still uses it; call record_stream on the tensor before that, or "
+                    f"let {line.name} wait for {ORDER.names[old.stream]}"
+                )
         return line.id, History(Access(low, low + nbytes, line.id, line.clock[line.id], True, line.operation))
 
 

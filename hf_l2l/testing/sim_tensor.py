@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from hf_l2l.testing.sim_copies import in_order
+from hf_l2l.testing.sim_copies import free, in_order
 from hf_l2l.testing.sim_memory import Block, storage_at
 from hf_l2l.testing.sim_race import ORDER, Touch, creation
 from hf_l2l.testing.sim_random import GENERATOR
@@ -107,6 +107,7 @@ def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
     if storage is None:
         block = Block(host)
         if ORDER.active:
+            block.on_free = free
             block.stream, block.history = creation(host.data_ptr(), host.nbytes())
         storage = block.storage_on(torch.device(NAME, DEVICE_INDEX))
         # The storage keeps its Python object, and with it the block, for as long as any tensor uses it.
