@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,14 @@ CHECKPOINTING = (
     else "gradient_checkpointing"
 )
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def settled_memory() -> int:
+    """What the device holds once models that are gone are collected and the device's thread has let go of them."""
+    for _ in range(10):
+        gc.collect()
+        time.sleep(0.02)
+    return int(torch.accelerator.memory_allocated())
 
 
 def tiny_bert(dropout: float = 0.1, layers: int = 4) -> nn.Module:

@@ -17,7 +17,7 @@ from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, refe
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, stream
 from hf_l2l.stacks import find_stacks
 from hf_l2l.transit import _Layout
-from training import assert_same_run, inner_optimizer, l2l_trainer, tiny_bert
+from training import assert_same_run, inner_optimizer, l2l_trainer, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
 
@@ -125,14 +125,6 @@ def slots_of(model: nn.Module) -> int:
     """Bytes of the two weight slots."""
     stack = find_stacks(model)[0]
     return 2 * max(_Layout(layer).num_bytes for layer in stack.layers)
-
-
-def settled_memory() -> int:
-    """What the device holds once models that are gone are collected and the device's thread has let go of them."""
-    for _ in range(10):
-        gc.collect()
-        time.sleep(0.02)
-    return torch.sim.memory_allocated()
 
 
 def test_the_slots_alone_stay_on_the_device_between_steps():

@@ -13,7 +13,13 @@ from families import attached, batch_for, train_once
 from hf_l2l.eps import host_tensors
 from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.stacks import tensor_bytes
-from training import l2l_trainer, plain_trainer, tiny_bert
+from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
+
+
+@pytest.fixture(autouse=True)
+def _settled() -> None:
+    """Models of other tests are gone, with their slots."""
+    settled_memory()
 
 
 def measured(make, folder, **options) -> tuple[dict[str, int], hf.Trainer]:
