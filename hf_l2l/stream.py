@@ -128,6 +128,11 @@ class Lane:
         self._module = _streams(device)
         self._stream = None if self._module is None else self._module.Stream(device=device)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it is a stream. If not, nothing could wait for an asynchronous copy, so copies must not be."""
+        return self._module is not None
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """What is given to the device inside runs on this lane."""

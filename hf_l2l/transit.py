@@ -156,7 +156,7 @@ class WeightSlots:
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
             copies = {master: layout.view(slot.memory, master) for master in layout.offsets}
             for master, copy in copies.items():
-                copy.copy_(master, non_blocking=True)
+                copy.copy_(master, non_blocking=self.lane.overlaps)
             slot.arrived = stream.record(self.device)
         slot.copies = copies
         slot.versions = [master._version for master in copies]
