@@ -4,7 +4,8 @@
 and limited. Tensors move to it with `.to("sim")`, an operation that mixes it with the host is refused, it draws from a
 random generator of its own, backward runs in a thread of its own, and an allocation past its capacity raises
 `torch.OutOfMemoryError`. It has streams and events, on which asynchronous copies are as late as the program's waits
-allow, and two operations on the same memory that no wait orders raise an error: what a script does wrong with one GPU, it does wrong here. It says nothing about speed.
+allow, and two operations on the same memory that no wait orders raise an error. What a script does wrong with one GPU,
+it does wrong here. It says nothing about speed.
 
 Importing this package registers nothing.
 """
