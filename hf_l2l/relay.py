@@ -173,7 +173,6 @@ class Relay:
         self._slots: WeightSlots | None = None
         self._next: dict[nn.Module, nn.Module] = {}
         """Layer -> the one that was called after it, last time."""
-        shell.on_exit = self._settle
         self.splitter = Splitter(config.ubatch_size, device)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -193,6 +192,7 @@ class Relay:
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
         if call.before is None:
+            root.on_exit = self._settle
             self.stash.start_forward()
             if self._slots is not None:
                 self._slots.forget()

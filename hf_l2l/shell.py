@@ -38,6 +38,8 @@ class RootCall:
     """The generators as the call found them, to replay its beginning."""
     layer_calls: list[Any] = field(default_factory=list)
     """What the relay keeps of the layer calls made so far."""
+    on_exit: Callable[[], None] = lambda: None
+    """Called when the call has returned or failed."""
     replay: Any = None
     """Set while the beginning of the call is replayed to find batch dimensions."""
 
@@ -55,8 +57,6 @@ class Shell:
         self.device = device
         self.eps = eps
         self.call: RootCall | None = None
-        self.on_exit: Callable[[], None] = lambda: None
-        """Called when a call that entered the model has returned or failed."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`; calls nested in another one are simply made."""
@@ -82,8 +82,8 @@ class Shell:
             with weights.resident():
                 yield self.call
         finally:
-            self.call = None
-            self.on_exit()
+            on_exit, self.call = self.call.on_exit, None
+            on_exit()
 
     def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def send(leaf: torch.Tensor) -> None:
