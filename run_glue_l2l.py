@@ -312,7 +312,7 @@ def checked(given: dict[str, Any]) -> Options:
 def modernized(given: dict[str, Any]) -> dict[str, Any]:
     """The options without retired ones: translated, dropped with the reason, or refused."""
     given = dict(given)
-    for old in [name for name in (f.name for f in dataclasses.fields(RetiredArguments)) if name in given]:
+    for old in [f.name for f in dataclasses.fields(RetiredArguments) if f.name in given]:
         value = given.pop(old)
         if old in SUCCESSORS:
             new = SUCCESSORS[old]

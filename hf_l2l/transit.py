@@ -107,7 +107,7 @@ class WeightSlots:
     section 1.2): one holds the layer that computes, the other receives the next one meanwhile.
 
     The order of layers is a hint: a layer that was not prefetched is uploaded when it is asked for. What a slot holds
-    is used again as long as its masters have not changed, so the last layer of the forward sweep stays for the
+    is used again as long as its masters have not changed, so the last two layers of the forward sweep stay for the
     backward sweep. The memory is taken once, for the largest layer.
     """
 
@@ -183,7 +183,7 @@ class _Slot:
         """Whether the copies are those of `layer` as its weights are now."""
         if self.copies is None:
             return False
-        masters = list(_Layout(layer).offsets)
+        masters = list(layer.parameters())  # each once, as in the layout
         return (
             len(masters) == len(self.copies)
             and all(a is b for a, b in zip(masters, self.copies, strict=True))

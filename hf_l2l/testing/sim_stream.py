@@ -35,7 +35,10 @@ def device_checked(device: Any) -> None:
 
 
 class Event:
-    """A point in a stream's order that others can wait for. What it takes, beside nothing, is ignored."""
+    """A point in a stream's order that others can wait for.
+
+    The arguments are those of `torch.cuda.Event`; there is no time here, and one process, so none has an effect.
+    """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._clock: Clock | None = None
