@@ -37,6 +37,10 @@ class L2LConfig:
     """Whether the next layer's weights travel while this one computes (arXiv:2002.05645, first text, figure 2c). False
     is for measuring what that is worth."""
 
+    gradient_slots: int = 2
+    """Layers whose weight gradients the device holds at once: 2, so that one layer sums while the sums of another
+    leave, or 1, which saves the memory of one layer and waits where a transfer outlasts one ubatch's recompute."""
+
     layer_classes: tuple[str, ...] | None = None
     """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
 
@@ -46,6 +50,14 @@ class L2LConfig:
             raise ValueError(
                 f"stash must be one of {', '.join(map(repr, get_args(StashPlace)))} (got {self.stash!r}); "
                 "use 'host' when the layer inputs do not fit the device"
+            )
+        if not isinstance(self.prefetch, bool):
+            raise ValueError(
+                f"prefetch must be True or False (got {self.prefetch!r}); False is for measuring what it is worth"
+            )
+        if isinstance(self.gradient_slots, bool) or self.gradient_slots not in (1, 2):
+            raise ValueError(
+                f"gradient_slots must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory is short"
             )
         if self.device is not None:
             _check_device(self.device)

@@ -1,8 +1,9 @@
 """The eager param-server (EPS): the host side of layer-to-layer training.
 
 The model stays in host memory and its own parameters are the masters; the EPS takes the gradient sums that the layers
-leave behind and holds them in `p.grad` until the optimizer has used them. The update is serial
-(arXiv:2002.05645, first text, figure 2b): all layers, in `optimizer.step()`.
+leave behind and holds them in `p.grad` until the optimizer has used them. Sums leave the device while it computes the
+next layer; whoever calls `backward()` waits for the last of them. The update is serial (arXiv:2002.05645, first text,
+figure 2b): all layers, in `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.config import size_text
+from hf_l2l.host_memory import HostMemory
+from hf_l2l.layout import elements, is_dense
 from hf_l2l.stacks import tensor_bytes
+from hf_l2l.transit import HookErrors
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+_CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
 
 
 class EagerParamServer:
@@ -31,19 +37,96 @@ class EagerParamServer:
     it is there. A wrapped optimizer clears the gradients it has used.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, memory: HostMemory | None = None) -> None:
         self.model = model
         self.device = device
-        self._wrapped: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
+        self.memory = memory or HostMemory(device, [list(model.parameters())])
+        self.lane = stream.Lane(device)
+        self._arriving: dict[torch.Tensor, torch.Tensor] = {}
+        """Master -> the host tensor that will be its `grad` when this backward is over."""
+        self._backwards: set[int] = set()
+        """Those under way that will call `_publish` at their end."""
+        self._errors = HookErrors()
+        self._wrapped: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
+
+    def start_forward(self) -> None:
+        """Get ready for a forward that a backward may follow.
+
+        Raises:
+            Exception: what went wrong at the end of the last backward, where torch lets nothing be raised.
+        """
+        self._errors.raise_first()
+        if torch._C._current_graph_task_id() == -1:  # no backward is under way that goes on afterwards
+            self.discard()
+        if self.lane.is_stream and torch.is_grad_enabled():
+            self.memory.take_gradients()
+
+    def receive_in_hook(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
+        """`receive` for hooks of autograd; an exception is raised later."""
+        with self._errors:
+            self.receive([(master, gradient)])
 
     @torch.no_grad()
-    def receive(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient sum from the device (shape and dtype of `master`) to what `master.grad` holds."""
-        arrived = stream.download(gradient)
-        if master.grad is None:
-            master.grad = arrived
+    def receive(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add gradient sums from the device to what `master.grad` holds, by the end of this backward.
+
+        Only to be called inside a backward. The device may go on computing meanwhile.
+
+        Args:
+            gradients: pairs of master and gradient sum, which has the shape of the master and may be overwritten.
+                Its memory may be freed at once; to write to it, wait for `lane`.
+        """
+        self._errors.raise_first()
+        if not self.lane.is_stream:
+            for master, gradient in gradients:
+                _add_to_grad(master, stream.download(gradient))
+            return
+        self._publish_at_end()
+        complete = stream.record(self.device)
+        with self.lane.entered():
+            stream.wait(complete, "gradients leave when they are complete")
+            for master, gradient in gradients:
+                self._receive(master, gradient)
+
+    def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Start to download one gradient, on the lane; where there is a sum already, it is added to that first."""
+        total = self._arriving.get(master, master.grad)
+        if not _alike(gradient, master if total is None else total):  # sparse ones, or a grad that the user put there
+            self._publish()
+            _add_to_grad(master, gradient.to(stream.HOST))
+            return
+        stream.keep_until_done(gradient)
+        if total is None:
+            total = self._arriving[master] = self.memory.gradient_like(master)
         else:
-            master.grad += arrived
+            for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
+                new.add_(held.to(self.device, non_blocking=True))
+        total.copy_(gradient, non_blocking=True)
+
+    def _publish_at_end(self) -> None:
+        """Let `_publish` run when the backward that this is called in is over; it does not if that fails."""
+        task = torch._C._current_graph_task_id()
+        assert task != -1, "gradients are received inside a backward"
+        if task not in self._backwards:
+            self._backwards.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(self._publish)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Wait for what has been received, and let `p.grad` show it."""
+        with self._errors:
+            stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
+            arrived, self._arriving = self._arriving, {}
+            self._backwards.clear()
+            for master, gradient in arrived.items():
+                _add_to_grad(master, gradient)
+
+    def discard(self) -> None:
+        """Forget what a backward that failed had received and nobody has seen."""
+        if self._backwards:
+            stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
+            self._arriving.clear()
+            self._backwards.clear()
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
@@ -58,7 +141,10 @@ class EagerParamServer:
         self.check(optimizer)
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper keeps the optimizer there
         if inner not in self._wrapped:
-            self._wrapped[inner] = inner.register_step_post_hook(_clear_used_gradients)
+            self._wrapped[inner] = [
+                inner.register_step_pre_hook(lambda *args: self._errors.raise_first()),
+                inner.register_step_post_hook(_clear_used_gradients),
+            ]
         return optimizer
 
     def _repr_html_(self) -> str:
@@ -74,10 +160,12 @@ class EagerParamServer:
         )
 
     def release(self) -> None:
-        """Let the optimizers that were wrapped step as they did before."""
-        for handle in self._wrapped.values():
-            handle.remove()
+        """Let the optimizers that were wrapped step as they did before, and the host's memory be ordinary memory."""
+        for handles in self._wrapped.values():
+            for handle in handles:
+                handle.remove()
         self._wrapped.clear()
+        self.memory.unlock()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
@@ -126,3 +214,21 @@ def _clear_used_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None
+
+
+def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:
+    if master.grad is None:
+        master.grad = gradient
+    else:
+        master.grad += gradient
+
+
+def _alike(gradient: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether a gradient can be copied over a host tensor element by element, in the order of memory."""
+    return (
+        gradient.layout is total.layout is torch.strided
+        and gradient.dtype == total.dtype
+        and gradient.stride() == total.stride()
+        and total.device == stream.HOST
+        and is_dense(total)
+    )

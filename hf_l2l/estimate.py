@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_l2l import stream
 from hf_l2l.config import L2LConfig, size_text
+from hf_l2l.layout import Layout
 from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules, tensor_bytes
 
 SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
@@ -43,8 +44,8 @@ class MemoryEstimate:
     shell: int
     """Device: weights, gradients and buffers of what is not in a layer."""
     slots: int
-    """Device: the weights of two layers, one of which computes while the other travels, and the gradients of one, all
-    as large as the largest layer."""
+    """Device: the weights of two layers, one of which computes while the other travels, and the gradients of as many
+    as `gradient_slots` says, all as large as the largest layer."""
 
     @property
     def host_bytes(self) -> int:
@@ -80,12 +81,14 @@ def estimate(
         shell=tensor_bytes(shell_parameters)
         + tensor_bytes(p for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers),
-        slots=max((_layer_slots(layer) for layer in layers), default=0),
+        slots=_slot_bytes(layers, config.gradient_slots),
     )
 
 
-def _layer_slots(layer: nn.Module) -> int:
-    return 2 * parameter_bytes([layer]) + tensor_bytes(p for p in layer.parameters() if p.requires_grad)
+def _slot_bytes(layers: list[nn.Module], gradient_slots: int) -> int:
+    weights = [Layout(layer.parameters()).num_bytes for layer in layers]
+    gradients = [Layout(p for p in layer.parameters() if p.requires_grad).num_bytes for layer in layers]
+    return 2 * max(weights, default=0) + gradient_slots * max(gradients, default=0)
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -227,7 +230,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Host memory = masters {size_text(need.masters)} + gradients {size_text(need.gradients)} + moments "
         f"{size_text(need.moments)}",
         f"  Device memory = shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of "
-        "two layers, gradients of one), and activations",
+        f"2 layers, gradients of {config.gradient_slots}), and activations",
         f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
     ]
     return "\n".join(lines)
@@ -243,6 +246,6 @@ def _bound_text(device: torch.device, layer_bytes: int) -> str:
     if device.type == "cpu":
         return "compute: host and device are one, nothing travels"
     return (
-        "compute, plus the gradients' way to the host and the host optimizer, which nothing hides; "
-        f"{size_text(2 * layer_bytes)} of weights per step travel meanwhile"
+        f"compute, or the link where {size_text(2 * layer_bytes)} of weights per step take longer; then the host "
+        "optimizer, which nothing hides"
     )

@@ -19,6 +19,8 @@ from torch import nn
 from hf_l2l import stream
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
+from hf_l2l.host_memory import HostMemory
+from hf_l2l.progress import with_progress_bar
 from hf_l2l.relay import Relay
 from hf_l2l.shell import Shell
 from hf_l2l.stacks import LayerStack, find_stacks, shell_modules
@@ -185,7 +187,11 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
 
 def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
-    eps = EagerParamServer(model, device)
+    shell_parameters = [p for m in shell_modules(model, layers) for p in m._parameters.values() if p is not None]
+    units = [list(layer.parameters()) for layer in layers] + [[p] for p in shell_parameters]
+    memory = HostMemory(device, units, with_progress_bar)
+    memory.adopt(model)
+    eps = EagerParamServer(model, device, memory)
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]

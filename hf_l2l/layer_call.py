@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
 from hf_l2l.capture import CapturedOutputs
+from hf_l2l.placement import DeviceWeights
 from hf_l2l.splitting import Split, Ubatch
 from hf_l2l.stacks import flatten, narrow
 from hf_l2l.stash import Stash
-from hf_l2l.transit import DeviceWeights
 
 
 @dataclass
@@ -34,8 +35,10 @@ class LayerCall:
     spec: pytree.TreeSpec
     device: torch.device
     autocast: stream.AutocastState
-    before: nn.Module | None = None
-    """The layer of the call before, which is the next one of the backward sweep."""
+    before: LayerCall | None = None
+    """The call before, which is the next one of the backward sweep."""
+    kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Its tensor arguments in the stash, as long as its graph lives."""
     split: Split | None = None
     rng: list[stream.RngState | None] = field(default_factory=list)
     """Per ubatch, the generators before it ran; None where it drew nothing."""
@@ -69,6 +72,19 @@ class LayerCall:
     def ubatches(self) -> Sequence[Ubatch | None]:
         """The row ranges of the inner loop; [None] for all rows at once."""
         return [None] if self.split is None else self.split.ubatches
+
+    def remember(self, kept: Sequence[torch.Tensor]) -> None:
+        """Remember what stands in the stash for the tensor arguments."""
+        self.kept = [weakref.ref(tensor) for tensor in kept]
+
+    def kept_rows(self, turn: int) -> list[torch.Tensor]:
+        """The parts of the stash that ubatch number `turn` needs for itself; none if there is no such ubatch."""
+        kept = [each() for each in self.kept]
+        alive = [tensor for tensor in kept if tensor is not None]
+        if turn >= len(self.ubatches) or not kept or len(alive) < len(kept):
+            return []
+        rows = self.input_rows(alive, self.ubatches[turn])
+        return rows if turn == 0 else [t for t, dim in zip(rows, self.input_dims, strict=True) if dim is not None]
 
     def execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the layer's own forward on these tensor arguments and return its tensor outputs."""
@@ -150,6 +166,13 @@ class InputGradients:
         """The arguments of one ubatch, on the device, as leaves of a new graph."""
         rows = self.call.input_rows(self.kept, ubatch)
         return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
+
+    def fetch_after(self, turn: int) -> None:
+        """Start to fetch what comes after ubatch number `turn`: the next one, or the first of the next layer."""
+        following = self.call.kept_rows(turn + 1)
+        if turn + 1 == len(self.call.ubatches) and self.call.before is not None:
+            following = self.call.before.kept_rows(0)
+        self.stash.fetch_ahead(following)
 
     def collect(self, leaves: Sequence[torch.Tensor], ubatch: Ubatch | None) -> None:
         """Take the gradients of one ubatch's leaves to their rows of the total."""

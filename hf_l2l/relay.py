@@ -12,7 +12,7 @@ the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from hf_l2l import stream
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.layer_call import InputGradients, LayerCall
+from hf_l2l.placement import DeviceWeights
 from hf_l2l.shell import RootCall, Shell
 from hf_l2l.splitting import Splitter, Ubatch
 from hf_l2l.stacks import flatten, is_cache, narrow
 from hf_l2l.stash import Stash
-from hf_l2l.transit import DeviceWeights, WeightSlots
+from hf_l2l.transit import GradientSlots, WeightSlots
 
 Tensors = Sequence[torch.Tensor]
 
@@ -106,7 +107,8 @@ def backward_sweep(
         torch.enable_grad(),
         weights.resident(keep_buffers=False),
     ):
-        for ubatch, rng in zip(call.ubatches, call.rng, strict=True):
+        for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
+            inputs.fetch_after(turn)
             leaves = inputs.leaves(ubatch)
             if rng is not None:
                 stream.set_rng_state(rng, call.device)
@@ -147,9 +149,10 @@ class _RelayNode(torch.autograd.Function):
         ctx.call, ctx.relay = call, relay
         # An unsplit call is fetched whole, so that all of it may travel.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
-        # Before the layer runs: what it writes into its inputs must not reach the stash.
-        ctx.save_for_backward(*relay.stash.keep(list(tensors), has_rows))
-        outputs = relay.forward(call, tensors, for_backward=True)
+        with relay.stash.keeping(tensors, has_rows) as kept:
+            call.remember(kept)
+            ctx.save_for_backward(*kept)
+            outputs = relay.forward(call, tensors, for_backward=True)
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
 
@@ -157,7 +160,10 @@ class _RelayNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
-        ctx.relay.backward(ctx.call, inputs, gradients)
+        with ExitStack() as failed:
+            failed.callback(ctx.relay.abandon)  # nothing may land once the caller has the exception
+            ctx.relay.backward(ctx.call, inputs, gradients)
+            failed.pop_all()
         return None, None, None, *inputs.total
 
 
@@ -169,8 +175,9 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        self.stash = Stash(config.stash, device)
+        self.stash = Stash(config.stash, device, eps.memory)
         self._slots: WeightSlots | None = None
+        self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._next: dict[nn.Module, nn.Module] = {}
         """Layer -> the one that was called after it, last time."""
         self.splitter = Splitter(config.ubatch_size, device)
@@ -187,7 +194,7 @@ class Relay:
             args, kwargs = without_caches(layer, args, kwargs)
         arguments, spec = flatten((args, kwargs))
         call = LayerCall.of(layer, forward, arguments, spec, self.device)
-        call.before = root.layer_calls[-1][0].layer if root.layer_calls else None
+        call.before = root.layer_calls[-1][0] if root.layer_calls else None
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
@@ -197,7 +204,7 @@ class Relay:
             if self._slots is not None:
                 self._slots.forget()
         else:
-            self._next[call.before] = layer
+            self._next[call.before.layer] = layer
         call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
         outputs = self._execute(call, tensors)
         root.layer_calls.append((call, [(out.shape, out.dtype) for out in outputs]))
@@ -222,21 +229,33 @@ class Relay:
         return outputs
 
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run one layer backwards, while the one before it travels, and hand its gradients to the EPS."""
+        """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
         call.check_weights_unchanged()
-        with self._weights(call.layer, requires_grad=True) as weights:
+        with self._weights(call.layer, requires_grad=True) as weights, self._summing(weights) as sums:
             backward_sweep(call, inputs, gradients, weights)
-            self._prefetch(call.before)
-        if call.before is None:
-            self._settle()  # the sweep ends here; where nothing is trained, no gradient makes the host wait
+            self._prefetch(call.before.layer if call.before else None)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
         if torch.autograd._is_checkpoint_valid():
-            for master, gradient in weights.gradients:
-                self.eps.receive(master, gradient)
+            self.eps.receive([*sums.items(), *weights.gradients])
+        if sums:
+            self._gradient_slots.leave(self.eps.lane)
+        if call.before is None:
+            self._settle()  # the sweep ends here; where nothing is trained, no gradient makes the host wait
+
+    def abandon(self) -> None:
+        """Wait for what is on its way in a backward that has failed, and forget it."""
+        self._settle()
+        self.eps.discard()
 
     def _settle(self) -> None:
+        self.stash.settle()
         if self._slots is not None:
             self._slots.settle()
+
+    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[dict[torch.Tensor, torch.Tensor]]:
+        if stream.shares_host_memory(self.device):
+            return nullcontext({})  # the gradients of the leaves are in their place already
+        return self._gradient_slots.summing(weights)
 
     @contextmanager
     def _weights(self, layer: nn.Module, *, requires_grad: bool) -> Iterator[DeviceWeights]:
@@ -244,7 +263,7 @@ class Relay:
             yield DeviceWeights(layer.modules(), self.device, requires_grad=requires_grad)
             return
         if self._slots is None:
-            self._slots = WeightSlots(list(self.shell.layers), self.device)
+            self._slots = WeightSlots(list(self.shell.layers), self.device, overlap=self.prefetch)
         with self._slots.weights(layer, requires_grad=requires_grad) as weights:
             yield weights
 

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
 from hf_l2l.eps import EagerParamServer
+from hf_l2l.placement import DeviceWeights
 from hf_l2l.stacks import batch_rows, is_cache, shell_modules
-from hf_l2l.transit import DeviceWeights
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Shell:
     def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[RootCall]:
         """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards."""
         assert self.call is None, "a call is already inside the model"
+        self.eps.start_forward()
         args, kwargs = to_device((args, kwargs), self.device)
         weights = DeviceWeights(shell_modules(module, self.layers), self.device, requires_grad=torch.is_grad_enabled())
         for master, leaf in weights.leaves.items():
@@ -88,7 +89,7 @@ class Shell:
     def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def send(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            self.eps.receive(master, leaf.grad)
+            self.eps.receive_in_hook(master, leaf.grad)
             leaf.grad = None
 
         return send

@@ -19,6 +19,7 @@ import torch
 HOST = torch.device("cpu")
 
 _copies_forced = False
+_releases_poisoned = False
 
 
 @contextmanager
@@ -33,6 +34,23 @@ def forced_copies() -> Iterator[None]:
         yield
     finally:
         _copies_forced = before
+
+
+@contextmanager
+def poisoned_releases() -> Iterator[None]:
+    """Fill memory that is given back with NaN: a switch for tests, in which what is read too late then shows."""
+    global _releases_poisoned
+    before, _releases_poisoned = _releases_poisoned, True
+    try:
+        yield
+    finally:
+        _releases_poisoned = before
+
+
+def released(memory: torch.Tensor) -> None:
+    """Nobody reads these bytes (uint8) any more; see `poisoned_releases`."""
+    if _releases_poisoned:
+        memory.fill_(0xFF)  # all bits set is NaN in every floating-point dtype
 
 
 def execution_device(device: torch.device | str | None) -> torch.device:
@@ -107,40 +125,84 @@ def record(device: torch.device) -> Any:
     return event
 
 
-def wait(event: Any, why: str) -> None:
-    """Let what the current stream is given from now on come after `event`, for the reason `why`."""
-    assert why, "every wait has its reason"
-    if event is not None:
-        event.wait()
+def wait(event: Any, why: str, *, host: bool = False) -> None:
+    """Let what the current stream is given from now on come after `event`, for the reason `why`.
 
-
-def host_wait(event: Any, why: str) -> None:
-    """Let the host wait for `event`, for the reason `why`."""
+    With `host`, let the host itself wait. Nothing else in the package waits for the device.
+    """
     assert why, "every wait has its reason"
-    if event is not None:
+    if event is None:
+        return
+    if host:
         event.synchronize()
+    else:
+        event.wait()
 
 
 class Lane:
     """A stream beside the compute stream, for copies that travel while the device computes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, beside: bool = True) -> None:
+        """With `beside` False it is the compute stream itself, where everything has its turn."""
+        self.device = device
         self._module = _streams(device)
-        self._stream = None if self._module is None else self._module.Stream(device=device)
+        self._stream = self._module.Stream(device=device) if beside and self._module is not None else None
 
     @property
-    def overlaps(self) -> bool:
-        """Whether it is a stream. If not, nothing could wait for an asynchronous copy, so copies must not be."""
+    def is_stream(self) -> bool:
+        """Whether anything can wait for it. If not, copies must not be asynchronous."""
         return self._module is not None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """What is given to the device inside runs on this lane."""
-        if self._module is None:
+        if self._module is None or self._stream is None:
             yield
             return
         with self._module.stream(self._stream):
             yield
+
+    def record(self) -> Any:
+        """An event that stands for all the lane was given so far."""
+        with self.entered():
+            return record(self.device)
+
+
+def keep_until_done(tensor: torch.Tensor) -> None:
+    """Let the memory of `tensor`, when it is freed, wait for what the current stream was given by then.
+
+    For memory that another stream handed out: its allocator does not know of this one.
+    """
+    module = _streams(tensor.device)
+    if module is not None:
+        tensor.record_stream(module.current_stream(tensor.device))
+
+
+def can_page_lock(device: torch.device) -> bool:
+    """Whether host memory can be registered with the device, which then copies it without the host's help."""
+    module = _streams(device)
+    return module is not None and hasattr(module, "cudart")
+
+
+def page_lock(address: int, num_bytes: int, device: torch.device) -> bool:
+    """Register host memory with the device; False where that is refused."""
+    module = device_module(device)
+    assert module is not None and num_bytes > 0, "asked without can_page_lock"
+    if int(module.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
+        return True
+    # The refusal stays behind as this thread's last error, and the next kernel that is launched would report it.
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        pass
+    return False
+
+
+def page_unlock(address: int, device: torch.device) -> None:
+    """Take back `page_lock`."""
+    module = device_module(device)
+    assert module is not None, "nothing is locked for the host"
+    module.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         default=True,
         metadata={"help": "Let the next layer's weights travel while this one computes."},
     )
+    l2l_gradient_slots: int = field(
+        default=2,
+        metadata={"help": "Layers whose weight gradients the device holds at once: 2, or 1 to save memory."},
+    )
     l2l_layer_classes: list[str] | None = field(
         default=None,
         metadata={
@@ -64,6 +68,7 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
         ubatch_size=getattr(args, "ubatch_size", None),
         stash=getattr(args, "stash", "device"),
         prefetch=getattr(args, "l2l_prefetch", True),
+        gradient_slots=getattr(args, "l2l_gradient_slots", 2),
         layer_classes=classes,
     )
 

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
     ("config", "stream"),
-    ("stacks", "capture", "transit", "stash"),
+    ("stacks", "capture", "layout", "host_memory", "placement", "transit", "stash"),
     ("eps",),
     ("shell", "splitting", "layer_call", "relay"),
-    ("estimate", "hooks"),
+    ("estimate", "progress", "hooks"),
     ("training_args", "trainer", "measure", "compare", "glue"),
 )
 """A module imports those of lower levels, and of its own level those that stand before it."""
@@ -26,7 +26,8 @@ LEVELS = (
 THIRD_PARTY = {
     "config": {"torch"},
     "estimate": {"torch", "accelerate", "psutil"},
-    "training_args": {"torch", "accelerate", "psutil", "transformers"},
+    "progress": {"torch", "accelerate", "psutil", "tqdm"},
+    "training_args": {"torch", "accelerate", "psutil", "tqdm", "transformers"},
     "compare": {"matplotlib"},
     "glue": {"datasets", "evaluate", "numpy", "scipy", "sklearn"},
 }

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from families import TOLERANCE, attached, batch_for, bert, gradients, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, stream
+from hf_l2l.host_memory import HostMemory
 from hf_l2l.stash import Stash
 from hf_l2l.stream import HOST
 
@@ -28,47 +29,56 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def host_stash(place: str = "host") -> Stash:
+    return Stash(place, HOST, HostMemory(HOST, []))
+
+
+def keep(stash: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
+    with stash.keeping(tensors, batched) as kept:
+        return kept
+
+
 # ---- which tensors travel
 
 
 def test_a_layers_own_tensors_travel_and_shared_ones_stay():
-    stash = Stash("host", HOST)
+    stash = host_stash()
     mask, first, second = torch.ones(4, 1), torch.randn(4, 3), torch.randn(4, 3)
     with stream.forced_copies():
-        (kept, _), (kept_later, mask_later) = (stash.keep([x, mask], [True, True]) for x in (first, second))
+        (kept, _), (kept_later, mask_later) = (keep(stash, [x, mask], [True, True]) for x in (first, second))
     for given, away in ((first, kept), (second, kept_later)):
         assert not same_memory(away, given) and torch.equal(away, given) and not away.requires_grad
     assert mask_later is mask
 
 
 def test_what_was_shared_is_forgotten_at_the_next_forward():
-    stash = Stash("host", HOST)
+    stash = host_stash()
     mask = torch.ones(4, 1)
     with stream.forced_copies():
-        stash.keep([mask], [True])
-        assert stash.keep([mask], [True])[0] is mask
+        keep(stash, [mask], [True])
+        assert keep(stash, [mask], [True])[0] is mask
         stash.start_forward()
-        assert stash.keep([mask], [True])[0] is not mask
+        assert keep(stash, [mask], [True])[0] is not mask
 
 
 def test_tensors_that_are_not_cut_stay():
-    stash = Stash("host", HOST)
+    stash = host_stash()
     embeddings = torch.randn(4, 3)
     with stream.forced_copies():
-        assert stash.keep([embeddings], [False])[0] is embeddings
+        assert keep(stash, [embeddings], [False])[0] is embeddings
 
 
 def test_nothing_travels_within_one_memory_or_to_the_device():
     tensors = [torch.randn(4, 3)]
-    assert Stash("host", HOST).keep(tensors, [True])[0] is tensors[0]
+    assert keep(host_stash(), tensors, [True])[0] is tensors[0]
     with stream.forced_copies():
-        assert Stash("device", HOST).keep(tensors, [True])[0] is tensors[0]
+        assert keep(host_stash("device"), tensors, [True])[0] is tensors[0]
 
 
 def test_a_stashed_tensor_does_not_live_by_the_stash():
-    stash, tensor = Stash("host", HOST), torch.randn(4)
+    stash, tensor = host_stash(), torch.randn(4)
     with stream.forced_copies():
-        stash.keep([tensor], [True])
+        keep(stash, [tensor], [True])
     memory = StorageWeakRef(tensor.untyped_storage())
     del tensor
     assert memory.expired()
@@ -76,7 +86,7 @@ def test_a_stashed_tensor_does_not_live_by_the_stash():
 
 def test_rows_are_fetched_from_where_they_are():
     kept = torch.randn(4, 3)
-    assert Stash("host", HOST).fetch(kept) is kept
+    assert host_stash().fetch(kept) is kept
 
 
 # ---- how long they live
@@ -86,14 +96,15 @@ def test_rows_are_fetched_from_where_they_are():
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StorageWeakRef]]:
     """The memory of what every layer call keeps; the garbage collector is off meanwhile."""
     found: list[StorageWeakRef] = []
-    keep = Stash.keep
+    keeping = Stash.keeping
 
-    def watch(self: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
-        kept = keep(self, tensors, batched)
-        found.extend(StorageWeakRef(t.untyped_storage()) for t in kept)
-        return kept
+    @contextmanager
+    def watch(self: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> Iterator[list[torch.Tensor]]:
+        with keeping(self, tensors, batched) as kept:
+            found.extend(StorageWeakRef(t.untyped_storage()) for t in kept)
+            yield kept
 
-    monkeypatch.setattr(Stash, "keep", watch)
+    monkeypatch.setattr(Stash, "keeping", watch)
     gc.disable()
     try:
         yield found

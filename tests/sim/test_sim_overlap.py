@@ -68,7 +68,7 @@ def test_every_wait_is_needed(why, monkeypatch):
     def skipping(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
         return lambda event, reason: skipped.append(reason) if reason == why else original(event, reason)
 
-    for name in ("wait", "host_wait"):
+    for name in ("wait",):
         monkeypatch.setattr(stream, name, skipping(getattr(stream, name)))
     with pytest.raises(RuntimeError, match="sim stream"):
         steps(tiny_bert(), count=1)
@@ -92,7 +92,7 @@ def test_all_waits_are_listed(monkeypatch):
     def listing(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
         return lambda event, why: (found.add(why), original(event, why))[1]
 
-    for name in ("wait", "host_wait"):
+    for name in ("wait",):
         monkeypatch.setattr(stream, name, listing(getattr(stream, name)))
     steps(tiny_bert(), ubatch_size=2, stash="host")
     assert found == set(WAITS)

@@ -11,8 +11,8 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l, stream
+from hf_l2l.placement import DeviceWeights
 from hf_l2l.stream import HOST
-from hf_l2l.transit import DeviceWeights
 
 
 @pytest.fixture(params=["views", "copies"])

@@ -1,0 +1,206 @@
+"""Host memory that the device copies from and to while both compute: registered ("page-locked"), of exact size.
+
+The allocator of pinned memory that torch has rounds sizes up to powers of two; here each piece is as large as what it
+holds, up to a page. What the device refuses to register stays ordinary memory: copies then hold up the host, and are
+as right. Every tensor made here has a storage of its own, so that saving one does not copy its neighbours.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from hf_l2l import stream
+from hf_l2l.config import size_text
+from hf_l2l.layout import Layout, shaped_like
+from hf_l2l.stacks import tensor_bytes
+
+Units = Sequence[Sequence[torch.Tensor]]
+Watch = Callable[[Units, str], Iterable[Sequence[torch.Tensor]]]
+"""Goes through units of work, and may show how far it has come."""
+
+
+class Pages(mmap.mmap):
+    """Whole pages of memory that nothing else lies in; registered as long as it is `locked`.
+
+    Shared with forked processes, not copied for them: after a copy on write the device would go on reading the old
+    page, and a data loader's workers are forked while masters are registered.
+    """
+
+    def __new__(cls, num_bytes: int) -> Pages:
+        return super().__new__(cls, -1, max(num_bytes, 1))
+
+    def __init__(self, num_bytes: int) -> None:
+        self.locked: tuple[int, torch.device] | None = None
+
+    def lock(self, device: torch.device) -> bool:
+        """Register the pages with the device; False where that is refused."""
+        assert self.locked is None, "pages are registered once"
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        if stream.can_page_lock(device) and stream.page_lock(address, len(self), device):
+            self.locked = address, device
+        return self.locked is not None
+
+    def unlock(self) -> None:
+        """Make them ordinary memory again."""
+        if self.locked is not None:
+            stream.page_unlock(*self.locked)
+            self.locked = None
+
+    def __del__(self) -> None:
+        # The device must not keep addresses that will be somebody else's. At the end of the process it forgets all.
+        if not sys.is_finalizing():
+            self.unlock()
+
+
+class Room:
+    """Host memory for one tensor at a time."""
+
+    def __init__(self, pages: Pages, start: int, stop: int) -> None:
+        self._view = memoryview(pages)[start:stop]
+        self.num_bytes = stop - start
+        self._references = self._count()
+
+    def _count(self) -> int:
+        return sys.getrefcount(self._view)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor over this memory lives, view or alias."""
+        return self._count() == self._references
+
+    def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor over this memory with the dtype, shape and strides of `tensor`, and any values."""
+        with torch.inference_mode(False):
+            if tensor.numel() == 0:
+                return torch.empty_like(tensor, device=stream.HOST)
+            memory = torch.frombuffer(self._view, dtype=torch.uint8)
+            stream.released(memory)  # by the tensor that was here before
+            return shaped_like(memory, tensor)
+
+
+class HostMemory:
+    """The registered memory of one engine: its masters, their gradients, and the stash where it is on the host."""
+
+    def __init__(self, device: torch.device, units: Units, watch: Watch = lambda units, what: units) -> None:
+        """For the parameters in `units`, groups that travel together."""
+        self.device = device
+        self.units = units
+        self.watch = watch
+        self._pages: WeakSet[Pages] = WeakSet()
+        self._refused_masters = 0
+        """Bytes of masters that stayed in ordinary memory."""
+        self._gradients: dict[torch.Tensor, Room] = {}
+        self._warned = False
+
+    @property
+    def bytes_locked(self) -> int:
+        """Registered now."""
+        return sum(len(pages) for pages in self._pages if pages.locked)
+
+    @property
+    def bytes_wanted(self) -> int:
+        """That would be registered now if nothing had been refused."""
+        return sum(len(pages) for pages in self._pages) + self._refused_masters
+
+    def adopt(self, model: nn.Module) -> None:
+        """Move the parameters of `model` into registered memory; they stay the same objects.
+
+        What cannot be registered stays where it is, as do parameters that share memory with others.
+        """
+        if not stream.can_page_lock(self.device):
+            return
+        sharing = _sharing_memory(model)
+        for unit in self.watch(self.units, "Moving master weights to page-locked memory"):
+            layout = Layout(p for p in unit if _is_plain(p) and p not in sharing)
+            if not layout.num_bytes:
+                continue
+            pages = Pages(layout.num_bytes)
+            if not pages.lock(self.device):
+                self._refused_masters += len(pages)
+                continue
+            self._pages.add(pages)
+            with torch.no_grad():
+                for master, room in _rooms(pages, layout).items():
+                    master.set_(room.tensor_like(master).copy_(master))  # type: ignore[call-overload]
+        self.warn_once()
+
+    def take_gradients(self) -> None:
+        """Take the memory for one gradient per trainable parameter, where that has not been done."""
+        missing = [[p for p in unit if p.requires_grad and p not in self._gradients] for unit in self.units]
+        missing = [unit for unit in missing if unit]
+        for unit in self.watch(missing, "Taking page-locked memory for gradients"):
+            layout = Layout(unit)
+            self._gradients |= _rooms(self._new_pages(layout.num_bytes), layout)
+        self.warn_once()
+
+    def gradient_like(self, master: torch.Tensor) -> torch.Tensor:
+        """A host tensor for the gradient of `master`: always the same memory, unless somebody still holds that."""
+        room = self._gradients.get(master)
+        if room is not None and room.is_free:
+            return room.tensor_like(master)
+        return torch.empty_like(master, requires_grad=False)
+
+    def new_room(self, num_bytes: int) -> Room:
+        """Memory for one tensor of up to `num_bytes` bytes."""
+        pages = self._new_pages(num_bytes)
+        return Room(pages, 0, len(pages))
+
+    def _new_pages(self, num_bytes: int) -> Pages:
+        pages = Pages(num_bytes)
+        pages.lock(self.device)
+        self._pages.add(pages)
+        return pages
+
+    def warn_once(self) -> None:
+        """Say it once if something could not be registered."""
+        locked, wanted = self.bytes_locked, self.bytes_wanted
+        if locked < wanted and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{size_text(locked)} of {size_text(wanted)} of host memory could be page-locked for {self.device}; "
+                "the rest stays pageable: results are the same, but copies of it hold up the host. Raise the limit "
+                "on locked memory (`ulimit -l`, or the container's memory)",
+                stacklevel=2,
+            )
+
+    def unlock(self) -> None:
+        """Make all of it ordinary memory again; what lies in it stays."""
+        for pages in list(self._pages):
+            pages.unlock()
+        self._gradients.clear()
+
+
+def _rooms(pages: Pages, layout: Layout) -> dict[torch.Tensor, Room]:
+    """One room per tensor of the layout."""
+    return {t: Room(pages, start, start + tensor_bytes([t])) for t, start in layout.offsets.items()}
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether giving the parameter other memory changes nothing else."""
+    return type(parameter) is nn.Parameter and not parameter.is_inference() and not parameter.is_shared()
+
+
+def _sharing_memory(model: nn.Module) -> set[torch.Tensor]:
+    """Parameters whose bytes belong to another parameter or buffer as well: tied by memory, not by name."""
+    found: set[torch.Tensor] = set()
+    ranges = []
+    for tensor in {*model.parameters(), *model.buffers()}:
+        if tensor.layout is torch.strided and tensor.numel():
+            last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            ranges.append((start, start + (last + 1) * tensor.element_size(), tensor))
+    ranges.sort(key=lambda each: each[:2])
+    reaches, holder = 0, None
+    for start, stop, tensor in ranges:
+        if start < reaches and holder is not None:
+            found |= {tensor, holder}
+        if stop > reaches:
+            reaches, holder = stop, tensor
+    return found
