@@ -112,6 +112,9 @@ class VirtualClock:
     def own_time(self, name: str, since: Moment | None = None) -> Iterator[None]:
         """Give this thread a time of its own inside, from `since` on (None: now), which moves no other thread's.
 
+        A worker that does one job after the other stays inside, and begins each with `wait_for` of the moment at which
+        that was submitted.
+
         Args:
             name: what tasks on the lane "host" call it; it decides in a tie, so two such threads need two names.
             since: for instance the moment at which the thread's work was submitted.

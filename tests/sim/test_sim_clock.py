@@ -583,6 +583,22 @@ def test_a_thread_with_its_own_time_works_beside_the_others():
     ]
 
 
+def test_a_worker_does_one_job_after_the_other():
+    side, kernel = torch.sim.Stream(), Kernel(4)
+    with running() as clock:
+        submitted = [clock.moment()]
+        clock.host_work("main", seconds=1)
+        submitted.append(clock.moment())
+        with clock.own_time("worker", since=submitted[0]), torch.sim.stream(side):
+            kernel()
+            side.synchronize()
+            clock.wait_for(submitted[1])
+            assert clock.now == 4, "the second job was submitted at 1, and the worker was busy"
+            clock.host_work("update", seconds=2)
+            assert clock.now == 6
+        assert clock.now == 1
+
+
 def test_own_time_ends_with_its_block():
     with running() as clock:
         with clock.own_time("beside"):
