@@ -5,7 +5,9 @@ and limited. Tensors move to it with `.to("sim")`, an operation that mixes it wi
 random generator of its own, backward runs in a thread of its own, and an allocation past its capacity raises
 `torch.OutOfMemoryError`. It has streams and events, on which asynchronous copies are as late as the program's waits
 allow, and two operations on the same memory that no wait orders raise an error. What a script does wrong with one GPU,
-it does wrong here. It says nothing about speed.
+it does wrong here. It says nothing about its own speed; `virtual_clock(Costs(...))` works out how long something takes
+on a machine of the speed given. `page_lock_limit` lets page-locking of host memory, by `torch.sim.cudart()`, fail, and
+`page_locked_bytes` counts it.
 
 Importing this package registers nothing.
 """
@@ -14,10 +16,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_l2l.testing.sim_clock import Costs, Moment, Task, VirtualClock, virtual_clock
+from hf_l2l.testing.sim_pages import page_lock_limit, page_locked_bytes
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["enable_simulated_accelerator"]
+__all__ = [
+    "Costs",
+    "Moment",
+    "Task",
+    "VirtualClock",
+    "enable_simulated_accelerator",
+    "page_lock_limit",
+    "page_locked_bytes",
+    "virtual_clock",
+]
 
 
 def enable_simulated_accelerator(capacity: int | str | None = None) -> torch.device:

@@ -29,6 +29,7 @@ from hf_l2l.testing.sim_race import (
     check,
     range_of,
 )
+from hf_l2l.testing.sim_recorder import Running
 
 
 class Landing:
@@ -103,6 +104,8 @@ def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Ite
             line.running = False
         if host_follows:
             host_waits(line.clock)
+            if Running.recorder is not None:
+                Running.recorder.host_waits_for(line)
 
 
 def land(clock: Clock) -> None:
@@ -145,6 +148,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, 
                 Touch(target, False, True, remember=non_blocking or not downloads),
             ],
         )
+        if crosses and Running.recorder is not None:
+            Running.recorder.copy(line, source, target, non_blocking)
         if non_blocking and (downloads or line is not DEFAULT_LINE):
             _issue(QueuedCopy(line, source, target, views))
             return

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_pages import CudaRuntime
 from hf_l2l.testing.sim_random import GENERATOR
 from hf_l2l.testing.sim_stream import Event as Event
 from hf_l2l.testing.sim_stream import Stream as Stream
@@ -82,6 +83,11 @@ def synchronize(device: _Device = None) -> None:
     """Let the host wait for every stream."""
     _check(device)
     synchronize_all()
+
+
+def cudart() -> type[CudaRuntime]:
+    """Return what registers host memory as page-locked, as `torch.cuda.cudart()` does."""
+    return CudaRuntime
 
 
 def empty_cache() -> None:

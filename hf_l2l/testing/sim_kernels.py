@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_l2l.testing import sim_copies
 from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_pages import made_pinned
 from hf_l2l.testing.sim_race import ORDER, Touch
 from hf_l2l.testing.sim_random import GENERATOR
 from hf_l2l.testing.sim_tensor import (
@@ -171,7 +172,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Copy to another device or type; torch's own kernel pins an asynchronous download, and the host cannot."""
+    """Copy to another device or type; torch's own kernel has an asynchronous download pinned, and the host cannot."""
     result: torch.Tensor
     if not (ORDER.active or non_blocking or memory_format is not None):
         if not x.is_cpu and device == HOST:
@@ -182,7 +183,7 @@ def _to_copy(
             dtype = _checked_dtype(x.size(), dtype or x.dtype, device)
             return on_sim(x.to(dtype, copy=True))
     elif non_blocking and device == HOST:
-        result = torch.empty_like(x, dtype=dtype, device=device, memory_format=memory_format)
+        result = made_pinned(torch.empty_like(x, dtype=dtype, device=device, memory_format=memory_format))
         return result.copy_(x, non_blocking=True)
     options.update(dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
     result = aten._to_copy.default.redispatch(HOST_KERNELS, x, **options)

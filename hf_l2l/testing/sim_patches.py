@@ -16,11 +16,11 @@ import torch
 
 from hf_l2l.testing import sim_device
 from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_pages import is_page_locked, made_pinned
 from hf_l2l.testing.sim_tensor import NAME, sim_storage
 
 # accelerate, and through it transformers, knows no device called "sim" but takes the one named here.
 DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
-_PINNED = "_pinned_for_sim"  # attribute of a host storage
 
 
 def apply(library: torch.library.Library) -> None:
@@ -35,7 +35,7 @@ def apply(library: torch.library.Library) -> None:
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
-    return hasattr(tensor.untyped_storage(), _PINNED)
+    return is_page_locked(tensor)
 
 
 def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -44,9 +44,7 @@ def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> tor
     torch would ask the accelerator for pinned memory and fail, in `DataLoader(pin_memory=True)` for one, which is the
     default of `TrainingArguments`.
     """
-    pinned = torch.empty_like(tensor, device="cpu").copy_(tensor)
-    setattr(pinned.untyped_storage(), _PINNED, True)
-    return pinned
+    return made_pinned(torch.empty_like(tensor, device="cpu").copy_(tensor))
 
 
 def _make_storages_by_size() -> None:

@@ -6,7 +6,8 @@ the second one is issued. So a program that runs here without an error, and give
 needs on a device where the same operations take any time they like.
 
 A download by `copy_(..., non_blocking=True)` is late on the default stream as well, and host memory counts as pinned:
-no copy waits for the host by itself because the host's memory is pageable.
+no copy waits for the host by itself because the host's memory is pageable. Only in the virtual time of `sim_clock`
+does the host wait for such a copy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from hf_l2l.testing import sim_copies
 from hf_l2l.testing.sim_race import CURRENT, DEFAULT_LINE, LOCK, ORDER, Clock, Line, merge
+from hf_l2l.testing.sim_recorder import Moment, Running
 
 _Device = torch.device | str | int | None
 
@@ -37,11 +39,13 @@ def device_checked(device: Any) -> None:
 class Event:
     """A point in a stream's order that others can wait for.
 
-    The arguments are those of `torch.cuda.Event`; there is no time here, and one process, so none has an effect.
+    The arguments are those of `torch.cuda.Event`; nothing is measured here, and there is one process, so none has an
+    effect.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._clock: Clock | None = None
+        self._moment: Moment | None = None  # in virtual time; none if no virtual clock ran
 
     def record(self, stream: Stream | None = None) -> None:
         """Stand, from now on, for all that `stream` (None: the current one) was given so far."""
@@ -49,6 +53,7 @@ class Event:
             line = _line(stream)
             line.see_host()
             self._clock = dict(line.clock)
+            self._moment = None if Running.recorder is None else Running.recorder.mark(line)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let what is issued to `stream` (None: the current one) from now on come after this point."""
@@ -58,16 +63,26 @@ class Event:
                 merge(line.clock, self._clock)
                 if line is DEFAULT_LINE:  # its kernels run at once
                     sim_copies.land(line.clock)
+                if Running.recorder is not None:
+                    Running.recorder.line_waits(line, self._moment)
 
     def synchronize(self) -> None:
         """Let the host wait for this point."""
         if self._clock is not None:
             with LOCK:
                 sim_copies.host_waits(self._clock)
+                if Running.recorder is not None:
+                    Running.recorder.host_waits(self._moment)
 
     def query(self) -> bool:
         """Return whether all before this point is done; if so, the host has waited for it."""
-        return self._clock is None or _query(self._clock)
+        if self._clock is None:
+            return True
+        with LOCK:
+            done = sim_copies.is_done(self._clock)
+            if done:
+                self.synchronize()
+        return done
 
 
 class Stream(torch.Stream):
@@ -185,6 +200,8 @@ def synchronize_all() -> None:
     if ORDER.active:
         with LOCK:
             sim_copies.host_waits(dict(ORDER.issued))
+            if Running.recorder is not None:
+                Running.recorder.host_waits_for_all()
 
 
 @contextlib.contextmanager
@@ -214,11 +231,3 @@ def _landing(late: bool, draws: random.Random | None) -> Iterator[None]:
 
 def _line(stream: Stream | None) -> Line:
     return CURRENT.line if stream is None else stream._line
-
-
-def _query(clock: Clock) -> bool:
-    with LOCK:
-        done = sim_copies.is_done(clock)
-        if done:
-            sim_copies.host_waits(clock)
-        return done

@@ -16,9 +16,11 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from hf_l2l.testing.sim_copies import free, in_order
+from hf_l2l.testing.sim_flops import flops_of
 from hf_l2l.testing.sim_memory import Block, storage_at
-from hf_l2l.testing.sim_race import ORDER, Touch, creation
+from hf_l2l.testing.sim_race import CURRENT, ORDER, Touch, creation
 from hf_l2l.testing.sim_random import GENERATOR
+from hf_l2l.testing.sim_recorder import Running
 
 NAME = "sim"
 DEVICE_INDEX = 0
@@ -136,7 +138,10 @@ def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if not ORDER.active:
         return _run(op, facts, args, kwargs)
     with in_order(facts.name, list(_touches(facts, args, kwargs)), facts.tells_host):
-        return _run(op, facts, args, kwargs)
+        out = _run(op, facts, args, kwargs)
+        if Running.recorder is not None:
+            Running.recorder.kernel(CURRENT.line, facts.name, flops_of(op, args, kwargs, out))
+        return out
 
 
 def _touches(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Touch]:

@@ -1,0 +1,160 @@
+"""What the streams, events and copies of "sim" tell the virtual clock while it runs; see `sim_clock`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+from hf_l2l.testing.sim_pages import is_page_locked
+from hf_l2l.testing.sim_race import LOCK, Line
+from hf_l2l.testing.sim_schedule import START, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """How fast the machine is that the virtual clock imagines; `math.inf` makes a kind of work free.
+
+    Raises:
+        ValueError: a rate is not positive.
+    """
+
+    link_bytes_per_s: float
+    """Between host and device, each way."""
+    flop_per_s: float
+    """What kernels reach on the device."""
+    host_bytes_per_s: float
+    """Of host memory, read and written."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            rate = getattr(self, field.name)
+            if not rate > 0:
+                raise ValueError(
+                    f"{field.name} must be positive (got {rate}); give the rate per second that the machine reaches, "
+                    f"or math.inf for work that takes no time"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A point in virtual time, to be handed from thread to thread as a future is."""
+
+    recorder: Recorder
+    node: int
+
+    @property
+    def seconds(self) -> float:
+        """Virtual seconds since the clock was started."""
+        with LOCK:
+            return self.recorder.schedule.end_of(self.node)
+
+
+class HostTime:
+    """How far the host is: one for all threads, but for those that were given their own."""
+
+    def __init__(self, name: str, node: int) -> None:
+        self.name = name
+        self.node = node
+
+
+class Recorder:
+    """Puts what is issued into a schedule: after its stream, what that has waited for, and the host."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.schedule = Schedule()
+        self._tails: dict[int, int] = {}  # by stream, what its next operation comes after
+        self._shared = HostTime("host", START)
+        self._of_thread = threading.local()
+
+    @property
+    def host(self) -> HostTime:
+        """The host's time for the thread that asks."""
+        own: HostTime | None = getattr(self._of_thread, "host", None)
+        return self._shared if own is None else own
+
+    @contextlib.contextmanager
+    def own_time(self, name: str, since: Moment) -> Iterator[None]:
+        """Let this thread have a time of its own, from `since` on."""
+        before = getattr(self._of_thread, "host", None)
+        self._of_thread.host = HostTime(name, since.node)
+        try:
+            yield
+        finally:
+            self._of_thread.host = before
+
+    def kernel(self, line: Line, name: str, flops: int) -> None:
+        """Issue a kernel."""
+        self._issue(line, "compute", name, flops / self.costs.flop_per_s)
+
+    def copy(self, line: Line, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        """Issue a copy between host and device; the host waits for it unless it is asynchronous, which takes both."""
+        lane, host = ("upload", source) if source.device.type == "cpu" else ("download", target)
+        # What travels has the target's type and is not a view that repeats elements, as with CUDA.
+        num_bytes = target.numel() * target.element_size()
+        self._issue(line, lane, "aten::copy_", num_bytes / self.costs.link_bytes_per_s)
+        if not (non_blocking and is_page_locked(host)):
+            self.host_waits_for(line)
+
+    def mark(self, line: Line) -> Moment:
+        """Return the end of all that `line` was given so far, which is not before now."""
+        with LOCK:
+            node = self._tails[line.id] = self.schedule.join(self._tail(line), self.host.node)
+            return Moment(self, node)
+
+    def line_waits(self, line: Line, moment: Moment | None) -> None:
+        """Let what is issued to `line` from now on come after `moment`; one of no clock or another has passed."""
+        if moment is not None and moment.recorder is self:
+            with LOCK:
+                self._tails[line.id] = self.schedule.join(self._tail(line), moment.node)
+
+    def host_waits(self, moment: Moment | None) -> None:
+        """Let the host wait for `moment`; one of no clock or another has passed."""
+        if moment is not None and moment.recorder is self:
+            self._move_host(moment.node)
+
+    def host_waits_for(self, line: Line) -> None:
+        """Let the host wait for all that `line` was given so far."""
+        self._move_host(self._tail(line))
+
+    def host_waits_for_all(self) -> None:
+        """Let the host wait for all streams."""
+        for node in list(self._tails.values()):
+            self._move_host(node)
+
+    def host_work(self, name: str, seconds: float) -> None:
+        """Let the host be busy."""
+        with LOCK:
+            host = self.host
+            if seconds > 0:
+                after, rank = (host.node, host.node), (0, host.name)
+                host.node = self.schedule.add(
+                    *after, seconds=seconds, lane="host", name=name, stream=host.name, rank=rank
+                )
+
+    def _issue(self, line: Line, lane: str, name: str, seconds: float) -> None:
+        with LOCK:
+            after = self._tail(line), self.host.node
+            if seconds > 0:
+                rank = (line.id, "")
+                node = self.schedule.add(*after, seconds=seconds, lane=lane, name=name, stream=line.name, rank=rank)
+            else:
+                node = self.schedule.join(*after)
+            self._tails[line.id] = node
+
+    def _move_host(self, node: int) -> None:
+        with LOCK:
+            self.host.node = self.schedule.join(self.host.node, node)
+
+    def _tail(self, line: Line) -> int:
+        return self._tails.get(line.id, START)
+
+
+class Running:
+    """The recorder of the clock that runs; None while none does, which is all that operations look at then."""
+
+    recorder: Recorder | None = None

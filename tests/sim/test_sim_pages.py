@@ -1,0 +1,120 @@
+"""Page-locked host memory of the simulated accelerator: what CUDA grants and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_l2l.testing import page_lock_limit, page_locked_bytes
+
+RUNTIME = torch.sim.cudart()
+PAGE = 4096
+GRANTED, INVALID, OUT_OF_MEMORY, ALREADY, NOT_REGISTERED = 0, 1, 2, 712, 713
+
+
+@pytest.fixture
+def memory() -> Iterator[torch.Tensor]:
+    """Eight whole pages of host memory, of which nothing is left registered."""
+    assert page_locked_bytes() == 0
+    host = torch.zeros(9 * PAGE, dtype=torch.uint8)
+    first = -host.data_ptr() % PAGE
+    yield host[first : first + 8 * PAGE]
+    assert page_locked_bytes() == 0, "what is registered is to be unregistered"
+
+
+def register(tensor: torch.Tensor) -> int:
+    return RUNTIME.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+
+
+def unregister(tensor: torch.Tensor) -> int:
+    return RUNTIME.cudaHostUnregister(tensor.data_ptr())
+
+
+def test_what_is_registered_is_pinned_until_it_is_unregistered(memory):
+    part = memory[PAGE : 3 * PAGE]
+    assert not part.is_pinned()
+    assert register(part) == GRANTED
+    assert page_locked_bytes() == 2 * PAGE
+    assert part.is_pinned() and part[5:9].is_pinned() and part.view(torch.float32)[::3].is_pinned()
+    assert memory[2 * PAGE : 3 * PAGE].is_pinned(), "the same memory by another tensor"
+    assert not memory.is_pinned() and not memory[PAGE - 1 : PAGE + 1].is_pinned()
+    assert not memory[3 * PAGE - 1 : 3 * PAGE + 1].is_pinned() and not memory[3 * PAGE :].is_pinned()
+    assert unregister(part) == GRANTED
+    assert not part.is_pinned() and page_locked_bytes() == 0
+
+
+def test_a_tensor_over_two_ranges_is_not_pinned(memory):
+    halves = memory[: 4 * PAGE], memory[4 * PAGE :]
+    assert [register(half) for half in halves] == [GRANTED, GRANTED]
+    assert all(half.is_pinned() for half in halves) and not memory.is_pinned()
+    assert [unregister(half) for half in halves] == [GRANTED, GRANTED]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ((0, PAGE), (PAGE, PAGE), GRANTED),
+        ((0, 10), (20, 10), ALREADY),  # beside each other on one page
+        ((0, PAGE + 1), (2 * PAGE - 1, 5), ALREADY),  # the first ends on the page where the other begins
+        ((PAGE + 5, 5), (0, PAGE + 1), ALREADY),
+        ((PAGE + 5, 5), (0, PAGE), GRANTED),
+        ((PAGE, PAGE), (0, 4 * PAGE), ALREADY),  # within
+        ((0, 4 * PAGE), (PAGE, PAGE), ALREADY),
+        ((0, PAGE), (0, PAGE), ALREADY),  # the same
+    ],
+)
+def test_a_page_is_registered_once(memory, one, other, expected):
+    first, second = (memory[start : start + size] for start, size in (one, other))
+    assert register(first) == GRANTED
+    assert register(second) == expected
+    assert page_locked_bytes() == first.nbytes + (second.nbytes if expected == GRANTED else 0)
+    assert unregister(second) == (GRANTED if expected == GRANTED or one == other else NOT_REGISTERED)
+    assert unregister(first) == (GRANTED if one != other else NOT_REGISTERED)
+
+
+def test_only_what_is_registered_is_unregistered(memory):
+    assert unregister(memory) == NOT_REGISTERED
+    assert register(memory) == GRANTED
+    assert unregister(memory[PAGE:]) == NOT_REGISTERED, "a range is named by its first address"
+    assert (unregister(memory), unregister(memory)) == (GRANTED, NOT_REGISTERED)
+
+
+def test_no_memory_cannot_be_registered(memory):
+    assert RUNTIME.cudaHostRegister(0, PAGE, 0) == INVALID
+    assert RUNTIME.cudaHostRegister(memory.data_ptr(), 0, 0) == INVALID
+
+
+def test_a_limit_counts_what_is_registered_already(memory):
+    parts = [memory[i * PAGE : (i + 1) * PAGE] for i in range(3)]
+    assert register(parts[0]) == GRANTED
+    with page_lock_limit(2 * PAGE):
+        assert register(memory[PAGE : 4 * PAGE]) == OUT_OF_MEMORY
+        assert [register(part) for part in parts[1:]] == [GRANTED, OUT_OF_MEMORY]
+        with page_lock_limit(0):
+            assert unregister(parts[1]) == GRANTED
+            assert register(parts[1]) == OUT_OF_MEMORY
+        assert register(parts[1]) == GRANTED
+    assert register(parts[2]) == GRANTED
+    assert page_locked_bytes() == 3 * PAGE
+    assert [unregister(part) for part in parts] == [GRANTED] * 3
+
+
+def test_a_limit_ends_where_an_error_leaves_it(memory):
+    with pytest.raises(KeyError), page_lock_limit(0):
+        raise KeyError
+    assert (register(memory), unregister(memory)) == (GRANTED, GRANTED)
+
+
+def test_a_negative_limit_is_refused():
+    with pytest.raises(ValueError, match=r"0 or more \(got -1\)"), page_lock_limit(-1):
+        pass
+
+
+def test_an_asynchronous_download_is_made_pinned_as_on_cuda():
+    x = torch.ones(4, device="sim")
+    arriving = x.to("cpu", non_blocking=True)
+    torch.sim.synchronize()
+    assert arriving.is_pinned() and arriving.tolist() == [1.0] * 4
+    assert not x.to("cpu").is_pinned() and not x.is_pinned()
