@@ -237,8 +237,8 @@ class Relay:
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
         if torch.autograd._is_checkpoint_valid():
             self.eps.receive([*sums.items(), *weights.gradients])
-        if sums:
-            self._gradient_slots.leave(self.eps.lane)
+            if sums:
+                self._gradient_slots.leave(self.eps.lane)
         if call.before is None:
             self._settle()  # the sweep ends here; where nothing is trained, no gradient makes the host wait
 

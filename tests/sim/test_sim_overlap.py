@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +19,30 @@ WAITS = (
     "a layer computes when its weights have arrived",
     "a slot is filled when the layer that was in it has computed",
     "masters may be written once a call has returned",
+    "gradients leave when they are complete",
+    "gradients are summed in a slot when those that were in it have left",
+    "every gradient is there when backward returns",
+    "what a failed backward has sent lands before anything else",
+    "a layer's input leaves when it is complete",
+    "a layer's input has left when the layer ends",
+    "rows are fetched when their memory has no other use",
+    "rows are recomputed when they have arrived",
+    "stash memory is given back when no copy uses it",
 )
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """What is read after it was given back is NaN, in every test here."""
+    with stream.poisoned_releases():
+        yield
 
 
 def steps(model: nn.Module, count: int = 3, accumulation: int = 1, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after some steps of AdamW with clipping, dropout on."""
+    eps = attach_l2l(model, L2LConfig(**{"device": "sim", **options}))
     torch.manual_seed(11)
     torch.sim.manual_seed(11)
-    eps = attach_l2l(model, L2LConfig(device="sim", **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     batch = batch_for(model)
     model.train()
@@ -61,19 +77,41 @@ def test_when_copies_land_changes_no_bit(seed):
         assert_same_bits(steps(tiny_bert(layers=2), ubatch_size=4), expected)
 
 
+class Waits:
+    """Every reason that something waited for, and those waits that are left out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
+        self.found: set[str] = set()
+        original = stream.wait
+
+        def wait(event: Any, why: str, *, host: bool = False) -> None:
+            self.found.add(why)
+            if why != without:
+                original(event, why, host=host)
+
+        monkeypatch.setattr(stream, "wait", wait)
+
+
+def everything() -> None:
+    """Raise or assert if anything is wrong in training, evaluation and after an error."""
+    for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}):
+        model, plain = tiny_bert(layers=4, dropout=0.0), tiny_bert(layers=4, dropout=0.0)
+        found, expected = (
+            steps(m, count=2, accumulation=2, **o) for m, o in ((model, options), (plain, {"device": "cpu"}))
+        )
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    evaluate_and_write(tiny_bert())
+    fail_and_go_on(tiny_bert(dropout=0.0))
+    stop_half_way(tiny_bert())
+
+
 @pytest.mark.parametrize("why", WAITS)
 def test_every_wait_is_needed(why, monkeypatch):
-    skipped = []
-
-    def skipping(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-        return lambda event, reason: skipped.append(reason) if reason == why else original(event, reason)
-
-    for name in ("wait",):
-        monkeypatch.setattr(stream, name, skipping(getattr(stream, name)))
-    with pytest.raises(RuntimeError, match="sim stream"):
-        steps(tiny_bert(), count=1)
-        evaluate_and_write(tiny_bert())
-    assert skipped
+    waits = Waits(monkeypatch, without=why)
+    with pytest.raises((RuntimeError, AssertionError), match="sim stream|not close"):
+        everything()
+    assert why in waits.found
 
 
 def evaluate_and_write(model: nn.Module) -> None:
@@ -86,16 +124,40 @@ def evaluate_and_write(model: nn.Module) -> None:
         model(**batch_for(model))
 
 
+def fail_and_go_on(model: nn.Module) -> None:
+    """Write into the gradients when a backward that was adding to them has failed."""
+    batch = batch_for(model)
+    plain = copy.deepcopy(model)
+    attached(model, device="sim")
+    train_once(model, batch)
+    first = model.bert.encoder.layer[0].output.dense
+
+    def fail(*args: Any) -> None:
+        if torch.is_grad_enabled():  # when the layer is recomputed
+            raise KeyError("from the user's hook")
+
+    with first.register_forward_hook(fail), pytest.raises(KeyError):
+        train_once(model, batch)
+    for p in model.parameters():
+        p.grad.zero_()
+    train_once(model, batch)
+    train_once(plain, batch)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient)
+
+
+def stop_half_way(model: nn.Module) -> None:
+    """Fetch what the next layer backwards would recompute from, and let there be no next layer."""
+    attached(model, device="sim", stash="host")
+    for _ in range(2):
+        outputs = model(**batch_for(model), output_hidden_states=True)
+        torch.autograd.grad(outputs.loss, outputs.hidden_states[1])
+
+
 def test_all_waits_are_listed(monkeypatch):
-    found = set()
-
-    def listing(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-        return lambda event, why: (found.add(why), original(event, why))[1]
-
-    for name in ("wait",):
-        monkeypatch.setattr(stream, name, listing(getattr(stream, name)))
-    steps(tiny_bert(), ubatch_size=2, stash="host")
-    assert found == set(WAITS)
+    waits = Waits(monkeypatch)
+    everything()
+    assert waits.found == set(WAITS)
 
 
 class Log:
