@@ -16,7 +16,7 @@ from hf_l2l import stream
 from hf_l2l.capture import CapturedOutputs
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.splitting import Split, Ubatch
-from hf_l2l.stacks import flatten, narrow
+from hf_l2l.stacks import flatten, is_cache, narrow
 from hf_l2l.stash import Stash
 
 
@@ -199,3 +199,27 @@ def _evaluating(layer: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.training = True
+
+
+def without_caches(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Arguments of a layer without key-value caches: a recompute would write into them a second time.
+
+    Raises:
+        ValueError: if a cache already holds tokens, which the layer would then not see.
+    """
+
+    def dropped(leaf: Any) -> Any:
+        if not is_cache(leaf):
+            return leaf
+        if leaf.get_seq_length() > 0:
+            raise ValueError(
+                f"a layer that trains must not be given a key-value cache with content (a {type(layer).__name__} got "
+                f"{leaf.get_seq_length()} cached tokens); call the model with use_cache=False, or under "
+                "torch.no_grad()"
+            )
+        return None
+
+    args, kwargs = pytree.tree_map(dropped, (args, kwargs), is_leaf=is_cache)
+    if kwargs.get("use_cache"):
+        kwargs = {**kwargs, "use_cache": False}
+    return args, kwargs

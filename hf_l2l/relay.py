@@ -18,16 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
-from hf_l2l.layer_call import InputGradients, LayerCall
+from hf_l2l.layer_call import InputGradients, LayerCall, without_caches
 from hf_l2l.placement import DeviceWeights
-from hf_l2l.shell import RootCall, Shell
+from hf_l2l.shell import RootCall, Shell, Turnstile
 from hf_l2l.splitting import Splitter, Ubatch
-from hf_l2l.stacks import flatten, is_cache, narrow
+from hf_l2l.stacks import flatten, narrow
 from hf_l2l.stash import Stash
 from hf_l2l.transit import GradientSlots, WeightSlots
 
@@ -177,6 +176,7 @@ class Relay:
         self.prefetch = config.prefetch
         self.stash = Stash(config.stash, device, eps.memory)
         self._slots: WeightSlots | None = None
+        self._turnstile = Turnstile()  # a backward in one thread and a forward in another would meet here
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._next: dict[nn.Module, nn.Module] = {}
         """Layer -> the one that was called after it, last time."""
@@ -223,7 +223,7 @@ class Relay:
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run one layer forwards; the next one travels meanwhile."""
-        with self._weights(call.layer, requires_grad=False) as weights:
+        with self._turnstile.entered(), self._weights(call.layer, requires_grad=False) as weights:
             outputs = forward_sweep(call, tensors, weights, for_backward=for_backward)
             self._prefetch(self._next.get(call.layer))
         return outputs
@@ -231,7 +231,11 @@ class Relay:
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
         call.check_weights_unchanged()
-        with self._weights(call.layer, requires_grad=True) as weights, self._summing(weights) as sums:
+        with (
+            self._turnstile.entered(),
+            self._weights(call.layer, requires_grad=True) as weights,
+            self._summing(weights) as sums,
+        ):
             backward_sweep(call, inputs, gradients, weights)
             self._prefetch(call.before.layer if call.before else None)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
@@ -270,27 +274,3 @@ class Relay:
     def _prefetch(self, layer: nn.Module | None) -> None:
         if self.prefetch and layer is not None and self._slots is not None:
             self._slots.prefetch(layer)
-
-
-def without_caches(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Arguments of a layer without key-value caches: a recompute would write into them a second time.
-
-    Raises:
-        ValueError: if a cache already holds tokens, which the layer would then not see.
-    """
-
-    def dropped(leaf: Any) -> Any:
-        if not is_cache(leaf):
-            return leaf
-        if leaf.get_seq_length() > 0:
-            raise ValueError(
-                f"a layer that trains must not be given a key-value cache with content (a {type(layer).__name__} got "
-                f"{leaf.get_seq_length()} cached tokens); call the model with use_cache=False, or under "
-                "torch.no_grad()"
-            )
-        return None
-
-    args, kwargs = pytree.tree_map(dropped, (args, kwargs), is_leaf=is_cache)
-    if kwargs.get("use_cache"):
-        kwargs = {**kwargs, "use_cache": False}
-    return args, kwargs

@@ -7,6 +7,7 @@ copies while the call lasts; what it calls finds them there.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,30 @@ from hf_l2l import stream
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.stacks import batch_rows, is_cache, shell_modules
+
+
+class Turnstile:
+    """Lets one call at a time through; who comes meanwhile, from another thread, is refused and does not wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be the one inside.
+
+        Raises:
+            RuntimeError: if somebody else is.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "a model under L2L serves one thread at a time (it was used while another thread's call was inside "
+                "it); let the threads take turns, or give each a deep copy of the model, attached by itself"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 @dataclass
@@ -42,6 +67,8 @@ class RootCall:
     """Called when the call has returned or failed."""
     replay: Any = None
     """Set while the beginning of the call is replayed to find batch dimensions."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The one that called."""
 
 
 class Shell:
@@ -56,7 +83,14 @@ class Shell:
         self.layers = set(layers)
         self.device = device
         self.eps = eps
-        self.call: RootCall | None = None
+        self._turnstile = Turnstile()
+        self._call: RootCall | None = None
+
+    @property
+    def call(self) -> RootCall | None:
+        """The call of this thread that is inside the model, if there is one."""
+        call = self._call
+        return call if call is not None and call.thread == threading.get_ident() else None
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`; calls nested in another one are simply made."""
@@ -67,24 +101,33 @@ class Shell:
 
     @contextmanager
     def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[RootCall]:
-        """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards."""
+        """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards.
+
+        Raises:
+            RuntimeError: if a call from another thread is inside the model.
+        """
         assert self.call is None, "a call is already inside the model"
-        self.eps.start_forward()
-        args, kwargs = to_device((args, kwargs), self.device)
+        with self._turnstile.entered():
+            self.eps.start_forward()
+            args, kwargs = to_device((args, kwargs), self.device)
+            weights = self._upload(module)
+            rng = stream.get_rng_state(self.device)
+            # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
+            rows = None if module in self.layers else batch_rows((args, kwargs))
+            call = self._call = RootCall(module, forward, args, kwargs, rows, weights, rng)
+            try:
+                with weights.resident():
+                    yield call
+            finally:
+                self._call = None
+                call.on_exit()
+
+    def _upload(self, module: nn.Module) -> DeviceWeights:
         weights = DeviceWeights(shell_modules(module, self.layers), self.device, requires_grad=torch.is_grad_enabled())
         for master, leaf in weights.leaves.items():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._sender(master))
-        rng = stream.get_rng_state(self.device)
-        # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
-        rows = None if module in self.layers else batch_rows((args, kwargs))
-        self.call = RootCall(module, forward, args, kwargs, rows, weights, rng)
-        try:
-            with weights.resident():
-                yield self.call
-        finally:
-            on_exit, self.call = self.call.on_exit, None
-            on_exit()
+        return weights
 
     def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def send(leaf: torch.Tensor) -> None:
