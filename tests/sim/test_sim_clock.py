@@ -306,6 +306,15 @@ def test_an_asynchronous_copy_of_pageable_memory_holds_up_the_host(memory, lane,
     assert clock.end == (3 if memory == "pageable" or not side else 2)
 
 
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("lane", ["upload", "download"])
+def test_a_blocking_copy_holds_up_the_host(lane, pinned):
+    host, device = host_bytes(2, pinned), device_bytes(2)
+    with running() as clock:
+        (device if lane == "upload" else host).copy_(host if lane == "upload" else device)
+        assert clock.now == 2
+
+
 def test_an_asynchronous_move_to_the_host_does_not_hold_it_up():
     x = device_bytes(2)
     with running() as clock:
@@ -381,11 +390,25 @@ def test_an_event_that_is_recorded_again_stands_for_more():
 def test_an_event_is_not_before_the_host_has_recorded_it():
     side, kernel = torch.sim.Stream(), Kernel(1)
     with running() as clock:
-        clock.host_work("waiting", seconds=5)
+        start = clock.moment()
+        clock.host_work("work", seconds=5)
         event = torch.sim.current_stream().record_event()
-        with clock.own_time("another thread", since=None), torch.sim.stream(side):
+        with clock.own_time("another thread", since=start), torch.sim.stream(side):
             event.wait()
             kernel()
+    assert spans(clock, "compute") == [(5, 6)]
+
+
+def test_what_takes_no_time_still_comes_after_the_host_and_before_the_next():
+    x, kernel, side = on_device(4), Kernel(1), torch.sim.Stream()
+    with running() as clock:
+        start = clock.moment()
+        clock.host_work("work", seconds=5)
+        with torch.sim.stream(side):
+            x.relu_()
+            with clock.own_time("another thread", since=start):
+                kernel()
+                assert clock.now == 0
     assert spans(clock, "compute") == [(5, 6)]
 
 
