@@ -10,6 +10,7 @@ import torch
 import parity_cases as cases
 from families import FAMILIES, assert_same_bits, attached, batch_for, gradients, reference, train_once
 from hf_l2l import stream
+from training import tiny_bert
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 
@@ -78,3 +79,26 @@ def test_one_ubatch_gives_the_same_bits(family, copies):
     attached(model)
     assert torch.equal(train_once(model, batch), loss)
     assert_same_bits(gradients(model), expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_what_travels_ahead_changes_no_bit(stash, accumulation):
+    """Weights and gradients after three steps of AdamW with clipping, dropout on, uploads as copies."""
+    found = []
+    for options in ({}, {"prefetch": False}, {"gradient_slots": 1}, {"prefetch": False, "gradient_slots": 1}):
+        model = tiny_bert(dropout=0.1)
+        attached(model, device="cpu", stash=stash, ubatch_size=3, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(11)
+        with stream.forced_copies():
+            for _ in range(3):
+                optimizer.zero_grad()
+                for seed in range(accumulation):
+                    train_once(model, batch_for(model, seed=seed))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        found.append(({n: p.detach() for n, p in model.named_parameters()}, gradients(model)))
+    for weights, sums in found[1:]:
+        assert_same_bits(weights, found[0][0])
+        assert_same_bits(sums, found[0][1])

@@ -31,15 +31,15 @@ def settled_memory() -> int:
     return int(torch.accelerator.memory_allocated())
 
 
-def tiny_bert(dropout: float = 0.1, layers: int = 4) -> nn.Module:
+def tiny_bert(dropout: float = 0.1, layers: int = 4, width: int = 16) -> nn.Module:
     """A BERT whose weights are the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         config = hf.BertConfig(
-            hidden_size=16,
+            hidden_size=width,
             num_hidden_layers=layers,
             num_attention_heads=2,
-            intermediate_size=24,
+            intermediate_size=width * 3 // 2,
             vocab_size=VOCAB,
             max_position_embeddings=16,
             hidden_dropout_prob=dropout,

@@ -12,7 +12,8 @@ from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l, stream, transit
-from hf_l2l.testing import sim_stream
+from hf_l2l.stacks import parameter_bytes
+from hf_l2l.testing import sim_copies, sim_stream
 from training import tiny_bert
 
 WAITS = (
@@ -63,18 +64,44 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_prefetch_changes_no_bit(stash, accumulation):
-    results = [
-        steps(tiny_bert(), stash=stash, accumulation=accumulation, ubatch_size=3, prefetch=prefetch)
-        for prefetch in (True, False)
-    ]
-    assert_same_bits(*results)
+    same = {"stash": stash, "accumulation": accumulation, "ubatch_size": 3}
+    expected = steps(tiny_bert(), **same)
+    for options in ({"prefetch": False}, {"gradient_slots": 1}, {"prefetch": False, "gradient_slots": 1}):
+        assert_same_bits(steps(tiny_bert(), **same, **options), expected)
 
 
-@pytest.mark.parametrize("seed", range(10))
+SEEDS = [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_when_copies_land_changes_no_bit(seed):
-    expected = steps(tiny_bert(layers=2), ubatch_size=4)
-    with sim_stream.random_landing(seed):
-        assert_same_bits(steps(tiny_bert(layers=2), ubatch_size=4), expected)
+    for options in ({"ubatch_size": 4}, {"ubatch_size": 4, "stash": "host", "accumulation": 2}):
+        expected = steps(tiny_bert(layers=2, width=32), count=2, **options)
+        with sim_stream.random_landing(seed):
+            assert_same_bits(steps(tiny_bert(layers=2, width=32), count=2, **options), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_weights_uploaded_in_a_step_do_not_depend_on_the_ubatches(rows, monkeypatch):
+    """At most 2 N W, less the last two layers, which stay; and the shell's."""
+    model = tiny_bert(layers=6)
+    batch = batch_for(model)
+    attached(model, device="sim", ubatch_size=rows)
+    train_once(model, batch)
+    layer_bytes = parameter_bytes([model.bert.encoder.layer[0]])
+    shell_bytes = parameter_bytes([model]) - 6 * layer_bytes
+    masters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    copied: list[int] = []
+    copy_ = sim_copies.copy
+
+    def counting(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        if source.device.type == "cpu" and source.untyped_storage().data_ptr() in masters:
+            copied.append(source.nbytes)
+        copy_(source, target, *rest)
+
+    monkeypatch.setattr(sim_copies, "copy", counting)
+    train_once(model, batch)
+    assert sum(copied) == (2 * 6 - 2) * layer_bytes + shell_bytes
 
 
 class Waits:
