@@ -14,7 +14,7 @@ HOST_TESTS = tests --ignore=tests/sim
 SIM_TESTS = tests/sim
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest check style clean
+.PHONY: help demo test test-all test-oldest test-gpu check style clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -34,6 +34,9 @@ test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minute
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+
+test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
+	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/test_gpu.py
 
 check: $(VENV)/ready  ## Lint, check the format and the types.
 	$(RUN) -m ruff check .

@@ -195,10 +195,15 @@ def check_host_memory(need: MemoryEstimate) -> None:
     )
 
 
-def _own_bytes() -> int:
-    """Bytes of memory that this process holds for itself, mapped files not counted."""
-    memory = psutil.Process().memory_info()
-    return int(memory.rss - getattr(memory, "shared", 0))
+def _own_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Bytes of memory that this process holds for itself, mapped files not counted; page-locked pages are shared
+    memory, which others could map."""
+    try:
+        lines = [line.split() for line in status.read_text().splitlines()]
+    except OSError:  # not Linux
+        memory = psutil.Process().memory_info()
+        return int(memory.rss - getattr(memory, "shared", 0))
+    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
 
 
 def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:

@@ -89,9 +89,13 @@ class HostMemory:
     """The registered memory of one engine: its masters, their gradients, and the stash where it is on the host."""
 
     def __init__(self, device: torch.device, units: Units, watch: Watch = lambda units, what: units) -> None:
-        """For the parameters in `units`, groups that travel together."""
+        """For the parameters in `units`, groups that travel together; what is tied belongs to the first."""
+        seen: set[torch.Tensor] = set()
+        self.units: list[list[torch.Tensor]] = []
+        for unit in units:
+            self.units.append([p for p in dict.fromkeys(unit) if p not in seen])
+            seen.update(unit)
         self.device = device
-        self.units = units
         self.watch = watch
         self._pages: WeakSet[Pages] = WeakSet()
         self._refused_masters = 0

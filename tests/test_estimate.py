@@ -25,6 +25,7 @@ from hf_l2l.estimate import (
     estimate,
     moment_bytes,
 )
+from hf_l2l.host_memory import Pages, Room
 from training import inner_optimizer, l2l_trainer
 
 MODULE = sys.modules["hf_l2l.estimate"]  # as an attribute of the package, `estimate` is the function
@@ -316,3 +317,14 @@ def test_available_memory_is_within_the_group(monkeypatch):
 def test_models_of_transformers_have_the_layers_that_are_counted():
     assert isinstance(small_bert(), hf.PreTrainedModel)
     assert sum(p.numel() for p in small_bert().parameters()) == SHELL + 2 * LAYER
+
+
+def test_page_locked_memory_is_the_processes_own():
+    if not Path("/proc/self/status").exists():
+        pytest.skip("only Linux tells kinds of memory apart")
+    before = MODULE._own_bytes()
+    size = 64 * 2**20
+    room = Room(Pages(size), 0, size)
+    held = room.tensor_like(torch.empty(size, dtype=torch.uint8)).fill_(1)
+    assert 0.9 * size <= MODULE._own_bytes() - before <= 1.1 * size
+    assert held.sum() == size

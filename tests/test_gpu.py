@@ -1,0 +1,191 @@
+"""What only a CUDA device can show; short, and complete in itself: `make test-gpu`.
+
+The other tests run on the CPU and on the simulated accelerator, which finds every wait that is missing. These find
+what the simulation has wrong about CUDA.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import (
+    FAMILIES,
+    assert_same_bits,
+    attached,
+    batch_for,
+    gradients,
+    reference,
+    relative_error,
+    train_once,
+)
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, stream
+from hf_l2l.host_memory import Pages
+from training import tiny_bert
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"ubatch_size": 3},
+    {"ubatch_size": 3, "stash": "host"},
+    {"ubatch_size": 3, "stash": "host", "gradient_slots": 1, "prefetch": False},
+]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Kernels that sum in a fixed order, and matrix products in full precision."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_plain_model(family, options):
+    model = FAMILIES[family]().double()
+    batch = batch_for(model)
+    loss, expected = reference(model, batch)
+    attached(model, device="cuda", **options)
+    for _ in range(2):  # the first learns the order of the layers
+        model.zero_grad()
+        assert abs(train_once(model, batch) - loss) <= 1e-10 * abs(loss)
+        assert relative_error(gradients(model), expected) <= 1e-10
+
+
+def trained(model: nn.Module, steps: int = 5, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights after some steps of AdamW with clipping and accumulation, dropout on."""
+    torch.manual_seed(5)
+    eps = attach_l2l(model, L2LConfig(device="cuda", **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(steps):
+        for seed in (1, 2):
+            train_once(model, batch_for(model, seed=seed))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_overlap_changes_no_bit(stash):
+    expected = trained(tiny_bert(), ubatch_size=3, stash=stash, prefetch=False, gradient_slots=1)
+    assert_same_bits(trained(tiny_bert(), ubatch_size=3, stash=stash), expected)
+
+
+class Wide(nn.Module):
+    """Layers of much weight and little work: 64 MiB of weights for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def test_long_copies_with_short_computation():
+    """Every copy outlasts the computation that it travels under. The reference has run before."""
+    torch.manual_seed(0)
+    model = Wide()
+    plain = copy.deepcopy(model).to(CUDA)
+    x = torch.randn(2, 4096)
+    for each, on in ((plain, CUDA), (model, torch.device("cpu"))):
+        eps = attach_l2l(each, L2LConfig(device="cuda", layer_classes=("Linear",))) if each is model else None
+        optimizer = torch.optim.SGD(each.parameters(), lr=1.0, momentum=0.9)
+        optimizer = eps.wrap(optimizer) if eps is not None else optimizer
+        for _ in range(5):
+            each(x.to(on)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.cpu(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_long_computation_with_short_copies(options):
+    """The device is far behind the host, so whatever the host does too early is seen."""
+
+    def slowly(*args: Any) -> None:
+        torch.cuda._sleep(2_000_000)  # about a millisecond
+
+    expected = trained(tiny_bert(), steps=2, **options)
+    model = tiny_bert()
+    for layer in model.bert.encoder.layer:
+        layer.output.register_forward_hook(slowly)
+    assert_same_bits(trained(model, steps=2, **options), expected)
+
+
+def test_masters_and_gradients_are_page_locked():
+    model = attached(tiny_bert(), device="cuda")
+    assert all(p.is_pinned() for p in model.parameters())
+    train_once(model, batch_for(model))
+    assert all(p.grad.is_pinned() for p in model.parameters() if p.grad is not None)
+    detach_l2l(model)
+    assert not any(p.is_pinned() for p in model.parameters())
+
+
+def test_a_refused_registration_is_forgotten():
+    """The next kernel must not report it."""
+    pages = Pages(8192)
+    assert pages.lock(CUDA)
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    assert not stream.page_lock(address, 8192, CUDA)  # it is registered already
+    torch.ones(3, device=CUDA).sum().item()
+    pages.unlock()
+
+
+def test_steps_take_no_more_memory_than_the_first():
+    model = attached(tiny_bert(), device="cuda", stash="host", ubatch_size=3)
+    peaks = []
+    for _ in range(6):
+        torch.cuda.reset_peak_memory_stats()
+        train_once(model, batch_for(model))
+        model.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert len(set(peaks[2:])) == 1
+
+
+SANITIZED = """
+import torch
+from families import batch_for, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from training import tiny_bert
+
+for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}):
+    model = tiny_bert()
+    attach_l2l(model, L2LConfig(device="cuda", **options))
+    for _ in range(3):
+        train_once(model, batch_for(model))
+torch.cuda.synchronize()
+print("trained")
+"""
+
+
+def test_the_sanitizer_finds_no_race():
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", SANITIZED], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "trained" in done.stdout
+    assert "CSAN" not in done.stderr, done.stderr[-4000:]
