@@ -154,8 +154,9 @@ class EagerParamServer:
             for kind, tensors in host_tensors(self.model, self._wrapped.keys()).items()
         )
         return (
-            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
-            f"</caption><thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
+            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}; "
+            f"{size_text(self.memory.bytes_locked)} page-locked</caption>"
+            f"<thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
 

@@ -167,10 +167,13 @@ class HostMemory:
         locked, wanted = self.bytes_locked, self.bytes_wanted
         if locked < wanted and not self._warned:
             self._warned = True
+            if stream.can_page_lock(self.device):
+                remedy = "raise the limit on locked memory (`ulimit -l`, or the container's memory)"
+            else:
+                remedy = "torch offers no way to page-lock memory for this device"
             warnings.warn(
                 f"{size_text(locked)} of {size_text(wanted)} of host memory could be page-locked for {self.device}; "
-                "the rest stays pageable: results are the same, but copies of it hold up the host. Raise the limit "
-                "on locked memory (`ulimit -l`, or the container's memory)",
+                f"the rest stays pageable: results are the same, but copies of it hold up the host. {remedy}",
                 stacklevel=2,
             )
 

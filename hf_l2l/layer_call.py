@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
+from hf_l2l.autocast import AutocastState
 from hf_l2l.capture import CapturedOutputs
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.splitting import Split, Ubatch
@@ -34,7 +35,7 @@ class LayerCall:
     tensor_positions: list[int]
     spec: pytree.TreeSpec
     device: torch.device
-    autocast: stream.AutocastState
+    autocast: AutocastState
     before: LayerCall | None = None
     """The call before, which is the next one of the backward sweep."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
@@ -61,7 +62,7 @@ class LayerCall:
         """A call with these flattened arguments, under the autocast settings of now."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
-        return cls(layer, forward, static, positions, spec, device, stream.AutocastState.current(device))
+        return cls(layer, forward, static, positions, spec, device, AutocastState.current(device))
 
     @property
     def input_dims(self) -> Sequence[int | None]:

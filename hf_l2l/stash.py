@@ -29,7 +29,7 @@ class _Fetched(NamedTuple):
 
     kept: torch.Tensor
     rows: torch.Tensor
-    arrived: Any
+    arrived: stream.Point | None
 
 
 class Stash:
@@ -49,7 +49,7 @@ class Stash:
         self._most_rooms = 0
         """That were in use at once, ever."""
         self._ahead: dict[tuple[Any, ...], _Fetched] = {}
-        self._last: Any = None
+        self._last: stream.Point | None = None
         """All that the lane was given."""
         # Tensors that a layer of this forward has been given, to find those that are given again.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()

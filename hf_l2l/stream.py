@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,28 +115,36 @@ def _streams(device: torch.device) -> ModuleType | None:
     return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
 
 
-def record(device: torch.device) -> Any:
-    """An event that stands for all the current stream was given so far; None on a device without streams."""
+class Point(NamedTuple):
+    """A point in the work of a device's stream that something can wait for."""
+
+    event: Any
+    module: ModuleType
+    device: torch.device
+
+
+def record(device: torch.device) -> Point | None:
+    """The point that the current stream of `device` has been given work up to; None on a device without streams."""
     module = _streams(device)
     if module is None:
         return None
     event = module.Event()
-    event.record()
-    return event
+    event.record(module.current_stream(device))
+    return Point(event, module, device)
 
 
-def wait(event: Any, why: str, *, host: bool = False) -> None:
-    """Let what the current stream is given from now on come after `event`, for the reason `why`.
+def wait(point: Point | None, why: str, *, host: bool = False) -> None:
+    """Let what the current stream is given from now on come after `point`, for the reason `why`.
 
     With `host`, let the host itself wait. Nothing else in the package waits for the device.
     """
     assert why, "every wait has its reason"
-    if event is None:
+    if point is None:
         return
     if host:
-        event.synchronize()
+        point.event.synchronize()
     else:
-        event.wait()
+        point.event.wait(point.module.current_stream(point.device))
 
 
 class Lane:
@@ -162,8 +170,8 @@ class Lane:
         with self._module.stream(self._stream):
             yield
 
-    def record(self) -> Any:
-        """An event that stands for all the lane was given so far."""
+    def record(self) -> Point | None:
+        """The point that the lane has been given work up to."""
         with self.entered():
             return record(self.device)
 
@@ -248,48 +256,3 @@ def rng_state_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_rng_state(state, device)
-
-
-@dataclass(frozen=True)
-class AutocastState:
-    """The autocast settings of the thread that ran the forward, to be entered again by the one that recomputes.
-
-    Autograd runs the backward of a custom function outside the model's autocast region, and on accelerators in a
-    thread of its own.
-    """
-
-    settings: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @classmethod
-    def current(cls, device: torch.device) -> AutocastState:
-        """The settings for `device` and for the host, as they are now."""
-        types = {device.type, HOST.type}
-        return cls(tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)))
-
-    @property
-    def enabled_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that autocast computes in, empty where it is off."""
-        return tuple(dtype for _, enabled, dtype in self.settings if enabled)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run under these settings, with the cache of cast weights off.
-
-        The cache would keep every layer's cast weights on the device until the outermost region ends.
-        """
-        before = AutocastState(
-            tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.settings)
-        )
-        cache_before = torch.is_autocast_cache_enabled()
-        self._set()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cache_before)
-            before._set()
-
-    def _set(self) -> None:
-        for device_type, enabled, dtype in self.settings:
-            torch.set_autocast_enabled(device_type, enabled)
-            torch.set_autocast_dtype(device_type, dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,18 +41,18 @@ class HookErrors:
 
 
 class _Slot:
-    """Device memory for one layer, and the event after which it may be written again."""
+    """Device memory for one layer, and the point after which it may be written again."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         # Memory made under inference mode could never be trained with.
         with torch.inference_mode(False):
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # The memory may have been somebody else's, whose work on the compute stream goes first.
-        self.left: Any = stream.record(device)
+        self.left = stream.record(device)
 
 
 class _WeightSlot(_Slot):
-    """A slot, the layer that lies in it, and the event after which it may be read."""
+    """A slot, the layer that lies in it, and the point after which it may be read."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(num_bytes, device)
@@ -61,7 +60,7 @@ class _WeightSlot(_Slot):
         """Master -> its copy here; None while there is nothing to use."""
         self.versions: list[int] = []
         """Of the masters, when they were read."""
-        self.arrived: Any = None
+        self.arrived: stream.Point | None = None
 
     def holds(self, layer: nn.Module) -> bool:
         """Whether the copies are those of `layer` as its weights are now."""
@@ -131,9 +130,11 @@ class WeightSlots:
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
             stream.released(slot.memory)
             copies = {master: layout.view(slot.memory, master) for master in layout.offsets}
-            for master, copy in copies.items():
-                copy.copy_(master, non_blocking=self.lane.is_stream)
-            slot.arrived = stream.record(self.device)
+            try:
+                for master, copy in copies.items():
+                    copy.copy_(master, non_blocking=self.lane.is_stream)
+            finally:  # what was sent before an error is waited for, too
+                slot.arrived = stream.record(self.device)
         slot.copies = copies
         slot.versions = [master._version for master in copies]
         return slot
@@ -155,7 +156,7 @@ class GradientSlots:
         """Inside, gradients that reach the leaves of `weights` are summed in a slot and not in `leaf.grad`.
 
         Gives master -> sum (a view of the slot, like the master), for those that a gradient has reached. When the sums
-        have left, `leaves` must be told.
+        have left, `leave` must be told.
         """
         slot, errors = self.slots[0], HookErrors()
         leaves = {master: leaf for master, leaf in weights.leaves.items() if leaf.requires_grad}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
-    ("config", "stream"),
+    ("config", "stream", "autocast"),
     ("stacks", "capture", "layout", "host_memory", "placement", "transit", "stash"),
     ("eps",),
     ("shell", "splitting", "layer_call", "relay"),
