@@ -170,6 +170,8 @@ class InputGradients:
 
     def fetch_after(self, turn: int) -> None:
         """Start to fetch what comes after ubatch number `turn`: the next one, or the first of the next layer."""
+        if not self.stash.travels:
+            return
         following = self.call.kept_rows(turn + 1)
         if turn + 1 == len(self.call.ubatches) and self.call.before is not None:
             following = self.call.before.kept_rows(0)

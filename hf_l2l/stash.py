@@ -54,6 +54,11 @@ class Stash:
         # Tensors that a layer of this forward has been given, to find those that are given again.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    @property
+    def travels(self) -> bool:
+        """Whether anything can be fetched ahead."""
+        return self.place == "host" and self.lane.is_stream
+
     def start_forward(self) -> None:
         """Forget which tensors earlier forwards shared among layers; give back memory that is too small now."""
         self.settle()
@@ -112,7 +117,7 @@ class Stash:
     def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
         """Start to fetch what will be asked for next."""
         for tensor in kept:
-            if self.lane.is_stream and tensor.device != self.device and _key(tensor) not in self._ahead:
+            if tensor.device != self.device and _key(tensor) not in self._ahead:
                 self._ahead[_key(tensor)] = self._start_fetch(tensor)
 
     def _start_fetch(self, kept: torch.Tensor) -> _Fetched:

@@ -9,7 +9,7 @@ without streams run everything in the order of the program: their lanes and wait
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -196,13 +196,12 @@ def page_lock(address: int, num_bytes: int, device: torch.device) -> bool:
     """Register host memory with the device; False where that is refused."""
     module = device_module(device)
     assert module is not None and num_bytes > 0, "asked without can_page_lock"
-    if int(module.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
-        return True
-    # The refusal stays behind as this thread's last error, and the next kernel that is launched would report it.
-    try:
-        torch.zeros(1, device=device)
-    except RuntimeError:
-        pass
+    with module.device(device):  # else the current one would get a context, and lose memory to it
+        if int(module.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
+            return True
+        # The refusal stays behind as this thread's last error, and the next kernel that is launched would report it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
     return False
 
 
@@ -210,7 +209,8 @@ def page_unlock(address: int, device: torch.device) -> None:
     """Take back `page_lock`."""
     module = device_module(device)
     assert module is not None, "nothing is locked for the host"
-    module.cudart().cudaHostUnregister(address)
+    with module.device(device):
+        module.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)
