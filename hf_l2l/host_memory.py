@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.config import size_text
@@ -91,13 +92,25 @@ class HostMemory:
     def __init__(self, device: torch.device, units: Units, watch: Watch = lambda units, what: units) -> None:
         """For the parameters in `units`, groups that travel together."""
         self.device = device
-        self.units = units
+        seen: set[torch.Tensor] = set()
+        self._units: list[list[TensorWeakRef]] = []
+        for unit in units:
+            new = [p for p in dict.fromkeys(unit) if p not in seen]  # tied ones belong to the first
+            seen.update(new)
+            self._units.append([TensorWeakRef(p) for p in new])
         self.watch = watch
         self._pages: WeakSet[Pages] = WeakSet()
         self._refused_masters = 0
         """Bytes of masters that stayed in ordinary memory."""
-        self._gradients: dict[torch.Tensor, Room] = {}
+        self._gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Master -> the room of its gradient."""
         self._warned = False
+
+    @property
+    def units(self) -> list[list[torch.Tensor]]:
+        """The parameters, each once, without those that nobody else holds any more."""
+        alive = [[ref() for ref in unit] for unit in self._units]
+        return [[p for p in unit if p is not None] for unit in alive]
 
     @property
     def bytes_locked(self) -> int:
@@ -133,19 +146,24 @@ class HostMemory:
 
     def take_gradients(self) -> None:
         """Take the memory for one gradient per trainable parameter, where that has not been done."""
-        missing = [[p for p in unit if p.requires_grad and p not in self._gradients] for unit in self.units]
+        missing = [[p for p in unit if p.requires_grad and self._gradient_room(p) is None] for unit in self.units]
         missing = [unit for unit in missing if unit]
         for unit in self.watch(missing, "Taking page-locked memory for gradients"):
             layout = Layout(unit)
-            self._gradients |= _rooms(self._new_pages(layout.num_bytes), layout)
+            self._gradients.update(_rooms(self._new_pages(layout.num_bytes), layout))
         self.warn_once()
 
     def gradient_like(self, master: torch.Tensor) -> torch.Tensor:
         """A host tensor for the gradient of `master`: always the same memory, unless somebody still holds that."""
-        room = self._gradients.get(master)
+        room = self._gradient_room(master)
         if room is not None and room.is_free:
             return room.tensor_like(master)
         return torch.empty_like(master, requires_grad=False)
+
+    def _gradient_room(self, master: torch.Tensor) -> Room | None:
+        """The one that was taken, unless the parameter has grown since: embeddings are resized."""
+        room: Room | None = self._gradients.get(master)
+        return room if room is not None and room.num_bytes >= tensor_bytes([master]) else None
 
     def new_room(self, num_bytes: int) -> Room:
         """Memory for one tensor of up to `num_bytes` bytes."""
@@ -161,7 +179,7 @@ class HostMemory:
     def warn_once(self) -> None:
         """Say it once if something could not be registered."""
         locked, wanted = self.bytes_locked, self.bytes_wanted
-        if locked < wanted and not self._warned:
+        if locked < wanted and not self._warned and stream.can_page_lock(self.device):
             self._warned = True
             warnings.warn(
                 f"{size_text(locked)} of {size_text(wanted)} of host memory could be page-locked for {self.device}; "
