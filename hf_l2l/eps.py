@@ -40,7 +40,7 @@ class EagerParamServer:
     def __init__(self, model: nn.Module, device: torch.device, memory: HostMemory | None = None) -> None:
         self.model = model
         self.device = device
-        self.memory = memory or HostMemory(device, [list(model.parameters())])
+        self.memory = memory or HostMemory(device, model)
         self.lane = stream.Lane(device)
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
@@ -92,7 +92,7 @@ class EagerParamServer:
         """Start to download one gradient, on the lane; where there is a sum already, it is added to that first."""
         total = self._arriving.get(master, master.grad)
         if not _alike(gradient, master if total is None else total):  # sparse ones, or a grad that the user put there
-            self._publish()
+            self._show_arrived()
             _add_to_grad(master, gradient.to(stream.HOST))
             return
         stream.keep_until_done(gradient)
@@ -115,11 +115,15 @@ class EagerParamServer:
     def _publish(self) -> None:
         """Wait for what has been received, and let `p.grad` show it."""
         with self._errors:
-            stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
-            arrived, self._arriving = self._arriving, {}
             self._backwards.clear()
-            for master, gradient in arrived.items():
-                _add_to_grad(master, gradient)
+            self._show_arrived()
+
+    def _show_arrived(self) -> None:
+        """Wait for what has been received, and add it to `p.grad`."""
+        stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
+        arrived, self._arriving = self._arriving, {}
+        for master, gradient in arrived.items():
+            _add_to_grad(master, gradient)
 
     def discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""
@@ -166,7 +170,7 @@ class EagerParamServer:
             for handle in handles:
                 handle.remove()
         self._wrapped.clear()
-        self.memory.unlock()
+        self.memory.release()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
@@ -220,6 +224,8 @@ def _clear_used_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs
 def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:
     if master.grad is None:
         master.grad = gradient
+    elif master.grad.is_sparse and not gradient.is_sparse:
+        master.grad = gradient + master.grad  # dense from now on, as autograd has it
     else:
         master.grad += gradient
 

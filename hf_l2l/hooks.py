@@ -37,6 +37,8 @@ class Runner(Protocol):
 class Replacement:
     """Stands in for a bound method of a module. A copy or pickle of it is the original method of the copied module."""
 
+    __slots__ = ("module", "original")  # no dict: where transformers wraps it again, that would be copied
+
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         self.module = module
         self.original = original
@@ -63,6 +65,8 @@ class _HookedForward(Replacement):
 
 
 class _Forward(Replacement):
+    __slots__ = ("runner",)
+
     def __init__(self, module: nn.Module, original: Callable[..., Any], runner: Runner) -> None:
         super().__init__(module, original)
         self.runner = runner
@@ -78,7 +82,8 @@ class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
         self.runner = runner
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        module._old_forward = _Forward(module, module._old_forward, self.runner)  # type: ignore[assignment, arg-type]
+        if not isinstance(module._old_forward, _Forward):  # embeddings that were resized are given theirs again
+            module._old_forward = _Forward(module, module._old_forward, self.runner)  # type: ignore[assignment, arg-type]
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -187,10 +192,8 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
 
 def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
-    shell_parameters = [p for m in shell_modules(model, layers) for p in m._parameters.values() if p is not None]
-    units = [list(layer.parameters()) for layer in layers] + [[p] for p in shell_parameters]
-    memory = HostMemory(device, units, with_progress_bar)
-    memory.adopt(model)
+    memory = HostMemory(device, model, layers, with_progress_bar)
+    memory.adopt()
     eps = EagerParamServer(model, device, memory)
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
@@ -216,7 +219,8 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     if attached is None:
         return model
     attached.eps.release()
-    for module in attached.hooked:
+    later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), _L2LHook)]  # resized embeddings
+    for module in dict.fromkeys([*attached.hooked, *later]):
         remove_hook_from_module(module)
         if isinstance(module.__dict__.get("_original_forward"), Replacement):
             del module.__dict__["_original_forward"]  # of accelerate's autocast wrapper, which went with the hook

@@ -10,20 +10,30 @@ from __future__ import annotations
 import mmap
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.config import size_text
 from hf_l2l.layout import Layout, shaped_like
 from hf_l2l.stacks import tensor_bytes
 
-Units = Sequence[Sequence[torch.Tensor]]
-Watch = Callable[[Units, str], Iterable[Sequence[torch.Tensor]]]
-"""Goes through units of work, and may show how far it has come."""
+T = TypeVar("T")
+
+
+class Watch(Protocol):
+    """Goes through units of work, and may show how far it has come."""
+
+    def __call__(self, units: Sequence[T], what: str) -> Iterable[T]: ...
+
+
+def _unwatched(units: Sequence[T], what: str) -> Iterable[T]:
+    return units
 
 
 class Pages(mmap.mmap):
@@ -88,73 +98,88 @@ class Room:
 class HostMemory:
     """The registered memory of one engine: its masters, their gradients, and the stash where it is on the host."""
 
-    def __init__(self, device: torch.device, units: Units, watch: Watch = lambda units, what: units) -> None:
-        """For the parameters in `units`, groups that travel together; what is tied belongs to the first."""
-        seen: set[torch.Tensor] = set()
-        self.units: list[list[torch.Tensor]] = []
-        for unit in units:
-            self.units.append([p for p in dict.fromkeys(unit) if p not in seen])
-            seen.update(unit)
+    def __init__(
+        self, device: torch.device, model: nn.Module, layers: Sequence[nn.Module] = (), watch: Watch = _unwatched
+    ) -> None:
         self.device = device
+        self.model = model
+        self.layers = layers
         self.watch = watch
         self._pages: WeakSet[Pages] = WeakSet()
-        self._refused_masters = 0
-        """Bytes of masters that stayed in ordinary memory."""
-        self._gradients: dict[torch.Tensor, Room] = {}
+        self._addresses: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Master -> where it was when `adopt` was done with it."""
+        self._refused: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Master -> bytes, for those that stayed in ordinary memory."""
+        self._gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Master -> the room of its gradient."""
         self._warned = False
 
     @property
     def bytes_locked(self) -> int:
         """Registered now."""
-        return sum(len(pages) for pages in self._pages if pages.locked)
+        return sum(len(pages) for pages in list(self._pages) if pages.locked)
 
     @property
     def bytes_wanted(self) -> int:
-        """That would be registered now if nothing had been refused."""
-        return sum(len(pages) for pages in self._pages) + self._refused_masters
+        """That would be registered if nothing had been refused, with the gradients that training will need."""
+        to_come = [p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None]
+        return sum(len(pages) for pages in list(self._pages)) + sum(self._refused.values()) + tensor_bytes(to_come)
 
-    def adopt(self, model: nn.Module) -> None:
-        """Move the parameters of `model` into registered memory; they stay the same objects.
+    def adopt(self) -> None:
+        """Move parameters that are new, or lie elsewhere now, into registered memory; they stay the same objects.
 
         What cannot be registered stays where it is, as do parameters that share memory with others.
         """
-        if not stream.can_page_lock(self.device):
+        new = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
+        if not new or not stream.can_page_lock(self.device):
             return
-        sharing = _sharing_memory(model)
-        for unit in self.watch(self.units, "Moving master weights to page-locked memory"):
+        sharing = _sharing_memory(self.model)
+        for unit in self.watch(self._units(new), "Moving master weights to page-locked memory"):
             layout = Layout(p for p in unit if _is_plain(p) and p not in sharing)
-            if not layout.num_bytes:
-                continue
             pages = Pages(layout.num_bytes)
-            if not pages.lock(self.device):
-                self._refused_masters += len(pages)
-                continue
-            self._pages.add(pages)
-            with torch.no_grad():
+            if layout.num_bytes and pages.lock(self.device):
+                self._pages.add(pages)
                 for master, room in _rooms(pages, layout).items():
-                    master.set_(room.tensor_like(master).copy_(master))  # type: ignore[call-overload]
+                    _move(master, room.tensor_like(master))
+            else:
+                self._refused.update({p: tensor_bytes([p]) for p in layout.offsets})
+            self._addresses.update({p: p.data_ptr() for p in unit})
         self.warn_once()
 
     def take_gradients(self) -> None:
         """Take the memory for one gradient per trainable parameter, where that has not been done."""
-        missing = [[p for p in unit if p.requires_grad and p not in self._gradients] for unit in self.units]
-        missing = [unit for unit in missing if unit]
-        for unit in self.watch(missing, "Taking page-locked memory for gradients"):
+        missing = {p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None}
+        for unit in self.watch(self._units(missing), "Taking page-locked memory for gradients"):
             layout = Layout(unit)
-            self._gradients |= _rooms(self._new_pages(layout.num_bytes), layout)
+            self._gradients.update(_rooms(self._new_pages(layout.num_bytes), layout))
         self.warn_once()
+
+    def _units(self, parameters: set[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """`parameters` in the groups in which they travel: layer by layer, and each of the others by itself."""
+        units = []
+        for masters in (*(layer.parameters() for layer in self.layers), *([p] for p in self.model.parameters())):
+            unit = [p for p in masters if p in parameters]
+            parameters = parameters.difference(unit)  # what is tied belongs to the first
+            if unit:
+                units.append(unit)
+        return units
 
     def gradient_like(self, master: torch.Tensor) -> torch.Tensor:
         """A host tensor for the gradient of `master`: always the same memory, unless somebody still holds that."""
-        room = self._gradients.get(master)
+        room = self._gradient_room(master)
         if room is not None and room.is_free:
             return room.tensor_like(master)
         return torch.empty_like(master, requires_grad=False)
 
-    def new_room(self, num_bytes: int) -> Room:
-        """Memory for one tensor of up to `num_bytes` bytes."""
-        pages = self._new_pages(num_bytes)
-        return Room(pages, 0, len(pages))
+    def _gradient_room(self, master: torch.Tensor) -> Room | None:
+        """The one that was taken, unless the parameter has grown since: embeddings are resized."""
+        room: Room | None = self._gradients.get(master)
+        return room if room is not None and room.num_bytes >= tensor_bytes([master]) else None
+
+    def new_rooms(self, count: int, num_bytes: int) -> list[Room]:
+        """Memory for `count` tensors of up to `num_bytes` bytes each."""
+        turns = self.watch(range(count), "Taking page-locked memory for the stash")
+        return [Room(self._new_pages(num_bytes), 0, num_bytes) for _ in turns]
 
     def _new_pages(self, num_bytes: int) -> Pages:
         pages = Pages(num_bytes)
@@ -164,24 +189,38 @@ class HostMemory:
 
     def warn_once(self) -> None:
         """Say it once if something could not be registered."""
-        locked, wanted = self.bytes_locked, self.bytes_wanted
-        if locked < wanted and not self._warned:
-            self._warned = True
-            if stream.can_page_lock(self.device):
-                remedy = "raise the limit on locked memory (`ulimit -l`, or the container's memory)"
-            else:
-                remedy = "torch offers no way to page-lock memory for this device"
-            warnings.warn(
-                f"{size_text(locked)} of {size_text(wanted)} of host memory could be page-locked for {self.device}; "
-                f"the rest stays pageable: results are the same, but copies of it hold up the host. {remedy}",
-                stacklevel=2,
-            )
+        if self._warned or not stream.can_page_lock(self.device):
+            return
+        if not self._refused and all(pages.locked for pages in list(self._pages)):
+            return
+        self._warned = True
+        warnings.warn(
+            f"{size_text(self.bytes_locked)} of {size_text(self.bytes_wanted)} of host memory could be page-locked for "
+            f"{self.device}; the rest stays pageable: results are the same, but copies of it hold up the host. Raise "
+            "the limit on locked memory (`ulimit -l`, or the container's memory)",
+            stacklevel=2,
+        )
 
-    def unlock(self) -> None:
-        """Make all of it ordinary memory again; what lies in it stays."""
+    @property
+    def is_locked(self) -> bool:
+        """Whether all masters are where copies from them do not hold up the host."""
+        return stream.can_page_lock(self.device) and not self._refused
+
+    def release(self) -> None:
+        """Give the registered memory back: masters move to ordinary memory of their own."""
+        for master, address in list(self._addresses.items()):
+            if master.data_ptr() == address and master not in self._refused:
+                _move(master, torch.empty_like(master, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
-        self._gradients.clear()
+        for known in (self._addresses, self._refused, self._gradients):
+            known.clear()
+
+
+def _move(master: torch.Tensor, to: torch.Tensor) -> None:
+    """Let `master` have the memory of `to`, with its own values."""
+    with torch.no_grad():
+        master.set_(to.copy_(master))  # type: ignore[call-overload]
 
 
 def _rooms(pages: Pages, layout: Layout) -> dict[torch.Tensor, Room]:

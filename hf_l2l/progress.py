@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-import torch
 from tqdm.auto import tqdm
 
-from hf_l2l.host_memory import Units
-
+T = TypeVar("T")
 _SHOW_AFTER_S = 5.0
 
 
-def with_progress_bar(units: Units, what: str) -> Iterator[Sequence[torch.Tensor]]:
+def with_progress_bar(units: Sequence[T], what: str) -> Iterator[T]:
     """Go through units of work; what takes long says how far it has come."""
     begun, bar = time.monotonic(), None
-    for done, unit in enumerate(units):
-        yield unit
-        if bar is None and time.monotonic() - begun > _SHOW_AFTER_S:
-            bar = tqdm(desc=what, total=len(units), initial=done, leave=False)
+    try:
+        for done, unit in enumerate(units):
+            yield unit
+            if bar is None and time.monotonic() - begun > _SHOW_AFTER_S:
+                bar = tqdm(desc=what, total=len(units), initial=done, leave=False)
+            if bar is not None:
+                bar.update()
+    finally:
         if bar is not None:
-            bar.update()
-    if bar is not None:
-        bar.close()
+            bar.close()

@@ -107,8 +107,8 @@ def backward_sweep(
         weights.resident(keep_buffers=False),
     ):
         for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
+            leaves = inputs.leaves(ubatch)  # first: what was not fetched ahead goes before what is
             inputs.fetch_after(turn)
-            leaves = inputs.leaves(ubatch)
             if rng is not None:
                 stream.set_rng_state(rng, call.device)
             with call.autocast.entered():  # and not around the backward, which autocast would round

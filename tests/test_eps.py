@@ -83,6 +83,81 @@ def test_gradients_do_not_share_memory_with_each_other_or_with_masters(copies):
     assert len(set(memory)) == len(memory)
 
 
+# ---- sparse gradients
+
+
+class Looking(nn.Module):
+    """A layer with a table for which gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh() + self.table(torch.arange(x.shape[0]) * 2 % 9)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, sparse=True)
+        self.blocks = nn.ModuleList(Looking() for _ in range(3))
+        self.both_ways = False
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean()
+        return loss + self.embed.weight.square().sum() if self.both_ways else loss
+
+
+def assert_close(model: nn.Module, plain: nn.Module) -> None:
+    """Weights and gradients are the same, and gradients sparse on both sides or on none."""
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
+        assert (found.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            assert found.grad.layout == expected.grad.layout, name
+            torch.testing.assert_close(found.grad.to_dense(), expected.grad.to_dense(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def sparse_pair() -> tuple[nn.Module, nn.Module]:
+    """A model under L2L and the same in plain torch."""
+    plain = Sparse()
+    model = copy.deepcopy(plain)
+    attach_l2l(model, L2LConfig(layer_classes=("Looking",)))
+    return model, plain
+
+
+def test_sparse_gradients_are_trained_with_as_in_plain_torch(sparse_pair, copies):
+    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+        sparse = [p for n, p in model.named_parameters() if "table" in n or "embed" in n]
+        dense = [p for n, p in model.named_parameters() if "linear" in n]
+        return [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)]
+
+    optimizers = [optimizer for model in sparse_pair for optimizer in optimizers_of(model)]
+    for step in range(3):
+        for model in sparse_pair:
+            for i in range(2):
+                model(torch.arange(5) + i + step % 3).backward()
+        assert sparse_pair[1].embed.weight.grad.is_sparse
+        assert_close(*sparse_pair)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(*sparse_pair)
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False), (False, True, True, False)], ids=str)
+def test_sparse_and_dense_gradients_of_one_weight_add_up(order, sparse_pair, copies):
+    for model in sparse_pair:
+        for model.both_ways in order:
+            model(torch.tensor([1, 1, 4])).backward()
+    assert_close(*sparse_pair)
+
+
 # ---- wrap
 
 

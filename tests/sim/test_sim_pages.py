@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from hf_l2l.testing import page_lock_limit, page_locked_bytes
+from hf_l2l.testing import page_lock_limit, page_locked_bytes, sim_pages
 
 RUNTIME = torch.sim.cudart()
 PAGE = 4096
@@ -105,6 +106,24 @@ def test_a_limit_ends_where_an_error_leaves_it(memory):
     with pytest.raises(KeyError), page_lock_limit(0):
         raise KeyError
     assert (register(memory), unregister(memory)) == (GRANTED, GRANTED)
+
+
+def test_a_finalizer_that_unregisters_does_not_stop_a_registration(memory, monkeypatch):
+    """Garbage may be collected anywhere, while something else is registered, too."""
+    assert register(memory[:PAGE]) == GRANTED
+    overlaps, found = sim_pages._share_a_page, []
+
+    def collected_meanwhile(*ranges: int) -> bool:
+        if not found:
+            found.append(unregister(memory[:PAGE]))
+        return overlaps(*ranges)
+
+    monkeypatch.setattr(sim_pages, "_share_a_page", collected_meanwhile)
+    registering = threading.Thread(target=lambda: found.append(register(memory[2 * PAGE : 3 * PAGE])), daemon=True)
+    registering.start()
+    registering.join(10)
+    assert found == [GRANTED, GRANTED], "it waits for itself"
+    assert unregister(memory[2 * PAGE : 3 * PAGE]) == GRANTED
 
 
 def test_a_negative_limit_is_refused():
