@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
+from hf_l2l.backwards import Backwards
 from hf_l2l.config import size_text
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.layout import elements, is_dense
 from hf_l2l.stacks import tensor_bytes
-from hf_l2l.transit import HookErrors
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -44,9 +44,9 @@ class EagerParamServer:
         self.lane = stream.Lane(device)
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
-        self._backwards: set[int] = set()
-        """Those under way that will call `_publish` at their end."""
-        self._errors = HookErrors()
+        self.backwards = Backwards()
+        self.backwards.at_end.append(self._publish)
+        self.backwards.at_failure.append(self._discard)
         self._wrapped: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
 
     def start_forward(self) -> None:
@@ -55,15 +55,15 @@ class EagerParamServer:
         Raises:
             Exception: what went wrong at the end of the last backward, where torch lets nothing be raised.
         """
-        self._errors.raise_first()
-        if torch._C._current_graph_task_id() == -1:  # no backward is under way that goes on afterwards
-            self.discard()
-        if self.lane.is_stream and torch.is_grad_enabled():
-            self.memory.take_gradients()
+        self.backwards.errors.raise_first()
+        if self.lane.is_stream:
+            self.memory.adopt()
+            if torch.is_grad_enabled():
+                self.memory.take_gradients()
 
     def receive_in_hook(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
         """`receive` for hooks of autograd; an exception is raised later."""
-        with self._errors:
+        with self.backwards.errors:
             self.receive([(master, gradient)])
 
     @torch.no_grad()
@@ -76,12 +76,12 @@ class EagerParamServer:
             gradients: pairs of master and gradient sum, which has the shape of the master and may be overwritten.
                 Its memory may be freed at once; to write to it, wait for `lane`.
         """
-        self._errors.raise_first()
+        self.backwards.errors.raise_first()
         if not self.lane.is_stream:
             for master, gradient in gradients:
                 _add_to_grad(master, stream.download(gradient))
             return
-        self._publish_at_end()
+        self.backwards.join()
         complete = stream.record(self.device)
         with self.lane.entered():
             stream.wait(complete, "gradients leave when they are complete")
@@ -92,7 +92,7 @@ class EagerParamServer:
         """Start to download one gradient, on the lane; where there is a sum already, it is added to that first."""
         total = self._arriving.get(master, master.grad)
         if not _alike(gradient, master if total is None else total):  # sparse ones, or a grad that the user put there
-            self._show_arrived()
+            self._publish()
             _add_to_grad(master, gradient.to(stream.HOST))
             return
         stream.keep_until_done(gradient)
@@ -103,34 +103,18 @@ class EagerParamServer:
                 new.add_(held.to(self.device, non_blocking=True))
         total.copy_(gradient, non_blocking=True)
 
-    def _publish_at_end(self) -> None:
-        """Let `_publish` run when the backward that this is called in is over; it does not if that fails."""
-        task = torch._C._current_graph_task_id()
-        assert task != -1, "gradients are received inside a backward"
-        if task not in self._backwards:
-            self._backwards.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._publish)
-
     @torch.no_grad()
     def _publish(self) -> None:
-        """Wait for what has been received, and let `p.grad` show it."""
-        with self._errors:
-            self._backwards.clear()
-            self._show_arrived()
-
-    def _show_arrived(self) -> None:
         """Wait for what has been received, and add it to `p.grad`."""
         stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
         arrived, self._arriving = self._arriving, {}
         for master, gradient in arrived.items():
             _add_to_grad(master, gradient)
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""
-        if self._backwards:
-            stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
-            self._arriving.clear()
-            self._backwards.clear()
+        stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
+        self._arriving.clear()
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
@@ -146,7 +130,7 @@ class EagerParamServer:
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper keeps the optimizer there
         if inner not in self._wrapped:
             self._wrapped[inner] = [
-                inner.register_step_pre_hook(lambda *args: self._errors.raise_first()),
+                inner.register_step_pre_hook(lambda *args: self.backwards.errors.raise_first()),
                 inner.register_step_post_hook(_clear_used_gradients),
             ]
         return optimizer

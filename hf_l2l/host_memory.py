@@ -123,14 +123,15 @@ class HostMemory:
     def bytes_wanted(self) -> int:
         """That would be registered if nothing had been refused, with the gradients that training will need."""
         to_come = [p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None]
-        return sum(len(pages) for pages in list(self._pages)) + sum(self._refused.values()) + tensor_bytes(to_come)
+        taken = sum(len(pages) for pages in list(self._pages))
+        return taken + sum(int(size) for size in self._refused.values()) + tensor_bytes(to_come)
 
     def adopt(self) -> None:
         """Move parameters that are new, or lie elsewhere now, into registered memory; they stay the same objects.
 
         What cannot be registered stays where it is, as do parameters that share memory with others.
         """
-        new = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
+        new: set[torch.Tensor] = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
         if not new or not stream.can_page_lock(self.device):
             return
         sharing = _sharing_memory(self.model)
@@ -148,18 +149,21 @@ class HostMemory:
 
     def take_gradients(self) -> None:
         """Take the memory for one gradient per trainable parameter, where that has not been done."""
-        missing = {p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None}
-        for unit in self.watch(self._units(missing), "Taking page-locked memory for gradients"):
+        missing: set[torch.Tensor] = {
+            p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None
+        }
+        for unit in self.watch(self._units(missing) if missing else [], "Taking page-locked memory for gradients"):
             layout = Layout(unit)
             self._gradients.update(_rooms(self._new_pages(layout.num_bytes), layout))
         self.warn_once()
 
     def _units(self, parameters: set[torch.Tensor]) -> list[list[torch.Tensor]]:
         """`parameters` in the groups in which they travel: layer by layer, and each of the others by itself."""
-        units = []
+        units: list[list[torch.Tensor]] = []
+        left = set(parameters)
         for masters in (*(layer.parameters() for layer in self.layers), *([p] for p in self.model.parameters())):
-            unit = [p for p in masters if p in parameters]
-            parameters = parameters.difference(unit)  # what is tied belongs to the first
+            unit: list[torch.Tensor] = [p for p in masters if p in left]
+            left.difference_update(unit)  # what is tied belongs to the first
             if unit:
                 units.append(unit)
         return units
@@ -195,9 +199,9 @@ class HostMemory:
             return
         self._warned = True
         warnings.warn(
-            f"{size_text(self.bytes_locked)} of {size_text(self.bytes_wanted)} of host memory could be page-locked for "
-            f"{self.device}; the rest stays pageable: results are the same, but copies of it hold up the host. Raise "
-            "the limit on locked memory (`ulimit -l`, or the container's memory)",
+            f"{size_text(self.bytes_locked)} of {size_text(self.bytes_wanted)} of host memory could be page-locked "
+            f"for {self.device}; the rest stays pageable: results are the same, but copies of it hold up the host. "
+            "Raise the limit on locked memory (`ulimit -l`, or the container's memory)",
             stacklevel=2,
         )
 

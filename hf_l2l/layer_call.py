@@ -38,6 +38,8 @@ class LayerCall:
     autocast: AutocastState
     before: LayerCall | None = None
     """The call before, which is the next one of the backward sweep."""
+    in_graph: bool = False
+    """Whether a backward can reach it."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Its tensor arguments in the stash, as long as its graph lives."""
     split: Split | None = None
@@ -75,8 +77,8 @@ class LayerCall:
         return [None] if self.split is None else self.split.ubatches
 
     def remember(self, kept: Sequence[torch.Tensor]) -> None:
-        """Remember what stands in the stash for the tensor arguments."""
-        self.kept = [weakref.ref(tensor) for tensor in kept]
+        """Remember what stands in the stash for the tensor arguments of a call that becomes a node of the graph."""
+        self.in_graph, self.kept = True, [weakref.ref(tensor) for tensor in kept]
 
     def kept_rows(self, turn: int) -> list[torch.Tensor]:
         """The parts of the stash that ubatch number `turn` needs for itself; none if there is no such ubatch."""

@@ -12,7 +12,7 @@ the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -158,11 +158,9 @@ class _RelayNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
-        with ExitStack() as failed:
-            failed.callback(ctx.relay.abandon)  # nothing may land once the caller has the exception
+        with ctx.relay.eps.backwards.joined():
+            inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
             ctx.relay.backward(ctx.call, inputs, gradients)
-            failed.pop_all()
         return None, None, None, *inputs.total
 
 
@@ -174,13 +172,15 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        self.stash = Stash(config.stash, device, eps.memory)
+        self.stash = Stash(config.stash, device, eps.memory, rooms=len(shell.layers))
         self._slots: WeightSlots | None = None
         self._turnstile = Turnstile()  # a backward in one thread and a forward in another would meet here
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._next: dict[nn.Module, nn.Module] = {}
         """Layer -> the one that was called after it, last time."""
         self.splitter = Splitter(config.ubatch_size, device)
+        for calls in (eps.backwards.at_end, eps.backwards.at_failure):
+            calls.append(self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `layer`, layer to layer."""
@@ -223,33 +223,31 @@ class Relay:
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run one layer forwards; the next one travels meanwhile."""
-        with self._turnstile.entered(), self._weights(call.layer, requires_grad=False) as weights:
-            outputs = forward_sweep(call, tensors, weights, for_backward=for_backward)
-            self._prefetch(self._next.get(call.layer))
-        return outputs
+        following = self._next.get(call.layer)
+        with (
+            self._turnstile.entered(),
+            self._weights(call.layer, requires_grad=False) as weights,
+            self._prefetching(following),
+        ):
+            return forward_sweep(call, tensors, weights, for_backward=for_backward)
 
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
         call.check_weights_unchanged()
+        # A layer below the lowest that trains is in no graph, and no backward will ask for it.
+        following = call.before.layer if call.before is not None and call.before.in_graph else None
         with (
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=True) as weights,
+            self._prefetching(following),
             self._summing(weights) as sums,
         ):
             backward_sweep(call, inputs, gradients, weights)
-            self._prefetch(call.before.layer if call.before else None)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
         if torch.autograd._is_checkpoint_valid():
             self.eps.receive([*sums.items(), *weights.gradients])
             if sums:
                 self._gradient_slots.leave(self.eps.lane)
-        if call.before is None:
-            self._settle()  # the sweep ends here; where nothing is trained, no gradient makes the host wait
-
-    def abandon(self) -> None:
-        """Wait for what is on its way in a backward that has failed, and forget it."""
-        self._settle()
-        self.eps.discard()
 
     def _settle(self) -> None:
         self.stash.settle()
@@ -271,6 +269,15 @@ class Relay:
         with self._slots.weights(layer, requires_grad=requires_grad) as weights:
             yield weights
 
-    def _prefetch(self, layer: nn.Module | None) -> None:
-        if self.prefetch and layer is not None and self._slots is not None:
-            self._slots.prefetch(layer)
+    @contextmanager
+    def _prefetching(self, layer: nn.Module | None) -> Iterator[None]:
+        """Upload `layer` while the block gives the device the work of another one."""
+        slots = self._slots if self.prefetch and layer is not None else None
+        # A layer may make the host wait for the device, so the upload goes first; but an upload from pageable memory
+        # makes it wait, too, and then the device is to have its work before.
+        first = self.eps.memory.is_locked
+        if first and slots is not None and layer is not None:
+            slots.prefetch(layer)
+        yield
+        if not first and slots is not None and layer is not None:
+            slots.prefetch(layer)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
+from hf_l2l.backwards import ONE_THREAD
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.stacks import batch_rows, is_cache, shell_modules
@@ -37,10 +38,7 @@ class Turnstile:
             RuntimeError: if somebody else is.
         """
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "a model under L2L serves one thread at a time (it was used while another thread's call was inside "
-                "it); let the threads take turns, or give each a deep copy of the model, attached by itself"
-            )
+            raise RuntimeError(ONE_THREAD)
         try:
             yield
         finally:
@@ -84,6 +82,7 @@ class Shell:
         self.device = device
         self.eps = eps
         self._turnstile = Turnstile()
+        self._last_thread: int | None = None
         self._call: RootCall | None = None
 
     @property
@@ -104,10 +103,12 @@ class Shell:
         """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards.
 
         Raises:
-            RuntimeError: if a call from another thread is inside the model.
+            RuntimeError: if a call from another thread is inside the model, or its backward is under way.
         """
         assert self.call is None, "a call is already inside the model"
         with self._turnstile.entered():
+            self.eps.backwards.refuse_others(own=self._last_thread in (None, threading.get_ident()))
+            self._last_thread = threading.get_ident()
             self.eps.start_forward()
             args, kwargs = to_device((args, kwargs), self.device)
             weights = self._upload(module)

@@ -40,11 +40,13 @@ class Stash:
     and not once per layer.
     """
 
-    def __init__(self, place: StashPlace, device: torch.device, memory: HostMemory) -> None:
+    def __init__(self, place: StashPlace, device: torch.device, memory: HostMemory, *, rooms: int = 1) -> None:
+        """With room in host memory for `rooms` layer inputs from the first one on, and for more when they come."""
         self.place = place
         self.device = device
         self.lane = stream.Lane(device)
         self._memory = memory
+        self._first_rooms = rooms
         self._rooms: list[Room] = []
         self._most_rooms = 0
         """That were in use at once, ever."""
@@ -103,7 +105,8 @@ class Stash:
         fitting = [room for room in self._rooms if room.num_bytes >= num_bytes and room.is_free]
         if fitting:
             return min(fitting, key=lambda room: room.num_bytes)
-        self._rooms.append(self._memory.new_room(num_bytes))
+        self._rooms += self._memory.new_rooms(1 if self._rooms else self._first_rooms, num_bytes)
+        self._memory.warn_once()
         return self._rooms[-1]
 
     def fetch(self, kept: torch.Tensor) -> torch.Tensor:

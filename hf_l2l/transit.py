@@ -13,31 +13,9 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
+from hf_l2l.backwards import HookErrors
 from hf_l2l.layout import Layout
 from hf_l2l.placement import DeviceWeights
-
-
-class HookErrors:
-    """Carries an exception out of a hook of autograd: `with errors:` keeps one that leaves the block.
-
-    On an accelerator hooks run in a thread of torch's own, where an exception ends the process without a word.
-    """
-
-    def __init__(self) -> None:
-        self._first: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self._first = self._first or error
-        return True
-
-    def raise_first(self) -> None:
-        """Raise what was kept, once."""
-        error, self._first = self._first, None
-        if error is not None:
-            raise error
 
 
 class _Slot:

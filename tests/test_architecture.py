@@ -15,7 +15,7 @@ PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
     ("config", "stream", "autocast"),
-    ("stacks", "capture", "layout", "host_memory", "placement", "transit", "stash"),
+    ("stacks", "capture", "backwards", "layout", "host_memory", "placement", "transit", "stash"),
     ("eps",),
     ("shell", "splitting", "layer_call", "relay"),
     ("estimate", "progress", "hooks"),

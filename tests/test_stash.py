@@ -30,7 +30,7 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def host_stash(place: str = "host") -> Stash:
-    return Stash(place, HOST, HostMemory(HOST, []))
+    return Stash(place, HOST, HostMemory(HOST, nn.Module()))
 
 
 def keep(stash: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:

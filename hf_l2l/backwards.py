@@ -1,0 +1,115 @@
+"""Which backwards an engine takes part in, and what is to happen when one is over or has failed.
+
+torch says when a backward ends, but not when it fails. It holds what it is to call at the end for as long as it runs,
+though, so that a callback which is given up without having been called tells of a failure. That is when the backward
+raises, or a moment later.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_FAILED_BACKWARD_ENDS_WITHIN_S = 1.0
+
+
+class HookErrors:
+    """Carries an exception out of a hook or callback of autograd: `with errors:` keeps one that leaves the block.
+
+    On accelerators these run in a thread of torch's own, where an exception can end the process without a word.
+    """
+
+    def __init__(self) -> None:
+        self._first: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self._first = self._first or error
+        return True
+
+    def raise_first(self) -> None:
+        """Raise what was kept, once."""
+        error, self._first = self._first, None
+        if error is not None:
+            raise error
+
+
+class Backwards:
+    """The backwards under way that an engine takes part in."""
+
+    def __init__(self) -> None:
+        self.errors = HookErrors()
+        self.at_end: list[Callable[[], None]] = []
+        """Called when a backward is over."""
+        self.at_failure: list[Callable[[], None]] = []
+        """Called when a backward has failed."""
+        self._under_way: dict[int, weakref.ref[_End]] = {}
+
+    def join(self) -> None:
+        """Take part in the backward that this is called in."""
+        task = torch._C._current_graph_task_id()
+        assert task != -1, "called in a node or hook of a backward"
+        if task not in self._under_way:
+            end = _End(self, task)
+            self._under_way[task] = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def over(self, task: int, *, failed: bool) -> None:
+        """Call what is to be called; a backward is over once."""
+        if self._under_way.pop(task, None) is not None:
+            for call in self.at_failure if failed else self.at_end:
+                with self.errors:
+                    call()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """`join`, for a block; if that raises, what is to happen at a failure has happened when the caller sees it."""
+        self.join()
+        with ExitStack() as failure:
+            failure.callback(self.over, torch._C._current_graph_task_id(), failed=True)
+            yield
+            failure.pop_all()
+
+    def refuse_others(self, *, own: bool) -> None:
+        """Raise RuntimeError if a backward is under way that the caller is not inside of.
+
+        With `own`, it may be one of the caller's that has failed, which torch's threads are about to give up.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        until = time.monotonic() + (_FAILED_BACKWARD_ENDS_WITHIN_S if own else 0.0)
+        while self._under_way and time.monotonic() < until:
+            time.sleep(0.001)
+        if self._under_way:
+            raise RuntimeError(ONE_THREAD)
+
+
+class _End:
+    """What torch calls when a backward is over, and lets go of when it has failed."""
+
+    def __init__(self, backwards: Backwards, task: int) -> None:
+        self._backwards = weakref.ref(backwards)
+        self._task = task
+
+    def __call__(self) -> None:
+        self._tell(failed=False)
+
+    def __del__(self) -> None:
+        self._tell(failed=True)
+
+    def _tell(self, *, failed: bool) -> None:
+        backwards = self._backwards()
+        if backwards is not None:
+            backwards.over(self._task, failed=failed)
+
+
+ONE_THREAD = (
+    "a model under L2L serves one thread at a time (it was used while another thread's call was inside it); let the "
+    "threads take turns, or give each a deep copy of the model, attached by itself"
+)
