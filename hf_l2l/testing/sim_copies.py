@@ -33,7 +33,7 @@ from hf_l2l.testing.sim_recorder import Running
 
 
 class Landing:
-    """When queued copies land: as late as possible, at issue, or either, drawn from a seed."""
+    """When queued copies land: as late as possible, at issue, or anywhere between, drawn from a seed."""
 
     def __init__(self) -> None:
         self.late = True
@@ -41,7 +41,12 @@ class Landing:
 
     def at_issue(self) -> bool:
         """Return whether the copy that is issued now lands at once."""
-        return not self.late or (self.draws is not None and self.draws.random() < 0.5)
+        return not self.late or (self.draws is not None and self.draws.random() < 0.3)
+
+    def now(self) -> QueuedCopy | None:
+        """Return a queued copy that lands before the operation that is issued now, though nothing waits for it."""
+        lands = bool(_queue) and self.draws is not None and self.draws.random() < 0.1
+        return self.draws.choice(_queue) if lands and self.draws is not None else None
 
 
 @dataclass(eq=False)
@@ -97,6 +102,9 @@ def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Ite
         line.advance(name)
         check(line, touches)
         land(line.clock)
+        early = LANDING.now()
+        if early is not None:
+            land(early.clock)
         line.running = True
         try:
             yield

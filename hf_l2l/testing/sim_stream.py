@@ -213,7 +213,7 @@ def late_copies(late: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_landing(seed: int) -> Iterator[None]:
-    """Let each queued copy land at issue or late, drawn from `seed`. A switch for tests."""
+    """Let each queued copy land at issue, when it is waited for, or between, drawn from `seed`. A switch for tests."""
     with _landing(True, random.Random(seed)):
         yield
 
