@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
@@ -223,7 +224,8 @@ class HostMemory:
 
 def _move(master: torch.Tensor, to: torch.Tensor) -> None:
     """Let `master` have the memory of `to`, with its own values."""
-    with torch.no_grad():
+    # A graph that is still to be run backwards finds what it was made with.
+    with torch.no_grad(), _unsafe_preserve_version_counter(master):
         master.set_(to.copy_(master))  # type: ignore[call-overload]
 
 
