@@ -45,11 +45,17 @@ class Backwards:
 
     def __init__(self) -> None:
         self.errors = HookErrors()
-        self.at_end: list[Callable[[], None]] = []
-        """Called when a backward is over."""
-        self.at_failure: list[Callable[[], None]] = []
-        """Called when a backward has failed."""
+        self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
+        """By whether the backward has failed."""
         self._under_way: dict[int, weakref.ref[_End]] = {}
+
+    def call(self, *, at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
+        """Call these bound methods when a backward is over, or has failed, as long as their objects live.
+
+        This keeps nothing alive: what a detached engine holds on the device is given back at once.
+        """
+        self._calls[False].append(weakref.WeakMethod(at_end))
+        self._calls[True].append(weakref.WeakMethod(at_failure))
 
     def join(self) -> None:
         """Take part in the backward that this is called in."""
@@ -63,9 +69,11 @@ class Backwards:
     def over(self, task: int, *, failed: bool) -> None:
         """Call what is to be called; a backward is over once."""
         if self._under_way.pop(task, None) is not None:
-            for call in self.at_failure if failed else self.at_end:
+            for reference in self._calls[failed]:
+                call = reference()
                 with self.errors:
-                    call()
+                    if call is not None:
+                        call()
 
     @contextmanager
     def joined(self) -> Iterator[None]:

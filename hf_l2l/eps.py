@@ -45,8 +45,7 @@ class EagerParamServer:
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
         self.backwards = Backwards()
-        self.backwards.at_end.append(self._publish)
-        self.backwards.at_failure.append(self._discard)
+        self.backwards.call(at_end=self._publish, at_failure=self._discard)
         self._wrapped: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
 
     def start_forward(self) -> None:

@@ -179,8 +179,7 @@ class Relay:
         self._next: dict[nn.Module, nn.Module] = {}
         """Layer -> the one that was called after it, last time."""
         self.splitter = Splitter(config.ubatch_size, device)
-        for calls in (eps.backwards.at_end, eps.backwards.at_failure):
-            calls.append(self._settle)
+        eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `layer`, layer to layer."""

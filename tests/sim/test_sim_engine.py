@@ -127,7 +127,8 @@ def slots_of(model: nn.Module) -> int:
 
 def test_the_slots_alone_stay_on_the_device_between_steps():
     before = settled_memory()
-    model = attached(tiny_bert(), device="sim", ubatch_size=2)
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="sim", ubatch_size=2))
     for _ in range(2):
         loss = model(**batch_for(model)).loss
         loss.backward()
@@ -138,6 +139,7 @@ def test_the_slots_alone_stay_on_the_device_between_steps():
     try:
         detach_l2l(model)
         assert torch.sim.memory_allocated() == before  # at once, and not when garbage is collected
+        assert eps.model is model  # whoever still holds the EPS holds nothing on the device
     finally:
         gc.enable()
 
