@@ -231,19 +231,20 @@ class Relay:
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
         call.check_weights_unchanged()
+        goes_on = call.before is not None and any(inputs.needed)  # not below what is trained
         with (
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=True) as weights,
             self._summing(weights) as sums,
         ):
             backward_sweep(call, inputs, gradients, weights)
-            self._prefetch(call.before.layer if call.before else None)
+            self._prefetch(call.before.layer if call.before is not None and goes_on else None)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
         if torch.autograd._is_checkpoint_valid():
             self.eps.receive([*sums.items(), *weights.gradients])
             if sums:
                 self._gradient_slots.leave(self.eps.lane)
-        if call.before is None:
+        if not goes_on:
             self._settle()  # the sweep ends here; where nothing is trained, no gradient makes the host wait
 
     def abandon(self) -> None:
