@@ -8,6 +8,7 @@ as right. Every tensor made here has a storage of its own, so that saving one do
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -49,6 +50,7 @@ class Pages(mmap.mmap):
 
     def __init__(self, num_bytes: int) -> None:
         self.locked: tuple[int, torch.device] | None = None
+        self._process = os.getpid()
 
     def lock(self, device: torch.device) -> bool:
         """Register the pages with the device; False where that is refused."""
@@ -65,8 +67,9 @@ class Pages(mmap.mmap):
             self.locked = None
 
     def __del__(self) -> None:
-        # The device must not keep addresses that will be somebody else's. At the end of the process it forgets all.
-        if not sys.is_finalizing():
+        # The device must not keep addresses that will be somebody else's. At the end of the process it forgets all,
+        # and a forked one has no device.
+        if not sys.is_finalizing() and os.getpid() == self._process:
             self.unlock()
 
 

@@ -233,8 +233,9 @@ class Relay:
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
         call.check_weights_unchanged()
-        # A layer below the lowest that trains is in no graph, and no backward will ask for it.
-        following = call.before.layer if call.before is not None and call.before.in_graph else None
+        # No backward will ask for a layer below the lowest that trains.
+        goes_on = call.before is not None and call.before.in_graph and any(inputs.needed)
+        following = call.before.layer if call.before is not None and goes_on else None
         with (
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=True) as weights,

@@ -2,6 +2,33 @@
 
 from __future__ import annotations
 
-from hf_l2l.testing import enable_simulated_accelerator
+import gc
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_l2l.testing import enable_simulated_accelerator, page_locked_bytes
 
 enable_simulated_accelerator()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_other_modules() -> Iterator[None]:
+    """Models of other test modules are gone, with their page-locked memory, and so are copies nobody waited for."""
+    torch.sim.synchronize()
+    for _ in range(50):
+        gc.collect()
+        if page_locked_bytes() == 0:
+            break
+        time.sleep(0.02)
+    yield
+
+
+@pytest.fixture(scope="module")
+def quick_garbage_collection(_nothing_of_other_modules: None) -> Iterator[None]:
+    """What is there before the first test of the module is not looked at again and again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

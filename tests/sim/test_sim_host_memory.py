@@ -27,14 +27,7 @@ from hf_l2l.stacks import tensor_bytes
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 from training import tiny_bert
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_garbage_collection() -> Iterator[None]:
-    """What other modules hold is not looked at again and again."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,11 @@ from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, stream
 from hf_l2l.layer_call import LayerCall
 from hf_l2l.relay import Relay
 from hf_l2l.stash import Stash
-from hf_l2l.testing import page_locked_bytes
+from hf_l2l.testing import page_locked_bytes, sim_copies
+from hf_l2l.transit import WeightSlots
 from training import settled_memory, tiny_bert
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_garbage_collection() -> Iterator[None]:
-    """What other modules hold is not looked at again and again."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
 
 
 def relay_of(model: nn.Module) -> Relay:
@@ -148,6 +142,30 @@ def test_frozen_layers_in_between_get_none(frozen, options):
             each.bert.encoder.layer[i].requires_grad_(False)
     for seed in (1, 2):
         train_as_plain(model, plain, seed=seed)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_backward_that_ends_above_frozen_layers_leaves_nothing_on_its_way(stash, monkeypatch):
+    model = bert_on_sim(stash=stash)
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[:2].requires_grad_(False)
+    loss = model(**batch_for(model)).loss
+    filled, fill = [], WeightSlots._fill
+    monkeypatch.setattr(WeightSlots, "_fill", lambda slots, layer: filled.append(layer) or fill(slots, layer))
+    loss.backward()
+    assert filled == [] and sim_copies._queue == []
+
+
+def test_memory_that_an_upload_still_writes_is_not_handed_out_again():
+    """The model goes while a layer is on its way that a backward to an intermediate did not get to."""
+    model = bert_on_sim()
+    outputs = model(**batch_for(model), output_hidden_states=True)
+    torch.autograd.grad(outputs.loss, outputs.hidden_states[2])
+    assert sim_copies._queue
+    del model, outputs
+    settled_memory()
+    torch.sim.synchronize()
+    assert sim_copies._queue == []
 
 
 # ---- errors in hooks of autograd, which run in a thread of torch's own
@@ -332,6 +350,7 @@ def test_the_gradient_of_an_intermediate_is_that_of_plain_torch():
     for model in pair(stash="host"):
         outputs = model(**batch_for(model), output_hidden_states=True)
         found.append(torch.autograd.grad(outputs.loss, outputs.hidden_states[1])[0].cpu())
+        torch.sim.synchronize()  # what was fetched ahead and not asked for
     assert torch.equal(*found)
 
 
