@@ -107,7 +107,6 @@ class WeightSlots:
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered():
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
             stream.released(slot.memory)
-            stream.keep_until_done(slot.memory)  # the model may go while they are on their way
             copies = {master: layout.view(slot.memory, master) for master in layout.offsets}
             try:
                 for master, copy in copies.items():
