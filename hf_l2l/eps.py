@@ -136,13 +136,14 @@ class EagerParamServer:
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: what the host holds now."""
+        locked = self.memory.bytes_locked
         rows = "".join(
             f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
             for kind, tensors in host_tensors(self.model, self._wrapped.keys()).items()
         )
         return (
-            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}; "
-            f"{size_text(self.memory.bytes_locked)} page-locked</caption>"
+            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
+            f"{f'; {size_text(locked)} page-locked' if locked else ''}</caption>"
             f"<thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
