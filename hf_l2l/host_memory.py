@@ -135,8 +135,10 @@ class HostMemory:
 
         What cannot be registered stays where it is, as do parameters that share memory with others.
         """
+        if not stream.can_page_lock(self.device):
+            return
         new: set[torch.Tensor] = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
-        if not new or not stream.can_page_lock(self.device):
+        if not new:
             return
         sharing = _sharing_memory(self.model)
         for unit in self.watch(self._units(new), "Moving master weights to page-locked memory"):
