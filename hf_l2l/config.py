@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 StashPlace = Literal["device", "host"]
+EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,16 @@ class L2LConfig:
     """Layers whose weight gradients the device holds at once: 2, so that one layer sums while the sums of another
     leave, or 1, which saves the memory of one layer and waits where a transfer outlasts one ubatch's recompute."""
 
+    eps_update: EpsUpdate = "auto"
+    """When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the background
+    after it, as the next forward needs them; "eager", layer by layer in the background during backward, without
+    clipping (L2L-p, first text, figure 2c). The bits are the same. "auto" is
+    serial."""
+
+    num_threads: int | None = None
+    """Threads inside one operation of an update in the background. None takes all cores but one, which is left to the
+    thread that drives the device."""
+
     layer_classes: tuple[str, ...] | None = None
     """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
 
@@ -58,6 +69,17 @@ class L2LConfig:
         if isinstance(self.gradient_slots, bool) or self.gradient_slots not in (1, 2):
             raise ValueError(
                 f"gradient_slots must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory is short"
+            )
+        if self.eps_update not in get_args(EpsUpdate):
+            raise ValueError(
+                f"eps_update must be one of {', '.join(map(repr, get_args(EpsUpdate)))} (got {self.eps_update!r}); "
+                "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"
+            )
+        threads = self.num_threads
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise ValueError(
+                f"num_threads must be a whole number of at least 1, or None for all cores but one (got {threads!r}); "
+                "it counts the threads of an update in the background"
             )
         if self.device is not None:
             _check_device(self.device)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import GradientState
 from torch import nn
 
 from hf_l2l import stream
@@ -194,7 +195,15 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
     layers = [layer for stack in stacks for layer in stack.layers]
     memory = HostMemory(device, model, layers, with_progress_bar)
     memory.adopt()
-    eps = EagerParamServer(model, device, memory)
+    eps = EagerParamServer(
+        model,
+        device,
+        memory,
+        update=config.eps_update,
+        num_threads=config.num_threads,
+        # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
+        goes_on=lambda: not GradientState().sync_gradients,
+    )
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
