@@ -33,6 +33,7 @@ from hf_l2l.config import L2LConfig  # noqa: E402  # an unsupported torch is to 
 from hf_l2l.eps import EagerParamServer  # noqa: E402
 from hf_l2l.estimate import estimate  # noqa: E402
 from hf_l2l.hooks import attach_l2l, detach_l2l  # noqa: E402
+from hf_l2l.lamb import Lamb  # noqa: E402
 from hf_l2l.worker import EngineFailedError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "L2LConfig",
     "L2LTrainer",
     "L2LTrainingArguments",
+    "Lamb",
     "attach_l2l",
     "detach_l2l",
     "estimate",

@@ -8,7 +8,7 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -44,9 +44,7 @@ class EagerParamServer:
         *,
         update: EpsUpdate = "auto",
         num_threads: int | None = None,
-        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With `goes_on`, which says in a backward whether another one follows before the step."""
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
@@ -54,9 +52,7 @@ class EagerParamServer:
         self.gradients = Gradients(device, self.memory, self.backwards)
         if update == "auto":
             update = "serial"
-        self.updates = Updates(
-            model, self.memory.layers, self.gradients, mode=update, num_threads=num_threads, goes_on=goes_on
-        )
+        self.updates = Updates(model, self.memory.layers, self.gradients, mode=update, num_threads=num_threads)
 
     @property
     def lane(self) -> stream.Lane:

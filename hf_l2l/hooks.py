@@ -195,15 +195,8 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
     layers = [layer for stack in stacks for layer in stack.layers]
     memory = HostMemory(device, model, layers, with_progress_bar)
     memory.adopt()
-    eps = EagerParamServer(
-        model,
-        device,
-        memory,
-        update=config.eps_update,
-        num_threads=config.num_threads,
-        # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
-        goes_on=lambda: not GradientState().sync_gradients,
-    )
+    eps = EagerParamServer(model, device, memory, update=config.eps_update, num_threads=config.num_threads)
+    eps.updates.arrivals.goes_on = lambda: not GradientState().sync_gradients
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]

@@ -41,7 +41,7 @@ def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
     if optimizer.state.keys() - {p for group in optimizer.param_groups for p in group["params"]}:
         return "it keeps state that belongs to no parameter"
     failures: list[_NotTriable] = []
-    # Most start without state, but some make it when they are made, as Adagrad. Some take only sparse gradients.
+    # Most start without state, but some make it in their constructor. Some take only sparse gradients.
     for with_state, sparse in product((False, True), (False, True)):
         try:
             with _generators_restored():
@@ -89,7 +89,7 @@ class _Trial:
         vars(self.optimizer).update(
             (name, OrderedDict() if name.endswith("_hooks") else _copied(value, memo))
             for name, value in vars(optimizer).items()
-            if name not in ("step", "state", "param_groups")  # a scheduler puts its own `step` there
+            if name not in ("state", "param_groups")
         )
         groups = [_group_of(group, self.parameters[2 * n : 2 * n + 2], memo) for n, (group, _) in enumerate(pairs)]
         with _Foreign():  # one that wraps another may not let them be set
@@ -133,8 +133,7 @@ class _Trial:
             if number == 1 and index % 2:
                 continue
             generator = torch.Generator().manual_seed(1000 * number + index + (500_000 * others_seed) * (index % 2))
-            highest = torch.finfo(p.dtype).max ** 0.25  # second moments stay finite in float16
-            gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype) * min(scale, highest)
+            gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype) * scale
             made[p] = gradient.to_sparse(1) if self.sparse else gradient
         return made
 
@@ -142,7 +141,9 @@ class _Trial:
         return _bits([{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups])
 
     def _attributes(self) -> Any:
-        return _bits({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")})
+        # Where an attribute leads to these once more, they are no part of it.
+        within = tuple(map(id, (self.optimizer, self.optimizer.state, self.optimizer.param_groups)))
+        return _bits({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")}, within)
 
 
 def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -82,7 +82,7 @@ class SplitStep:
         taken = {p: s for p in masters if (s := self._waiting.pop(p, None)) is not None}
         if not taken:
             return
-        stand_ins = list(taken.values())
+        stand_ins = sorted(taken.values(), key=lambda s: s.place)
         # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
         state = defaultdict(dict, {s.tensor: s.state for s in stand_ins if s.has_state})
         optimizer = _another(self._base, self._groups_of(stand_ins), state)
@@ -116,7 +116,6 @@ def _another(
     """An optimizer with the attributes of this one (`copy.copy` would lose most of them), and without its hooks."""
     other = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
-    vars(other).pop("step", None)
     other.param_groups, other.state = groups, state
     other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return other

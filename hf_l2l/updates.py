@@ -14,7 +14,7 @@ gradients that the background has taken. All modes give the same bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -25,11 +25,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.arrivals import Arrivals
+from hf_l2l.background import Update, carry_out
 from hf_l2l.clipping import taken_factor
 from hf_l2l.gradients import Gradients
 from hf_l2l.locality import why_not_layer_local
 from hf_l2l.optimizer import SplitStep
-from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, settle, untouched
+from hf_l2l.pending import can_hold, hold, let_go, pending_of, settle, untouched
 from hf_l2l.worker import Task, Worker
 
 Mode = Literal["serial", "deferred", "eager"]
@@ -46,23 +47,21 @@ class Updates:
         *,
         mode: Mode,
         num_threads: int | None,
-        goes_on: Callable[[], bool],
     ) -> None:
-        """With `goes_on`, which says whether another micro-step follows before the step (gradient accumulation)."""
         self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
         self._gradients = gradients
         names = {module: name for name, module in model.named_modules()}
         self._layers = {names[layer]: layer for layer in layers}
-        self.arrivals = Arrivals(goes_on)
+        self.arrivals = Arrivals()
         self._last: Task | None = None
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         self._shapes: dict[torch.Tensor, torch.Size] = {}
         """Of the parameters that the optimizers have states for."""
         # Of the step that is under way, in eager mode:
-        self._updated: dict[torch.Tensor, _Update] = {}
+        self._updated: dict[torch.Tensor, Update] = {}
         self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
         gradients.backwards.call(at_end=self._nothing, at_failure=self._fail_half_updated)
 
@@ -123,7 +122,7 @@ class Updates:
     def is_under_way(self, masters: Iterable[torch.Tensor]) -> bool:
         """Whether anybody who used one of `masters` now would have to wait."""
         found = (pending_of(master) for master in masters)
-        return any(isinstance(pending, _Update) and not pending.task.done for pending in found)
+        return any(isinstance(pending, Update) and not pending.task.done for pending in found)
 
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished."""
@@ -191,12 +190,12 @@ class Updates:
             step = SplitStep(optimizer, gradients)
         for what, masters in self._parts(gradients):
             factors = [(gradients[m], factor) for m in masters if (factor := taken_factor(gradients[m])) is not None]
-            update = _Update(Task(f"the update of {what}"), in_step=in_step)
+            update = Update(Task(f"the update of {what}"), in_step=in_step)
             for master in masters:
                 hold(master, update)
                 if in_step:
                     self._updated[master] = update
-            self.worker.submit(update.task, partial(_update, step, masters, factors, landed, update))
+            self.worker.submit(update.task, partial(carry_out, step, masters, factors, landed, update))
             self._last = update.task
 
     def _parts(self, masters: Iterable[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -259,7 +258,7 @@ class Updates:
     def release(self) -> None:
         """Finish what was begun, and let the optimizers step as they did before."""
         if self.worker.has_failed:
-            unfinished = sum(isinstance(pending_of(p), _Update) for p in self.model.parameters())
+            unfinished = sum(isinstance(pending_of(p), Update) for p in self.model.parameters())
             warnings.warn(
                 f"an update failed: {unfinished} parameters are not what the last step would have made them; load "
                 "the last checkpoint",
@@ -276,46 +275,6 @@ class Updates:
                 settle(p.grad)
         self._hooks.clear()
         self.worker.close()
-
-
-class _Update(Pending):
-    """Masters that the worker is to update."""
-
-    def __init__(self, task: Task, *, in_step: bool) -> None:
-        self.task = task
-        self.in_step = in_step
-        """Whether this is an eager update, and `optimizer.step()` has not been called yet."""
-
-    def before_values(self, tensor: torch.Tensor) -> None:
-        self.task.wait("weights are used when they have been updated")
-        if not self.in_step:
-            let_go(tensor, self)
-
-    def before_grad(self, tensor: torch.Tensor) -> None:
-        if self.in_step:
-            raise RuntimeError(
-                "eps_update='eager' has used this gradient during backward, and there is no p.grad any more; use "
-                "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
-            )
-
-
-def _update(
-    step: SplitStep,
-    masters: list[torch.Tensor],
-    factors: list[tuple[torch.Tensor, torch.Tensor]],
-    landed: stream.Point | None,
-    update: _Update,
-) -> None:
-    """Update `masters`, on the worker's thread."""
-    if landed is not None:
-        stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
-    with torch.no_grad():
-        for gradient, factor in factors:
-            gradient.mul_(factor)
-    step.run(masters)
-    if not update.in_step:
-        for master in masters:
-            let_go(master, update)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

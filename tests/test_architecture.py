@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
-    ("config", "stream", "autocast"),
+    ("config", "stream", "autocast", "worker", "pending"),
     ("stacks", "capture", "backwards", "layout", "host_memory", "placement", "transit", "stash"),
-    ("eps",),
+    ("optimizer", "locality", "lamb", "arrivals", "background", "clipping", "gradients", "updates", "eps"),
     ("shell", "splitting", "layer_call", "relay"),
     ("estimate", "progress", "hooks"),
     ("training_args", "trainer", "measure", "compare", "glue"),

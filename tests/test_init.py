@@ -15,7 +15,16 @@ import torch
 import hf_l2l
 
 ROOT = Path(__file__).parent.parent
-NAMES = ["EagerParamServer", "L2LConfig", "L2LTrainer", "L2LTrainingArguments", "attach_l2l", "detach_l2l", "estimate"]
+NAMES = [
+    "EagerParamServer",
+    "L2LConfig",
+    "L2LTrainer",
+    "L2LTrainingArguments",
+    "Lamb",
+    "attach_l2l",
+    "detach_l2l",
+    "estimate",
+]
 
 
 def run(code: str) -> str:

@@ -97,7 +97,7 @@ def test_clipping_is_torchs_own():
 @contextmanager
 def slow_updates(seconds: float = 0.1) -> Iterator[list[list[torch.Tensor]]]:
     """Every update in the background begins late; gives what was updated, in order."""
-    original, done = updates._update, []
+    original, done = updates.carry_out, []
 
     def late(step: Any, masters: list[torch.Tensor], *rest: Any) -> None:
         time.sleep(seconds)
@@ -105,11 +105,13 @@ def slow_updates(seconds: float = 0.1) -> Iterator[list[list[torch.Tensor]]]:
         done.append(masters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updates, "_update", late)
+        patch.setattr(updates, "carry_out", late)
         yield done
 
 
-def pending_model(**options: Any) -> tuple[nn.Module, EagerParamServer, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+def pending_model(
+    **options: Any,
+) -> tuple[nn.Module, EagerParamServer, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """A model whose step is on its way, and the weights it will have."""
     config = {"device": "cpu", **options}
     expected = tiny_bert(dropout=0.0, layers=2)

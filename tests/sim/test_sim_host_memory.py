@@ -20,7 +20,7 @@ from torch import nn
 
 from families import TOLERANCE, assert_same_bits, attached, batch_for, bert, gpt2, gradients, llama, train_once
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
-from hf_l2l import eps as eps_module
+from hf_l2l import gradients as gradients_module
 from hf_l2l.hooks import attachment_of
 from hf_l2l.host_memory import HostMemory, _sharing_memory
 from hf_l2l.stacks import tensor_bytes
@@ -623,9 +623,9 @@ def test_nothing_of_a_failed_backward_is_left_where_a_sparse_gradient_was_in_it(
     eps.release()
 
 
-@pytest.mark.parametrize("chunk", [gradients._CHUNK, 7, 16])
+@pytest.mark.parametrize("chunk", [gradients_module._CHUNK, 7, 16])
 def test_accumulated_gradients_have_the_bits_of_plain_torch(chunk, monkeypatch):
-    monkeypatch.setattr(eps_module, "_CHUNK", chunk)
+    monkeypatch.setattr(gradients_module, "_CHUNK", chunk)
     model = tiny_bert(dropout=0.0)
     plain = copy.deepcopy(model)
     on_sim(model)
@@ -648,9 +648,9 @@ class Repeating(Stacked):
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("chunk", [gradients._CHUNK, 3])
+@pytest.mark.parametrize("chunk", [gradients_module._CHUNK, 3])
 def test_a_layer_that_is_called_several_times_sums_as_plain_torch_does(layers, slots, chunk, monkeypatch):
-    monkeypatch.setattr(eps_module, "_CHUNK", chunk)
+    monkeypatch.setattr(gradients_module, "_CHUNK", chunk)
     plain = Repeating(layers)
     model = stacked(copy.deepcopy(plain), gradient_slots=slots)
     x = torch.randn(5, 4)

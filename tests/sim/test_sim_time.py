@@ -115,7 +115,7 @@ def test_the_example_with_transfers_under_compute():
     assert clock.busy("compute") == pytest.approx(2.458, rel=0.001)
     assert clock.busy("compute") >= 0.95 * sweeps_s(clock)
     assert clock.busy("upload") == pytest.approx((2 * 24 - 2) * V100.transfer_s)  # the last two layers stay
-    assert clock.busy("download") == pytest.approx(24 * V100.transfer_s)
+    assert clock.busy("download") == pytest.approx(24 * V100.transfer_s, rel=0.005)  # and the norms
     assert clock.busy("host") == pytest.approx(0.333, rel=0.01)
 
 

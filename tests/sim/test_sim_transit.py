@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from families import assert_same_bits, attached, batch_for, gradients, train_once
-from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, stream
+from hf_l2l import L2LConfig, attach_l2l, stream
+from hf_l2l.gradients import Gradients
 from hf_l2l.layer_call import LayerCall
 from hf_l2l.relay import Relay
 from hf_l2l.stash import Stash
@@ -178,15 +179,15 @@ class Interrupted(Exception):
 
 def fail_once_at(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the EPS fail once, when it receives the gradient of the parameter `name`."""
-    receive, failing = EagerParamServer._receive, [dict(model.named_parameters())[name]]
+    receive, failing = Gradients._receive, [dict(model.named_parameters())[name]]
 
-    def fail(eps: EagerParamServer, master: torch.Tensor, gradient: torch.Tensor) -> None:
+    def fail(held: Gradients, master: torch.Tensor, gradient: torch.Tensor) -> bool:
         if failing and master is failing[0]:
             failing.clear()
             raise Interrupted
-        receive(eps, master, gradient)
+        return receive(held, master, gradient)
 
-    monkeypatch.setattr(EagerParamServer, "_receive", fail)
+    monkeypatch.setattr(Gradients, "_receive", fail)
 
 
 LAST, FIRST = "bert.embeddings.word_embeddings.weight", "classifier.weight"  # in the order of a backward

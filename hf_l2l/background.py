@@ -1,0 +1,50 @@
+"""An update in the background: what readers of its weights wait for, and what the worker does."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_l2l import stream
+from hf_l2l.optimizer import SplitStep
+from hf_l2l.pending import Pending, let_go
+from hf_l2l.worker import Task
+
+
+class Update(Pending):
+    """Masters that the worker is to update."""
+
+    def __init__(self, task: Task, *, in_step: bool) -> None:
+        self.task = task
+        self.in_step = in_step
+        """Whether this is an eager update, and `optimizer.step()` has not been called yet."""
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        self.task.wait("weights are used when they have been updated")
+        if not self.in_step:
+            let_go(tensor, self)
+
+    def before_grad(self, tensor: torch.Tensor) -> None:
+        if self.in_step:
+            raise RuntimeError(
+                "eps_update='eager' has used this gradient during backward, and there is no p.grad any more; use "
+                "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
+            )
+
+
+def carry_out(
+    step: SplitStep,
+    masters: list[torch.Tensor],
+    factors: list[tuple[torch.Tensor, torch.Tensor]],
+    landed: stream.Point | None,
+    update: Update,
+) -> None:
+    """Update `masters`, on the worker's thread."""
+    if landed is not None:
+        stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+    with torch.no_grad():
+        for gradient, factor in factors:
+            gradient.mul_(factor)
+    step.run(masters)
+    if not update.in_step:
+        for master in masters:
+            let_go(master, update)
