@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from hf_l2l.trace import check_trace_path
+
 StashPlace = Literal["device", "host"]
 
 
@@ -41,6 +43,10 @@ class L2LConfig:
     """Layers whose weight gradients the device holds at once: 2, so that one layer sums while the sums of another
     leave, or 1, which saves the memory of one layer and waits where a transfer outlasts one ubatch's recompute."""
 
+    trace: str | None = None
+    """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,
+    what travels, what is waited for. What the file held before is gone; None writes nothing."""
+
     layer_classes: tuple[str, ...] | None = None
     """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
 
@@ -59,6 +65,8 @@ class L2LConfig:
             raise ValueError(
                 f"gradient_slots must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory is short"
             )
+        if self.trace is not None:
+            check_trace_path(self.trace)
         if self.device is not None:
             _check_device(self.device)
         if isinstance(self.layer_classes, str):

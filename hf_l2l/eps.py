@@ -9,7 +9,7 @@ figure 2b): all layers, in `optimizer.step()`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from hf_l2l.config import size_text
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.layout import elements, is_dense
 from hf_l2l.stacks import tensor_bytes
+from hf_l2l.timeline import Timeline
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -37,11 +38,18 @@ class EagerParamServer:
     it is there. A wrapped optimizer clears the gradients it has used.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, memory: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        memory: HostMemory | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
-        self.lane = stream.Lane(device)
+        self.timeline = timeline or Timeline(device, model)
+        self.lane = stream.Lane(device, "download")
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
         self.backwards = Backwards()
@@ -55,6 +63,7 @@ class EagerParamServer:
             Exception: what went wrong at the end of the last backward, where torch lets nothing be raised.
         """
         self.backwards.errors.raise_first()
+        self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
             if torch.is_grad_enabled():
@@ -66,7 +75,7 @@ class EagerParamServer:
             self.receive([(master, gradient)])
 
     @torch.no_grad()
-    def receive(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def receive(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add gradient sums from the device to what `master.grad` holds, by the end of this backward.
 
         Only to be called inside a backward. The device may go on computing meanwhile.
@@ -77,15 +86,17 @@ class EagerParamServer:
         """
         self.backwards.errors.raise_first()
         if not self.lane.is_stream:
-            for master, gradient in gradients:
-                _add_to_grad(master, stream.download(gradient))
+            with stream.span(self.device, "download", gradients[0][0] if gradients else ""):
+                for master, gradient in gradients:
+                    _add_to_grad(master, stream.download(gradient))
             return
         self.backwards.join()
         complete = stream.record(self.device)
         with self.lane.entered():
             stream.wait(complete, "gradients leave when they are complete")
-            for master, gradient in gradients:
-                self._receive(master, gradient)
+            with stream.span(self.device, "download", gradients[0][0] if gradients else ""):
+                for master, gradient in gradients:
+                    self._receive(master, gradient)
 
     def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
         """Start to download one gradient, on the lane; where there is a sum already, it is added to that first."""
@@ -130,6 +141,8 @@ class EagerParamServer:
         if inner not in self._wrapped:
             self._wrapped[inner] = [
                 inner.register_step_pre_hook(lambda *args: self.backwards.errors.raise_first()),
+                inner.register_step_pre_hook(lambda *args: self.timeline.start_update()),
+                inner.register_step_post_hook(lambda *args: self.timeline.end_step()),
                 inner.register_step_post_hook(_clear_used_gradients),
             ]
         return optimizer
@@ -154,6 +167,7 @@ class EagerParamServer:
             for handle in handles:
                 handle.remove()
         self._wrapped.clear()
+        self.timeline.close()
         self.memory.release()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

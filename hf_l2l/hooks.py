@@ -24,6 +24,7 @@ from hf_l2l.progress import with_progress_bar
 from hf_l2l.relay import Relay
 from hf_l2l.shell import Shell
 from hf_l2l.stacks import LayerStack, find_stacks, shell_modules
+from hf_l2l.timeline import Timeline
 
 _ATTRIBUTE = "_l2l"
 
@@ -192,9 +193,10 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
 
 def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
+    timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
     memory = HostMemory(device, model, layers, with_progress_bar)
     memory.adopt()
-    eps = EagerParamServer(model, device, memory)
+    eps = EagerParamServer(model, device, memory, timeline)
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]

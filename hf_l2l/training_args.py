@@ -41,6 +41,12 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         default=2,
         metadata={"help": "Layers whose weight gradients the device holds at once: 2, or 1 to save memory."},
     )
+    l2l_trace: str | None = field(
+        default=None,
+        metadata={
+            "help": "File to which steps are written as they run, to be opened in ui.perfetto.dev. Default: none."
+        },
+    )
     l2l_layer_classes: list[str] | None = field(
         default=None,
         metadata={
@@ -69,6 +75,7 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
         stash=getattr(args, "stash", "device"),
         prefetch=getattr(args, "l2l_prefetch", True),
         gradient_slots=getattr(args, "l2l_gradient_slots", 2),
+        trace=getattr(args, "l2l_trace", None),
         layer_classes=classes,
     )
 

@@ -63,7 +63,7 @@ class WeightSlots:
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, *, overlap: bool = True) -> None:
         """Without `overlap` weights travel in the order of computation, on its own stream."""
         self.device = device
-        self.lane = stream.Lane(device, beside=overlap)
+        self.lane = stream.Lane(device, "upload", beside=overlap)
         num_bytes = max(Layout(layer.parameters()).num_bytes for layer in layers)
         self.slots = [_WeightSlot(num_bytes, device) for _ in range(2)]
 
@@ -109,8 +109,9 @@ class WeightSlots:
             stream.released(slot.memory)
             copies = {master: layout.view(slot.memory, master) for master in layout.offsets}
             try:
-                for master, copy in copies.items():
-                    copy.copy_(master, non_blocking=self.lane.is_stream)
+                with stream.span(self.device, "upload", layer):
+                    for master, copy in copies.items():
+                        copy.copy_(master, non_blocking=self.lane.is_stream)
             finally:  # what was sent before an error is waited for, too
                 slot.arrived = stream.record(self.device)
         slot.copies = copies

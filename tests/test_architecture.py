@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
-    ("config", "stream", "autocast"),
+    ("trace", "config", "watching", "stream", "whereabouts", "timeline", "autocast"),
     ("stacks", "capture", "backwards", "layout", "host_memory", "placement", "transit", "stash"),
     ("eps",),
     ("shell", "splitting", "layer_call", "relay"),
@@ -24,7 +24,7 @@ LEVELS = (
 """A module imports those of lower levels, and of its own level those that stand before it."""
 
 THIRD_PARTY = {
-    "config": {"torch"},
+    "trace": {"torch"},
     "estimate": {"torch", "accelerate", "psutil"},
     "progress": {"torch", "accelerate", "psutil", "tqdm"},
     "training_args": {"torch", "accelerate", "psutil", "tqdm", "transformers"},
