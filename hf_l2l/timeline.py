@@ -147,11 +147,13 @@ class Timeline:
         """A call enters the model. If it is to train and no step has begun, one begins."""
         self._forwards += 1
         self._whereabouts.begin()
+        watcher = watcher_of(self.device)
+        if isinstance(watcher, Timeline):  # this one, or that of another model on the device
+            watcher.collect()
+            if not watcher._noted:  # nothing counts from the old base any more
+                watcher._rebase()
         if not self.is_watched:
             return
-        self.collect()
-        if not self._noted:  # nothing counts from the old one any more
-            self._rebase()
         if self._step_began is None and torch.is_grad_enabled():
             self._step_began = self.now()
             self._noted.append(_Noted(STEPS, "", self._step_began, self._step_began))
