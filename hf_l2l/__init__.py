@@ -33,6 +33,7 @@ from hf_l2l.config import L2LConfig  # noqa: E402  # an unsupported torch is to 
 from hf_l2l.eps import EagerParamServer  # noqa: E402
 from hf_l2l.estimate import estimate  # noqa: E402
 from hf_l2l.hooks import attach_l2l, detach_l2l  # noqa: E402
+from hf_l2l.worker import EngineFailedError  # noqa: E402
 
 if TYPE_CHECKING:
     from hf_l2l.trainer import L2LTrainer
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EagerParamServer",
+    "EngineFailedError",
     "L2LConfig",
     "L2LTrainer",
     "L2LTrainingArguments",

@@ -14,6 +14,7 @@ import torch
 from hf_l2l.trace import check_trace_path
 
 StashPlace = Literal["device", "host"]
+EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,16 @@ class L2LConfig:
     """Layers whose weight gradients the device holds at once: 2, so that one layer sums while the sums of another
     leave, or 1, which saves the memory of one layer and waits where a transfer outlasts one ubatch's recompute."""
 
+    eps_update: EpsUpdate = "auto"
+    """When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the background
+    after it, as the next forward needs them; "eager", layer by layer in the background during backward, without
+    clipping (L2L-p, first text, figure 2c). The bits are the same. "auto" is
+    serial."""
+
+    num_threads: int | None = None
+    """Threads inside one operation of an update in the background. None takes all cores but one, which is left to the
+    thread that drives the device."""
+
     trace: str | None = None
     """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,
     what travels, what is waited for. What the file held before is gone; None writes nothing."""
@@ -67,6 +78,17 @@ class L2LConfig:
             )
         if self.trace is not None:
             check_trace_path(self.trace)
+        if self.eps_update not in get_args(EpsUpdate):
+            raise ValueError(
+                f"eps_update must be one of {', '.join(map(repr, get_args(EpsUpdate)))} (got {self.eps_update!r}); "
+                "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"
+            )
+        threads = self.num_threads
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise ValueError(
+                f"num_threads must be a whole number of at least 1, or None for all cores but one (got {threads!r}); "
+                "it counts the threads of an update in the background"
+            )
         if self.device is not None:
             _check_device(self.device)
         if isinstance(self.layer_classes, str):

@@ -1,33 +1,31 @@
 """The eager param-server (EPS): the host side of layer-to-layer training.
 
 The model stays in host memory and its own parameters are the masters; the EPS takes the gradient sums that the layers
-leave behind and holds them in `p.grad` until the optimizer has used them. Sums leave the device while it computes the
-next layer; whoever calls `backward()` waits for the last of them. The update is serial (arXiv:2002.05645, first text,
-figure 2b): all layers, in `optimizer.step()`.
+leave behind (`gradients`), holds them in `p.grad` until the optimizer has used them, and has the masters updated
+(`updates`): in `optimizer.step()`, or layer by layer in the background.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.backwards import Backwards
-from hf_l2l.config import size_text
+from hf_l2l.clipping import clip
+from hf_l2l.config import EpsUpdate, size_text
+from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
-from hf_l2l.layout import elements, is_dense
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.timeline import Timeline
+from hf_l2l.updates import Updates, gradient_hook_error
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-
-_CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
 
 
 class EagerParamServer:
@@ -35,7 +33,8 @@ class EagerParamServer:
 
     The contract of `p.grad`: it is the truth until `optimizer.step()`, and None means "start a new sum", so that a
     batch thrown away (`zero_grad` without `step`) leaves nothing behind. When `backward()` returns, every gradient of
-    it is there. A wrapped optimizer clears the gradients it has used.
+    it is there. A wrapped optimizer clears the gradients it has used. Whoever reads a parameter while its update is
+    under way waits for that one. (With `update="eager"` the update is made in backward, and there is no `p.grad`.)
     """
 
     def __init__(
@@ -43,31 +42,57 @@ class EagerParamServer:
         model: nn.Module,
         device: torch.device,
         memory: HostMemory | None = None,
+        *,
         timeline: Timeline | None = None,
+        update: EpsUpdate = "auto",
+        num_threads: int | None = None,
+        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
+        """With `goes_on`, which says in a backward whether another one follows before the step."""
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
         self.timeline = timeline or Timeline(device, model)
-        self.lane = stream.Lane(device, "download")
-        self._arriving: dict[torch.Tensor, torch.Tensor] = {}
-        """Master -> the host tensor that will be its `grad` when this backward is over."""
         self.backwards = Backwards()
-        self.backwards.call(at_end=self._publish, at_failure=self._discard)
-        self._wrapped: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
+        self.gradients = Gradients(device, self.memory, self.backwards)
+        if update == "auto":
+            update = "serial"
+        self.updates = Updates(
+            model,
+            self.memory.layers,
+            self.gradients,
+            self.timeline,
+            mode=update,
+            num_threads=num_threads,
+            goes_on=goes_on,
+        )
+
+    @property
+    def lane(self) -> stream.Lane:
+        """On which gradients leave the device."""
+        return self.gradients.lane
 
     def start_forward(self) -> None:
         """Get ready for a forward that a backward may follow.
 
         Raises:
-            Exception: what went wrong at the end of the last backward, where torch lets nothing be raised.
+            ValueError: for a parameter that its optimizer does not know any more as it is now.
+            Exception: what went wrong since the last call, where torch lets nothing be raised.
+            EngineFailedError: if an update has failed.
         """
         self.backwards.errors.raise_first()
+        self.updates.check()
+        if torch.is_grad_enabled():
+            self.updates.check_masters()
         self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
             if torch.is_grad_enabled():
                 self.memory.take_gradients()
+
+    def expect(self, masters: Iterable[torch.Tensor]) -> None:
+        """A call is in the graph from which `masters` may get gradients; `receive` is to tell when they have."""
+        self.updates.expect(masters)
 
     def receive_in_hook(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
         """`receive` for hooks of autograd; an exception is raised later."""
@@ -75,7 +100,11 @@ class EagerParamServer:
             self.receive([(master, gradient)])
 
     @torch.no_grad()
-    def receive(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def receive(
+        self,
+        gradients: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        masters: Iterable[torch.Tensor] | None = None,
+    ) -> None:
         """Add gradient sums from the device to what `master.grad` holds, by the end of this backward.
 
         Only to be called inside a backward. The device may go on computing meanwhile.
@@ -83,48 +112,67 @@ class EagerParamServer:
         Args:
             gradients: pairs of master and gradient sum, which has the shape of the master and may be overwritten.
                 Its memory may be freed at once; to write to it, wait for `lane`.
+            masters: of the call that these are all gradients of; None if it has no others.
+
+        Raises:
+            RuntimeError: if a master has been updated in this step, because more gradients were not announced.
         """
         self.backwards.errors.raise_first()
-        if not self.lane.is_stream:
-            with stream.span(self.device, "download", gradients[0][0] if gradients else ""):
-                for master, gradient in gradients:
-                    _add_to_grad(master, stream.download(gradient))
-            return
-        self.backwards.join()
-        complete = stream.record(self.device)
-        with self.lane.entered():
-            stream.wait(complete, "gradients leave when they are complete")
-            with stream.span(self.device, "download", gradients[0][0] if gradients else ""):
-                for master, gradient in gradients:
-                    self._receive(master, gradient)
+        self.updates.check()
+        pairs = list(gradients)
+        masters = [master for master, _ in pairs] if masters is None else list(masters)
+        self.updates.refuse_second(master for master, _ in pairs)
+        self.gradients.receive(pairs)
+        self.updates.arrived(masters)
 
-    def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start to download one gradient, on the lane; where there is a sum already, it is added to that first."""
-        total = self._arriving.get(master, master.grad)
-        if not _alike(gradient, master if total is None else total):  # sparse ones, or a grad that the user put there
-            self._publish()
-            _add_to_grad(master, gradient.to(stream.HOST))
-            return
-        stream.keep_until_done(gradient)
-        if total is None:
-            total = self._arriving[master] = self.memory.gradient_like(master)
-        else:
-            for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
-                new.add_(held.to(self.device, non_blocking=True))
-        total.copy_(gradient, non_blocking=True)
+    def is_updating(self, masters: Iterable[torch.Tensor]) -> bool:
+        """Whether who read one of `masters` now would have to wait for its update."""
+        return self.updates.is_under_way(masters)
+
+    def synchronize(self) -> None:
+        """Wait until every update that was begun is finished.
+
+        Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves; this is for views
+        and NumPy arrays of weights that were made before the step, and for `optimizer.state` read by hand.
+
+        Raises:
+            Exception: what an update raised.
+            EngineFailedError: if that has been told of before.
+        """
+        self.updates.synchronize()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, backwards add to the gradients, and another one follows before `optimizer.step()`.
+
+        Needed around all but the last backward of a step with `eps_update="eager"`, in a loop without Accelerate.
+        """
+        return self.updates.arrivals.accumulate()
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Wait for what has been received, and add it to `p.grad`."""
-        stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
-        arrived, self._arriving = self._arriving, {}
-        for master, gradient in arrived.items():
-            _add_to_grad(master, gradient)
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of this step as one vector: a 0-dim host tensor, as torch's own to the bit."""
+        return self.gradients.total_norm(self.model.parameters())
 
-    def _discard(self) -> None:
-        """Forget what a backward that failed had received and nobody has seen."""
-        stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
-        self._arriving.clear()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """What `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does, with less to wait for.
+
+        The norms were taken on the device, and gradients are scaled when somebody uses them: the update, mostly.
+
+        Returns:
+            The norm before, a 0-dim host tensor.
+
+        Raises:
+            ValueError: with `eps_update="eager"`, which has used the gradients by then.
+        """
+        if self.updates.mode == "eager":
+            raise ValueError(
+                f"eps_update='eager' updates before the norm of all gradients is known (got max_norm={max_norm}); do "
+                "not clip, or use eps_update='deferred'"
+            )
+        norm = self.grad_norm()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        clip(gradients, norm, float(max_norm), later=self.updates.mode == "deferred")
+        return norm
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
@@ -134,17 +182,12 @@ class EagerParamServer:
 
         Raises:
             ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter
-                carries a hook that expects gradients on the device.
+                carries a hook that expects gradients on the device; with `eps_update="eager"`, if it cannot update
+                one layer without the others.
         """
         self.check(optimizer)
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper keeps the optimizer there
-        if inner not in self._wrapped:
-            self._wrapped[inner] = [
-                inner.register_step_pre_hook(lambda *args: self.backwards.errors.raise_first()),
-                inner.register_step_pre_hook(lambda *args: self.timeline.start_update()),
-                inner.register_step_post_hook(lambda *args: self.timeline.end_step()),
-                inner.register_step_post_hook(_clear_used_gradients),
-            ]
+        self.updates.add(inner)
         return optimizer
 
     def _repr_html_(self) -> str:
@@ -152,7 +195,7 @@ class EagerParamServer:
         locked = self.memory.bytes_locked
         rows = "".join(
             f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
-            for kind, tensors in host_tensors(self.model, self._wrapped.keys()).items()
+            for kind, tensors in host_tensors(self.model, self.updates.optimizers).items()
         )
         return (
             f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
@@ -162,11 +205,8 @@ class EagerParamServer:
         )
 
     def release(self) -> None:
-        """Let the optimizers that were wrapped step as they did before, and the host's memory be ordinary memory."""
-        for handles in self._wrapped.values():
-            for handle in handles:
-                handle.remove()
-        self._wrapped.clear()
+        """Finish what was begun, let the optimizers step as they did before, and the memory be ordinary memory."""
+        self.updates.release()
         self.timeline.close()
         self.memory.release()
 
@@ -193,11 +233,7 @@ class EagerParamServer:
             n for p, n in masters.items() if getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks
         ]
         if hooked:
-            raise ValueError(
-                f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got "
-                f"one on {hooked[0]}); remove the hook, or use an optimizer that updates in step() and not during "
-                "backward"
-            )
+            raise ValueError(gradient_hook_error(hooked[0]))
 
 
 def host_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, list[torch.Tensor]]:
@@ -211,29 +247,3 @@ def host_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
         "moments": [t for state in states for t in state.values() if isinstance(t, torch.Tensor)],
     }
     return {kind: [t for t in tensors if t.device == stream.HOST] for kind, tensors in kinds.items()}
-
-
-def _clear_used_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = None
-
-
-def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:
-    if master.grad is None:
-        master.grad = gradient
-    elif master.grad.is_sparse and not gradient.is_sparse:
-        master.grad = gradient + master.grad  # dense from now on, as autograd has it
-    else:
-        master.grad += gradient
-
-
-def _alike(gradient: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether a gradient can be copied over a host tensor element by element, in the order of memory."""
-    return (
-        gradient.layout is total.layout is torch.strided
-        and gradient.dtype == total.dtype
-        and gradient.stride() == total.stride()
-        and total.device == stream.HOST
-        and is_dense(total)
-    )

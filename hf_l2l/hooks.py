@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import GradientState
 from torch import nn
 
 from hf_l2l import stream
@@ -196,7 +197,16 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
     timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
     memory = HostMemory(device, model, layers, with_progress_bar)
     memory.adopt()
-    eps = EagerParamServer(model, device, memory, timeline)
+    eps = EagerParamServer(
+        model,
+        device,
+        memory,
+        timeline=timeline,
+        update=config.eps_update,
+        num_threads=config.num_threads,
+        # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
+        goes_on=lambda: not GradientState().sync_gradients,
+    )
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]

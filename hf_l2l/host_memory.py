@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_l2l import stream
 from hf_l2l.config import size_text
 from hf_l2l.layout import Layout, shaped_like
+from hf_l2l.pending import untouched
 from hf_l2l.stacks import tensor_bytes
 
 T = TypeVar("T")
@@ -137,7 +138,8 @@ class HostMemory:
         """
         if not stream.can_page_lock(self.device):
             return
-        new: set[torch.Tensor] = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
+        with untouched():  # an address is no value
+            new: set[torch.Tensor] = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
         if not new:
             return
         sharing = _sharing_memory(self.model)

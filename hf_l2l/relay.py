@@ -151,6 +151,7 @@ class _RelayNode(torch.autograd.Function):
         with relay.stash.keeping(tensors, has_rows) as kept:
             call.remember(kept)
             ctx.save_for_backward(*kept)
+            relay.eps.expect(_trained(call.layer))
             outputs = relay.forward(call, tensors, for_backward=True)
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
@@ -247,7 +248,7 @@ class Relay:
             backward_sweep(call, inputs, gradients, weights)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
         if torch.autograd._is_checkpoint_valid():
-            self.eps.receive([*sums.items(), *weights.gradients])
+            self.eps.receive([*sums.items(), *weights.gradients], _trained(call.layer))
             if sums:
                 self._gradient_slots.leave(self.eps.lane)
 
@@ -275,11 +276,15 @@ class Relay:
     def _prefetching(self, layer: nn.Module | None) -> Iterator[None]:
         """Upload `layer` while the block gives the device the work of another one."""
         slots = self._slots if self.prefetch and layer is not None else None
-        # A layer may make the host wait for the device, so the upload goes first; but an upload from pageable memory
-        # makes it wait, too, and then the device is to have its work before.
-        first = self.eps.memory.is_locked
+        # A layer may make the host wait for the device, so the upload goes first; but an upload from pageable memory,
+        # or of weights that are being updated, makes it wait, too, and then the device is to have its work before.
+        first = self.eps.memory.is_locked and not (layer is not None and self.eps.is_updating(layer.parameters()))
         if first and slots is not None and layer is not None:
             slots.prefetch(layer)
         yield
         if not first and slots is not None and layer is not None:
             slots.prefetch(layer)
+
+
+def _trained(layer: nn.Module) -> list[torch.Tensor]:
+    return [p for p in layer.parameters() if p.requires_grad]

@@ -129,6 +129,7 @@ class Shell:
         for master, leaf in weights.leaves.items():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._sender(master))
+        self.eps.expect(master for master, leaf in weights.leaves.items() if leaf.requires_grad)
         return weights
 
     def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:

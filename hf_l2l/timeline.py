@@ -4,9 +4,6 @@ Work on a device is timed by events in its streams, which are read when the devi
 in order to be measured. The computation waits for a point of another stream from when it has nothing left to do until
 that point is reached; so a host that runs ahead of the device, and is held up at the end of a backward, loses no more
 than the device does.
-
-All times are in seconds of the host's clock. The times of events are related to it by the host's own waits: when one
-returns, its point lies in the past, and if it was a real one, just now.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
+from hf_l2l.device_clock import DeviceClock, Mark
 from hf_l2l.trace import Span, TraceFile
 from hf_l2l.watching import unwatch, watch, watcher_of
 from hf_l2l.whereabouts import Whereabouts
@@ -32,9 +30,6 @@ ROWS = (STEPS, COMPUTE, "upload", "stash upload", "download", "stash download", 
 
 COMPUTE_BOUND_BELOW = 0.05
 """A step is bound by computation if it waits for less than this share of its time."""
-
-_Mark = stream.Point | float
-"""A point in the work of the device, or in the host's time."""
 
 
 class Averages(NamedTuple):
@@ -63,8 +58,8 @@ class Averages(NamedTuple):
 class _Noted(NamedTuple):
     row: str
     name: str
-    start: _Mark
-    end: _Mark
+    start: Mark
+    end: Mark
     waits_for: str = ""
     """ "upload", "download" or "eps" where the computation comes after the end."""
 
@@ -87,8 +82,7 @@ class Timeline:
         Raises:
             ValueError: if that file cannot be written.
         """
-        self.now: Callable[[], float] = time.perf_counter
-        """The host's clock; another one may be put in its place between steps."""
+        self._clock = DeviceClock(device, time.perf_counter)
         self.device = device
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
         self._names = _names(model, layers)
@@ -97,18 +91,23 @@ class Timeline:
         self._forwards = 0
         self._noted: deque[_Noted] = deque()
         """In the order of the program."""
-        self._base: tuple[stream.Point, float] | None = None
-        """From which the device's time is counted, and the host's time when it was recorded."""
-        self._reached: list[tuple[stream.Point, float]] = []
-        """Points that the host has waited for, and its time then."""
         self._step_began: float | None = None
-        self._update_began = 0.0
+        self._update_began: float | None = None
         self._waited_until = -math.inf
         self._open = dict.fromkeys(("upload", "download", "eps"), 0.0)
         """Waits of the step that has not ended."""
         self._sum = Averages(0, 0.0, 0.0, 0.0, 0.0)
         if trace is not None:
             self.watch()
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The host's clock, in seconds; another one may be put in its place between steps."""
+        return self._clock.now
+
+    @now.setter
+    def now(self, clock: Callable[[], float]) -> None:
+        self._clock.now = clock
 
     # ---- who looks
 
@@ -120,7 +119,7 @@ class Timeline:
     def watch(self) -> None:
         """Keep what `averages` tells, from the next step on."""
         watch(self.device, self)
-        self._rebase()
+        self._clock.begin()
 
     def unwatch(self) -> None:
         """Keep no more than a trace asks for."""
@@ -151,7 +150,7 @@ class Timeline:
         if isinstance(watcher, Timeline):  # this one, or that of another model on the device
             watcher.collect()
             if not watcher._noted:  # nothing counts from the old base any more
-                watcher._rebase()
+                watcher._clock.begin()
         if not self.is_watched:
             return
         if self._step_began is None and torch.is_grad_enabled():
@@ -159,15 +158,17 @@ class Timeline:
             self._noted.append(_Noted(STEPS, "", self._step_began, self._step_began))
 
     def start_update(self) -> None:
-        """The optimizer begins to step, which everything waits for."""
+        """The optimizer begins to update all layers, and everything waits for it."""
         self._update_began = self.now()
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
         if self._step_began is not None:
-            update = self._update_began, self.now()
-            self._noted.append(_Noted(HOST_UPDATE, "all layers", *update))
-            self._noted.append(_Noted(WAITS, "the step ends when all layers are updated", *update, "eps"))
+            if self._update_began is not None:
+                update = self._update_began, self.now()
+                self._noted.append(_Noted(HOST_UPDATE, "all layers", *update))
+                self._noted.append(_Noted(WAITS, "the step ends when all layers are updated", *update, "eps"))
+                self._update_began = None
             self._noted.append(_Noted(STEPS, "step", self._step_began, self.now()))
             self._step_began = None
             self.collect()
@@ -196,7 +197,7 @@ class Timeline:
     @contextmanager
     def waiting_for_eps(self, why: str) -> Iterator[None]:
         """Inside, the host waits for an update, and gives the device nothing to compute."""
-        start = self._mark() if self.is_watched else 0.0
+        start = self._clock.mark() if self.is_watched else 0.0
         yield
         if self.is_watched:
             self._noted.append(_Noted(WAITS, why, start, self.now(), "eps"))
@@ -211,62 +212,36 @@ class Timeline:
     def waits(self, point: stream.Point, why: str) -> None:
         """See `watching.Watcher`."""
         if point.is_timed:
-            self._noted.append(_Noted(WAITS, why, self._mark(), point, point.row.split()[-1]))
+            self._noted.append(_Noted(WAITS, why, self._clock.mark(), point, point.row.split()[-1]))
 
     def host_reached(self, point: stream.Point) -> None:
         """See `watching.Watcher`."""
         if point.is_timed:
-            self._reached.append((point, self.now()))
+            self._clock.host_reached(point)
 
     # ---- times
 
     @contextmanager
     def _span(self, row: str, name: str, waits_for: str = "") -> Iterator[None]:
-        start = self._mark()
+        start = self._clock.mark()
         yield
         if self.is_watched:
-            self._noted.append(_Noted(row, name, start, self._mark(), waits_for))
-
-    def _mark(self) -> _Mark:
-        """Where the current stream is now; on a device without streams, where the host is."""
-        return stream.record(self.device) or self.now()
-
-    def _rebase(self) -> None:
-        """Count the device's time from now on, since events tell long times less exactly."""
-        base = stream.record(self.device)
-        self._base, self._reached = None if base is None else (base, self.now()), []
+            self._noted.append(_Noted(row, name, start, self._clock.mark(), waits_for))
 
     def collect(self) -> None:
         """Take in what the device is done with; what it has not come to is left for the next time."""
         spans: list[Span] = []
         try:
-            zero = self._zero()
+            base_s = self._clock.base_s()
             while self._noted:
                 noted = self._noted[0]
-                span = Span(noted.row, noted.name, *(self._seconds(mark, zero) for mark in (noted.start, noted.end)))
+                span = Span(noted.row, noted.name, *(self._clock.seconds(mark, base_s) for mark in noted[2:4]))
                 self._noted.popleft()
                 spans.append(self._count(span, noted.waits_for))
         except RuntimeError:  # torch's, for an event that the device has not come to
             pass
         if self._trace is not None:
             self._trace.write(span for span in spans if span.end_s > span.start_s)
-
-    def _zero(self) -> float:
-        """The host's time at the base."""
-        if self._base is None:
-            return 0.0
-        base, recorded_s = self._base
-        # Each is the time or later, and the one of a wait that was real is it.
-        latest = [now - _elapsed_s(base, point) for point, now in self._reached]
-        if not latest:
-            raise RuntimeError("the host has not waited for anything")
-        return max(recorded_s, min(latest))
-
-    def _seconds(self, mark: _Mark, zero: float) -> float:
-        if not isinstance(mark, stream.Point):
-            return mark
-        assert self._base is not None, "there is one where there are points"
-        return zero + _elapsed_s(self._base[0], mark)
 
     def _count(self, span: Span, waits_for: str) -> Span:
         """Add a step, or what is waited for, to the sums; return what to draw."""
@@ -283,10 +258,6 @@ class Timeline:
             if waits_for in self._open:
                 self._open[waits_for] += span.end_s - span.start_s
         return span
-
-
-def _elapsed_s(start: stream.Point, end: stream.Point) -> float:
-    return float(start.event.elapsed_time(end.event)) / 1e3
 
 
 def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> dict[object, str]:

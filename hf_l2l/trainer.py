@@ -158,6 +158,16 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             self._tokens = 0
         super().log(logs, *args, **kwargs)
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Overridden because the norms are known already, and scaling is left to the update in the background."""
+        eps = self._attach()
+        return super()._clip_grad_norm(model) if eps is None else eps.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Overridden because an eager update has used the gradients by then."""
+        eps = self._attach() if grad_norm is None else None
+        return super()._get_grad_norm(model, grad_norm=grad_norm) if eps is None else eps.grad_norm()
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden because evaluation and prediction run without training, too."""
         self._attach()

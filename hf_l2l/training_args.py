@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_l2l.config import L2LConfig, StashPlace
+from hf_l2l.config import EpsUpdate, L2LConfig, StashPlace
 
 
 @dataclass
@@ -33,6 +33,13 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
             "help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."
         },
     )
+    eps_update: EpsUpdate = field(
+        default="auto",
+        metadata={
+            "help": "When the weights are updated: 'serial' (in optimizer.step()), 'deferred' (in the background, "
+            "under the next forward), 'eager' (there, under the backward; needs max_grad_norm=0), or 'auto'."
+        },
+    )
     l2l_prefetch: bool = field(
         default=True,
         metadata={"help": "Let the next layer's weights travel while this one computes."},
@@ -46,6 +53,10 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         metadata={
             "help": "File to which steps are written as they run, to be opened in ui.perfetto.dev. Default: none."
         },
+    )
+    l2l_num_threads: int | None = field(
+        default=None,
+        metadata={"help": "Threads of an update in the background. Default: all cores but one."},
     )
     l2l_layer_classes: list[str] | None = field(
         default=None,
@@ -76,6 +87,8 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
         prefetch=getattr(args, "l2l_prefetch", True),
         gradient_slots=getattr(args, "l2l_gradient_slots", 2),
         trace=getattr(args, "l2l_trace", None),
+        eps_update=getattr(args, "eps_update", "auto"),
+        num_threads=getattr(args, "l2l_num_threads", None),
         layer_classes=classes,
     )
 
@@ -93,3 +106,9 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
+    if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
+        raise ValueError(
+            "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
+            f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
+            "gives the same bits as 'serial'"
+        )

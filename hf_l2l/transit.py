@@ -103,6 +103,8 @@ class WeightSlots:
             self.settle()
             slot = self.slots[-1] = _WeightSlot(layout.num_bytes, self.device)
         slot.copies = None  # until all of it is on its way
+        # First: it waits for an update that is under way, which is not to hold up the lane.
+        slot.versions = [master._version for master in layout.offsets]
         # A slot made under inference mode could never be trained with.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered():
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
@@ -115,7 +117,6 @@ class WeightSlots:
             finally:  # what was sent before an error is waited for, too
                 slot.arrived = stream.record(self.device)
         slot.copies = copies
-        slot.versions = [master._version for master in copies]
         return slot
 
 

@@ -48,6 +48,8 @@ class _Here(threading.local):
     row = "compute"
     """Of what kind the work is: "compute", or what `stream.Lane.entered` was told."""
     on_compute_stream = True
+    computes = True
+    """Whether what this thread waits for holds up the computation; not in one that works beside it."""
 
 
 HERE = _Here()

@@ -14,9 +14,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
-    ("trace", "config", "watching", "stream", "whereabouts", "timeline", "autocast"),
+    (
+        "trace",
+        "config",
+        "watching",
+        "stream",
+        "device_clock",
+        "whereabouts",
+        "timeline",
+        "autocast",
+        "worker",
+        "pending",
+    ),
     ("stacks", "capture", "backwards", "layout", "host_memory", "placement", "transit", "stash"),
-    ("eps",),
+    ("optimizer", "locality", "lamb", "arrivals", "clipping", "gradients", "updates", "eps"),
     ("shell", "splitting", "layer_call", "relay"),
     ("estimate", "progress", "hooks"),
     ("training_args", "trainer", "measure", "compare", "glue"),

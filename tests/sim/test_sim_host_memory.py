@@ -623,7 +623,7 @@ def test_nothing_of_a_failed_backward_is_left_where_a_sparse_gradient_was_in_it(
     eps.release()
 
 
-@pytest.mark.parametrize("chunk", [eps_module._CHUNK, 7, 16])
+@pytest.mark.parametrize("chunk", [gradients._CHUNK, 7, 16])
 def test_accumulated_gradients_have_the_bits_of_plain_torch(chunk, monkeypatch):
     monkeypatch.setattr(eps_module, "_CHUNK", chunk)
     model = tiny_bert(dropout=0.0)
@@ -648,7 +648,7 @@ class Repeating(Stacked):
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("chunk", [eps_module._CHUNK, 3])
+@pytest.mark.parametrize("chunk", [gradients._CHUNK, 3])
 def test_a_layer_that_is_called_several_times_sums_as_plain_torch_does(layers, slots, chunk, monkeypatch):
     monkeypatch.setattr(eps_module, "_CHUNK", chunk)
     plain = Repeating(layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ WAITS = (
     "gradients leave when they are complete",
     "gradients are summed in a slot when those that were in it have left",
     "every gradient is there when backward returns",
+    "a layer is updated when its gradients have landed",
     "what a failed backward has sent lands before anything else",
     "a layer's input leaves when it is complete",
     "a layer's input has left when the layer ends",
@@ -39,8 +41,10 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def steps(model: nn.Module, count: int = 3, accumulation: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-    """The weights after some steps of AdamW with clipping, dropout on."""
+def steps(
+    model: nn.Module, count: int = 3, accumulation: int = 1, clips: bool = True, **options: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after some steps of AdamW, dropout on."""
     eps = attach_l2l(model, L2LConfig(**{"device": "sim", **options}))
     torch.manual_seed(11)
     torch.sim.manual_seed(11)
@@ -48,9 +52,11 @@ def steps(model: nn.Module, count: int = 3, accumulation: int = 1, **options: An
     batch = batch_for(model)
     model.train()
     for _ in range(count):
-        for _ in range(accumulation):
-            (model(**batch).loss / accumulation).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for turn in range(accumulation):
+            with eps.accumulate() if turn < accumulation - 1 else nullcontext():
+                (model(**batch).loss / accumulation).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -121,10 +127,12 @@ class Waits:
 
 def everything() -> None:
     """Raise or assert if anything is wrong in training, evaluation and after an error."""
-    for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}):
+    eager = {"eps_update": "eager", "clips": False}
+    for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}, eager):
         model, plain = tiny_bert(layers=4, dropout=0.0), tiny_bert(layers=4, dropout=0.0)
         found, expected = (
-            steps(m, count=2, accumulation=2, **o) for m, o in ((model, options), (plain, {"device": "cpu"}))
+            steps(m, count=2, accumulation=2, **o)
+            for m, o in ((model, options), (plain, {**options, "device": "cpu", "eps_update": "serial"}))
         )
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

@@ -67,7 +67,7 @@ def watched_step(
 
 @pytest.mark.parametrize("machine", [V100, LINK_BOUND], ids=["V100", "link-bound"])
 def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
-    clock, averages, rows = watched_step(machine, tmp_path / "trace.json")
+    clock, averages, rows = watched_step(machine, tmp_path / "trace.json", eps_update="serial")
     n = machine.layers
     assert [name for name, _, _ in rows["compute"]] == [
         *(f"forward blocks.{i}" for i in range(n)),
@@ -75,7 +75,7 @@ def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
     ]
     assert busy(rows["compute"]) == pytest.approx(clock.busy("compute"))
     assert len(rows["upload"]) == 2 * n - 2
-    assert len(rows["download"]) == n
+    assert [name for name, *_ in rows["download"]] == [*(f"blocks.{i}" for i in reversed(range(n))), "norms"]
     for lane in ("compute", "download"):
         tasks = [t for t in clock.tasks if t.lane == lane]
         assert rows[lane][0][1] == pytest.approx(min(t.start for t in tasks), abs=1e-6)
@@ -107,12 +107,13 @@ def test_waits_of_a_step_bound_by_the_link(tmp_path):
     """Forwards a layer computes 2 s while the next one travels for 4; the first one travels under nothing."""
     clock, averages, rows = watched_step(LINK_BOUND, tmp_path / "trace.json")
     assert averages.upload_s == pytest.approx(4.0 + 11 * 2.0)
-    assert averages.download_s == pytest.approx(4.0)  # the first layer's gradients
+    norms_s = next(end - start for name, start, end in rows["download"] if name == "norms")
+    assert averages.download_s == pytest.approx(4.0 + norms_s) and norms_s < 0.1  # and the first layer's gradients
     assert averages.bound == "link"
     waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
     weights = "a layer computes when its weights have arrived"
     assert waits[:12] == [(weights, 4.0), *[(weights, 2.0)] * 11]
-    assert waits[12] == ("every gradient is there when backward returns", 4.0)
+    assert waits[12] == ("every gradient is there when backward returns", round(4.0 + norms_s, 6))
     computing = [span for span in rows["compute"]]
     for _, start, end in rows["waits"]:
         assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)

@@ -1,0 +1,181 @@
+"""Gradient sums on their way from the device to `p.grad`, and their norms.
+
+Sums leave the device while it computes the next layer; whoever calls `backward()` waits for the last of them. Their
+norms are taken on the device, where memory is fast, and are forgotten when somebody uses a gradient in between: then
+they are taken again from what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_l2l import stream
+from hf_l2l.backwards import Backwards
+from hf_l2l.host_memory import HostMemory
+from hf_l2l.layout import elements, is_dense
+from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of
+
+_CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
+
+
+class Gradients:
+    """Receives the gradient sums of one model and holds them in `p.grad`."""
+
+    def __init__(self, device: torch.device, memory: HostMemory, backwards: Backwards) -> None:
+        self.device = device
+        self.memory = memory
+        self.lane = stream.Lane(device, "download")
+        self.backwards = backwards
+        self._arriving: dict[torch.Tensor, torch.Tensor] = {}
+        """Master -> the host tensor that will be its `grad` when this backward is over."""
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        """Master -> the norm of its sum, on the device, of this backward."""
+        self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Master -> the norm, a host tensor, of a gradient that was taken before anybody could see it."""
+        backwards.call(at_end=self._publish, at_failure=self._discard)
+
+    @torch.no_grad()
+    def receive(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add sums to what `master.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
+        of = gradients[0][0] if gradients else ""
+        if not self.lane.is_stream:
+            with stream.span(self.device, "download", of):
+                for master, gradient in gradients:
+                    _add_to_grad(master, stream.download(gradient))
+            return
+        self.backwards.join()
+        complete = stream.record(self.device)
+        with self.lane.entered():
+            stream.wait(complete, "gradients leave when they are complete")
+            with stream.span(self.device, "download", of):
+                totals = [(master, gradient) for master, gradient in gradients if self._receive(master, gradient)]
+            with stream.span(self.device, "norm", of):
+                norms = torch._foreach_norm([gradient for _, gradient in totals]) if totals else ()
+            self._norms.update((master, norm) for (master, _), norm in zip(totals, norms, strict=True))
+
+    def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Start to download one gradient, on the lane; where there is a sum already, it is added to that first.
+
+        False if it did not go that way, and is in `master.grad` already.
+        """
+        total = self._arriving.get(master, master.grad)
+        if not _alike(gradient, master if total is None else total):  # sparse ones, or a grad that the user put there
+            self._publish()
+            _add_to_grad(master, gradient.to(stream.HOST))
+            return False
+        stream.keep_until_done(gradient)
+        if total is None:
+            total = self._arriving[master] = self.memory.gradient_like(master)
+        else:
+            let_go(total)
+            for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
+                new.add_(held.to(self.device, non_blocking=True))
+        total.copy_(gradient, non_blocking=True)
+        return True
+
+    def take(self, masters: Iterable[torch.Tensor]) -> tuple[dict[torch.Tensor, torch.Tensor], stream.Point | None]:
+        """Take the sums of `masters` before anybody sees them: `master.grad` is None from now on.
+
+        Returns:
+            master -> sum, for those that have one; and the point at which all of them have landed.
+        """
+        taken: dict[torch.Tensor, torch.Tensor] = {}
+        for master in masters:
+            total = self._arriving.pop(master, master.grad)
+            if total is not None:
+                if not self.lane.is_stream:
+                    self._taken[master] = norm_of(total)
+                taken[master], master.grad = total, None
+        return taken, self.lane.record()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Wait for what has been received, and add it to `p.grad`."""
+        norms, self._norms = self._norms, {}
+        with self.lane.entered(), stream.span(self.device, "download", "norms"):
+            values = _to_host(norms)
+        if self._arriving or norms:
+            stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
+        arrived, self._arriving = self._arriving, {}
+        for master, gradient in arrived.items():
+            _add_to_grad(master, gradient)
+        for master, norm in values.items():
+            if master.grad is None:
+                self._taken[master] = norm
+            elif can_hold(master.grad):
+                hold(master.grad, _NormKnown(norm))
+
+    def _discard(self) -> None:
+        """Forget what a backward that failed had received and nobody has seen."""
+        stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
+        self._arriving.clear()
+        self._norms.clear()
+
+    def total_norm(self, masters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients of `masters` as if they were one vector, as `torch.nn.utils` takes it.
+
+        Of the norms of the single gradients, stacked in the order of `masters`; a 0-dim host tensor. Those that were
+        taken count.
+        """
+        norms = []
+        for master in masters:
+            taken = self._taken.get(master)
+            if taken is not None:
+                norms.append(taken)
+            elif master.grad is not None:
+                norms.append(norm_of(master.grad))
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+
+    def forget(self, masters: Iterable[torch.Tensor]) -> None:
+        """The step of `masters` is over: what was taken for it does not count any more."""
+        for master in masters:
+            self._taken.pop(master, None)
+
+
+class _NormKnown(Pending):
+    """A gradient whose norm is known as long as nobody has used it."""
+
+    def __init__(self, norm: torch.Tensor) -> None:
+        self.norm = norm
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        let_go(tensor, self)
+
+
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of one gradient, as it is now: a 0-dim host tensor."""
+    pending = pending_of(gradient)
+    return pending.norm if isinstance(pending, _NormKnown) else torch.linalg.vector_norm(gradient)
+
+
+def _to_host(norms: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """The norms as host tensors, which must be waited for; one copy for each dtype."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for dtype in {norm.dtype for norm in norms.values()}:
+        alike = {master: norm for master, norm in norms.items() if norm.dtype == dtype}
+        stacked = torch.stack(list(alike.values())).to(stream.HOST, non_blocking=True)
+        found.update(zip(alike, stacked.unbind(), strict=True))
+    return found
+
+
+def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:
+    if master.grad is None:
+        master.grad = gradient
+    elif master.grad.is_sparse and not gradient.is_sparse:
+        master.grad = gradient + master.grad  # dense from now on, as autograd has it
+    else:
+        master.grad += gradient
+
+
+def _alike(gradient: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether a gradient can be copied over a host tensor element by element, in the order of memory."""
+    return (
+        gradient.layout is total.layout is torch.strided
+        and gradient.dtype == total.dtype
+        and gradient.stride() == total.stride()
+        and total.device == stream.HOST
+        and is_dense(total)
+    )

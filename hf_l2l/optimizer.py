@@ -1,0 +1,136 @@
+"""One step of any layer-local `torch.optim.Optimizer`, a part at a time.
+
+The eager param-server updates one layer while others are still computed (arXiv:2002.05645, 2.2, L2L-p). The optimizer
+stays the user's own: for each part a second one is made that shares the attributes and the state of the first, but
+holds only the parameters of that part. `locality.why_not_layer_local` tells for which optimizers that is not possible.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+
+_OF_THE_PARAMETERS = ("params", "param_names")
+"""What a group holds one of per parameter; the rest are hyper-parameters."""
+
+
+@dataclass
+class _StandIn:
+    """What an optimizer gets in the place of a master."""
+
+    tensor: torch.Tensor
+    """Shares the memory and the version counter of the master; its `grad` is the gradient of this step."""
+    place: tuple[int, int]
+    """The number of its group, and its own number there."""
+    name: str | None
+    state: dict[str, Any]
+    """The dict that `optimizer.state` has for the master."""
+    has_state: bool
+    """Whether it was there before this step."""
+
+
+class SplitStep:
+    """One step of an optimizer, to be carried out a part at a time, on any thread.
+
+    When every parameter that has a gradient has been in a part, weights and state have the bits that one `step()`
+    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`). `p.grad` is neither
+    read nor written, and the hooks of the optimizer do not run; those that torch keeps for all optimizers run once per
+    part.
+
+    Whoever reads the masters or the optimizer's state, or makes the next step, waits for all parts first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take what the step needs, so that a scheduler may change the hyper-parameters right after this.
+
+        To be called on the thread that the optimizer belongs to.
+
+        Args:
+            optimizer: the one whose step this is; accelerate's wrapper is to be taken off.
+            gradients: by master, of its shape, dtype and device, dense or sparse. Parameters without one are left
+                alone. No gradient is held longer than until its part has run.
+        """
+        self._state = optimizer.state
+        self._base = _another(optimizer, [], defaultdict(dict))
+        self._groups = [
+            {key: _snapshot(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
+            for group in optimizer.param_groups
+        ]
+        self._waiting: dict[torch.Tensor, _StandIn] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, (p, name) in enumerate(
+                zip(group["params"], group.get("param_names", repeat(None)), strict=False)
+            ):
+                if (gradient := gradients.get(p)) is None:
+                    continue
+                has_state = p in self._state
+                # In group order and before any part runs: the state dict then has the order of one whole step.
+                state = self._state.setdefault(p, {})
+                self._waiting[p] = _StandIn(_stand_in(p, gradient), (number, index), name, state, has_state)
+
+    def run(self, masters: Iterable[torch.Tensor]) -> None:
+        """Update those of `masters` that have a gradient in this step and have not been updated by it yet.
+
+        Raises:
+            Exception: what the optimizer raises; the part is then left as the optimizer left it, and not run again.
+        """
+        taken = {p: s for p in masters if (s := self._waiting.pop(p, None)) is not None}
+        if not taken:
+            return
+        stand_ins = list(taken.values())
+        # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
+        state = defaultdict(dict, {s.tensor: s.state for s in stand_ins if s.has_state})
+        optimizer = _another(self._base, self._groups_of(stand_ins), state)
+        self._step(optimizer)
+        for p, s in taken.items():
+            made = optimizer.state.get(s.tensor)
+            if made is None:
+                del self._state[p]  # an optimizer without state, such as SGD without momentum, has no entries either
+            elif made is not s.state:
+                s.state.clear()
+                s.state.update(made)
+
+    def _groups_of(self, stand_ins: list[_StandIn]) -> list[dict[str, Any]]:
+        """The groups that have one of these, which are in the order of the groups."""
+        groups: dict[int, dict[str, Any]] = {}
+        for s in stand_ins:
+            group = groups.setdefault(s.place[0], {"params": [], **self._groups[s.place[0]]})
+            group["params"].append(s.tensor)
+            if s.name is not None:
+                group.setdefault("param_names", []).append(s.name)
+        return list(groups.values())
+
+    @staticmethod
+    def _step(optimizer: torch.optim.Optimizer) -> None:
+        type(optimizer).step(optimizer)  # not what a scheduler has put in its place on the instance
+
+
+def _another(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer with the attributes of this one (`copy.copy` would lose most of them), and without its hooks."""
+    other = object.__new__(type(optimizer))
+    vars(other).update(vars(optimizer))
+    vars(other).pop("step", None)
+    other.param_groups, other.state = groups, state
+    other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return other
+
+
+def _stand_in(master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    tensor = master.detach().requires_grad_(master.requires_grad)
+    vars(tensor).update(vars(master))  # some optimizers go by tags on the parameters
+    tensor.grad = gradient
+    return tensor
+
+
+def _snapshot(value: Any) -> Any:
+    """A hyper-parameter as it is now: schedulers write to tensors in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(map(_snapshot, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,356 @@
+"""When the masters are updated: `eps_update`.
+
+- "serial" (L2L, arXiv:2002.05645, first text, figure 2b): in `optimizer.step()`, all layers.
+- "deferred": `optimizer.step()` takes the gradients and returns; a background thread updates layer after layer in the
+  order of the next forward, which waits for each layer as it comes to it. The norm is known by then, so clipping is
+  exact; the gradients are scaled there, too.
+- "eager" (L2L-p, figure 2c): during the backward, each layer as soon as the gradients of all its calls in this step
+  have arrived. There is no norm of all gradients yet, so there is no clipping.
+
+Whatever the mode, `optimizer.step()` is the optimizer's own, with its hooks and its scheduler: it does not find the
+gradients that the background has taken. All modes give the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_l2l import stream
+from hf_l2l.arrivals import Arrivals
+from hf_l2l.clipping import taken_factor
+from hf_l2l.gradients import Gradients
+from hf_l2l.locality import why_not_layer_local
+from hf_l2l.optimizer import SplitStep
+from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, settle, untouched
+from hf_l2l.timeline import Timeline
+from hf_l2l.worker import Task, Worker
+
+Mode = Literal["serial", "deferred", "eager"]
+
+
+class Updates:
+    """Updates the masters of one model with the optimizers that were given to it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        gradients: Gradients,
+        timeline: Timeline,
+        *,
+        mode: Mode,
+        num_threads: int | None,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        """With `goes_on`, which says whether another micro-step follows before the step (gradient accumulation)."""
+        self.model = model
+        self.mode = mode
+        self.worker = Worker(num_threads)
+        self._gradients = gradients
+        self._timeline = timeline
+        names = {module: name for name, module in model.named_modules()}
+        self._layers = {names[layer]: layer for layer in layers}
+        self.arrivals = Arrivals(goes_on)
+        self._last: Task | None = None
+        self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
+        self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._shapes: dict[torch.Tensor, torch.Size] = {}
+        """Of the parameters that the optimizers have states for."""
+        # Of the step that is under way, in eager mode:
+        self._updated: dict[torch.Tensor, _Update] = {}
+        self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
+        gradients.backwards.call(at_end=self._nothing, at_failure=self._fail_half_updated)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that update the masters."""
+        return list(self._hooks)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer` update the masters, in its `step()` or around it.
+
+        Raises:
+            ValueError: if it is to be eager and cannot update a layer by itself.
+        """
+        if optimizer in self._hooks:
+            return
+        self._split[optimizer] = self.mode != "serial" and self._can_split(optimizer)
+        self._hooks[optimizer] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+        ]
+        self._shapes.update((p, p.shape) for p in _parameters(optimizer))
+
+    def _can_split(self, optimizer: torch.optim.Optimizer) -> bool:
+        reason = why_not_layer_local(optimizer)
+        if reason is None:
+            return True
+        rule = f"{type(optimizer).__name__} cannot update one layer without the others ({reason})"
+        if self.mode == "eager":
+            raise ValueError(
+                f"eps_update='eager' updates a layer as soon as its gradients are there, but {rule}; use "
+                "eps_update='serial'"
+            )
+        warnings.warn(f"{rule}: it updates all of them in optimizer.step(), as eps_update='serial' does", stacklevel=4)
+        return False
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, or EngineFailedError if that has been raised before."""
+        self.worker.check()
+
+    def check_masters(self) -> None:
+        """Raise ValueError if a parameter is not what its optimizer knows any more."""
+        for p, shape in self._shapes.items():
+            if p.shape != shape:
+                raise ValueError(
+                    f"a parameter keeps its shape as long as an optimizer has a state for it (got "
+                    f"{list(p.shape)} for {self._name(p)}, which was {list(shape)}); make a new optimizer from "
+                    "model.parameters() and pass it to eps.wrap"
+                )
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise ValueError(gradient_hook_error(self._name(p)))
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return next((name for name, p in self.model.named_parameters() if p is parameter), "a parameter")
+
+    def is_under_way(self, masters: Iterable[torch.Tensor]) -> bool:
+        """Whether anybody who used one of `masters` now would have to wait."""
+        found = (pending_of(master) for master in masters)
+        return any(isinstance(pending, _Update) and not pending.task.done for pending in found)
+
+    def synchronize(self) -> None:
+        """Wait until every update that was begun is finished."""
+        if self._last is not None:  # they are done in order
+            with self._timeline.waiting_for_eps("an optimizer's state is used when all updates are finished"):
+                self._last.wait("an optimizer's state is used when all updates are finished")
+        self.check()
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        self.synchronize()
+        if self.mode == "eager":  # the first backward made the states from the last layer to the first
+            for p in _parameters(optimizer):
+                if p in optimizer.state:
+                    optimizer.state[p] = optimizer.state.pop(p)
+
+    # ---- in optimizer.step()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._gradients.backwards.errors.raise_first()
+        self.check()
+        self.check_masters()
+        parameters = _parameters(optimizer)
+        self._end_eager_step(optimizer, parameters)
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first is the optimizer
+        if not self._split[optimizer] or has_closure:
+            for gradient in gradients.values():
+                settle(gradient)
+            self._timeline.start_update()
+            return
+        taken = {p: gradient for p, gradient in gradients.items() if can_hold(p)}
+        for p in taken:
+            p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
+        self._begin(optimizer, taken)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p in _parameters(optimizer):
+            p.grad = None
+        self._timeline.end_step()
+
+    def _end_eager_step(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        used = self._used.pop(optimizer, None)
+        for p in parameters:
+            update = self._updated.pop(p, None)
+            if update is not None:
+                update.in_step = False
+                if update.task.done:
+                    let_go(p, update)
+        self.arrivals.forget(parameters)
+        self._gradients.forget(parameters)
+        if used is not None and used != _hyperparameters(optimizer):
+            self.worker.fail(
+                error := RuntimeError(
+                    "hyper-parameters must be set before backward with eps_update='eager', which uses them there "
+                    f"(they were {used}, and are {_hyperparameters(optimizer)} in step()); use eps_update='deferred'"
+                )
+            )
+            raise error
+
+    # ---- in the background
+
+    def _begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[torch.Tensor, torch.Tensor],
+        *,
+        landed: stream.Point | None = None,
+        in_step: bool = False,
+    ) -> None:
+        """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
+        with untouched(), torch.no_grad():
+            step = SplitStep(optimizer, gradients)
+        for what, masters in self._parts(gradients):
+            factors = [(gradients[m], factor) for m in masters if (factor := taken_factor(gradients[m])) is not None]
+            update = _Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+            for master in masters:
+                hold(master, update)
+                if in_step:
+                    self._updated[master] = update
+            self.worker.submit(update.task, partial(_update, step, masters, factors, landed, update))
+            self._last = update.task
+
+    def _parts(self, masters: Iterable[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """`masters` in the order in which the next forward needs them: what is in no layer, then the layers."""
+        left = dict.fromkeys(masters)
+        parts: list[tuple[str, list[torch.Tensor]]] = []
+        for name, layer in self._layers.items():
+            found: list[torch.Tensor] = [p for p in layer.parameters() if p in left]
+            for p in found:
+                del left[p]  # what is tied belongs to the first
+            parts.append((name, found))
+        for what, part in (("what is in no layer", list(left)), *parts):
+            if part:
+                yield what, part
+
+    # ---- eager
+
+    def expect(self, masters: Iterable[torch.Tensor]) -> None:
+        """A call that `masters` may get gradients from is in the graph."""
+        if self.mode == "eager":
+            self.arrivals.expect(masters)
+
+    def refuse_second(self, masters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError if a gradient comes for a master that has been updated in this step."""
+        late = next((master for master in masters if master in self._updated), None)
+        if late is not None:
+            self.worker.fail(
+                error := RuntimeError(
+                    f"eps_update='eager' has updated {self._name(late)} with the gradients of a backward, and got "
+                    "more before optimizer.step(); put every backward but the last of a step in `with "
+                    "eps.accumulate():`, or use eps_update='deferred'"
+                )
+            )
+            raise error
+
+    def arrived(self, masters: Sequence[torch.Tensor]) -> None:
+        """The gradients of one call have been received; update the masters for which there will be no more."""
+        if self.mode != "eager":
+            return
+        complete = {m for m in self.arrivals.count(masters) if can_hold(m)}
+        owners = {optimizer: [p for p in _parameters(optimizer) if p in complete] for optimizer in self._hooks}
+        if complete and not self._hooks:
+            raise RuntimeError(
+                "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
+                "eps.wrap(optimizer) first"
+            )
+        for optimizer, parameters in owners.items():
+            gradients, landed = self._gradients.take(parameters)
+            if gradients:
+                self._used.setdefault(optimizer, _hyperparameters(optimizer))
+                self._begin(optimizer, gradients, landed=landed, in_step=True)
+
+    def _fail_half_updated(self) -> None:
+        if self._updated:
+            self.worker.fail(RuntimeError("a backward failed after some layers had been updated with its gradients"))
+
+    def _nothing(self) -> None:
+        pass
+
+    def release(self) -> None:
+        """Finish what was begun, and let the optimizers step as they did before."""
+        if self.worker.has_failed:
+            unfinished = sum(isinstance(pending_of(p), _Update) for p in self.model.parameters())
+            warnings.warn(
+                f"an update failed: {unfinished} parameters are not what the last step would have made them; load "
+                "the last checkpoint",
+                stacklevel=4,
+            )
+        else:
+            self.synchronize()
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        for p in self.model.parameters():
+            let_go(p)
+            if p.grad is not None:
+                settle(p.grad)
+        self._hooks.clear()
+        self.worker.close()
+
+
+class _Update(Pending):
+    """Masters that the worker is to update."""
+
+    def __init__(self, task: Task, timeline: Timeline, *, in_step: bool) -> None:
+        self.task = task
+        self.timeline = timeline
+        self.in_step = in_step
+        """Whether this is an eager update, and `optimizer.step()` has not been called yet."""
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        if not self.task.done:
+            with self.timeline.waiting_for_eps(self.task.what):
+                self.task.wait("weights are used when they have been updated")
+        self.task.wait("weights are used when they have been updated")
+        if not self.in_step:
+            let_go(tensor, self)
+
+    def before_grad(self, tensor: torch.Tensor) -> None:
+        if self.in_step:
+            raise RuntimeError(
+                "eps_update='eager' has used this gradient during backward, and there is no p.grad any more; use "
+                "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
+            )
+
+
+def _update(
+    step: SplitStep,
+    masters: list[torch.Tensor],
+    factors: list[tuple[torch.Tensor, torch.Tensor]],
+    landed: stream.Point | None,
+    update: _Update,
+) -> None:
+    """Update `masters`, on the worker's thread."""
+    if landed is not None:
+        stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+    with update.timeline.host_works(update.task.what):
+        with torch.no_grad():
+            for gradient, factor in factors:
+                gradient.mul_(factor)
+        step.run(masters)
+    if not update.in_step:
+        for master in masters:
+            let_go(master, update)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def gradient_hook_error(name: str) -> str:
+    """What is wrong with a hook on the gradient of the parameter `name`."""
+    return (
+        f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got one on "
+        f"{name}); remove the hook, or use an optimizer that updates in step() and not during backward"
+    )

@@ -1,0 +1,213 @@
+"""A background thread for the host's work: one piece after the other, whose exceptions reach whoever waits.
+
+The thread computes as its submitter would: under the same grad mode, autocast and treatment of denormal numbers (which
+threads do not share). It leaves a core to the thread that drives the device. After a failure it does nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_l2l.autocast import AutocastState
+from hf_l2l.stream import HOST
+from hf_l2l.watching import HERE
+from hf_l2l.whereabouts import Whereabouts
+
+_POLL_S = 0.5  # how often a wait looks whether the thread that it waits for still lives
+_CLOSES_WITHIN_S = 5.0
+
+
+class EngineFailedError(RuntimeError):
+    """The engine cannot go on: an update of the weights failed half-way, and was reported then."""
+
+
+class Task:
+    """A piece of work that a `Worker` does."""
+
+    def __init__(self, what: str) -> None:
+        """With `what` in words: it ends sentences of errors."""
+        self.what = what
+        self._over = threading.Event()
+        self._worker: Worker | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def wait(self, why: str) -> None:
+        """Wait until it is over, for the reason `why`.
+
+        Raises:
+            Exception: what it raised, if nobody has been told of that yet.
+            EngineFailedError: if it failed, or did not run because another one had.
+        """
+        assert why and self._worker is not None, "a task is waited for with a reason, and after its submission"
+        # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
+        whereabouts = Whereabouts()
+        while not self._over.wait(_POLL_S):
+            whereabouts.at(f"waiting for {self.what} ({{seconds}})")
+            if not self._worker.lives:
+                raise EngineFailedError(
+                    f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
+                    "forked from; use the model in the process that trains it"
+                )
+        self._worker.check()
+
+
+@dataclass
+class _State:
+    """What a worker and its thread share, so that the thread does not keep the worker alive."""
+
+    failure: BaseException | None = None
+    reported: bool = False
+    closing: bool = False
+
+
+class Worker:
+    """One thread, started by the first task and ended by `close` or with the last reference to the worker."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """With `num_threads` threads inside one operation of torch (None: all cores but one)."""
+        self.num_threads = num_threads or default_num_threads()
+        self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._state = _State()
+        self._thread: threading.Thread | None = None
+        self._flushes = False
+        self._process = os.getpid()
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is a thread in this process that works."""
+        return self._thread is not None and self._thread.is_alive() and os.getpid() == self._process
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task has raised, or `fail` was called."""
+        return self._state.failure is not None
+
+    def submit(self, task: Task, run: Callable[[], None]) -> None:
+        """Let the thread call `run` when it is done with what it was given before.
+
+        Raises:
+            Exception: what an earlier task raised, if nobody has been told of that yet.
+            EngineFailedError: if an earlier task has failed.
+        """
+        self.check()
+        flushes = _flushes_denormals()
+        if self._thread is None or flushes != self._flushes:
+            self._start(flushes)
+        task._worker = self
+        modes = (torch.is_grad_enabled(), AutocastState.current(HOST))
+        self._tasks.put(_Job(task, run, *modes))
+
+    def check(self) -> None:
+        """Tell of a failure, once as it was and then as what it means.
+
+        Raises:
+            Exception: what a task raised.
+            EngineFailedError: if that has been told of before.
+        """
+        failure = self._state.failure
+        if failure is None:
+            return
+        if not self._state.reported:
+            self._state.reported = True
+            raise failure
+        raise EngineFailedError(
+            f"the weights are between two steps and the engine has stopped: {type(failure).__name__}: {failure}. Load "
+            "the last checkpoint into a new model"
+        ) from failure
+
+    def fail(self, failure: BaseException) -> None:
+        """Do nothing more; `failure` has been told of."""
+        self._state.failure, self._state.reported = self._state.failure or failure, True
+
+    def close(self) -> None:
+        """End the thread; tasks that have not begun never run."""
+        if self._thread is not None:
+            self._end()
+            self._thread = None
+
+    def _start(self, flushes: bool) -> None:
+        """Start a thread, in the place of one that does not treat denormals as they are treated now."""
+        before = torch.get_num_threads()
+        ready = threading.Event()
+        previous, tasks = self._thread, queue.SimpleQueue[_Job | None]()
+        if previous is not None:
+            self._tasks.put(None)
+            previous.join()
+        arguments = tasks, self._state, self.num_threads, flushes, ready
+        self._tasks, self._flushes = tasks, flushes
+        self._thread = threading.Thread(target=_work, args=arguments, name="hf_l2l worker", daemon=True)
+        self._thread.start()
+        ready.wait()
+        # Each thread has a number of its own, but those born later take the one that was set last.
+        torch.set_num_threads(before)
+        # Also at the end of the process, before what a thread needs is taken down around it.
+        self._end = weakref.finalize(self, _end, tasks, self._state, self._thread)
+
+
+@dataclass
+class _Job:
+    task: Task
+    run: Callable[[], None]
+    grad_enabled: bool
+    autocast: AutocastState
+
+
+class _Reporting:
+    """Marks a task as over, and keeps what it raised, with its name."""
+
+    def __init__(self, task: Task, state: _State) -> None:
+        self.task, self.state = task, state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None and self.state.failure is None:
+            error.add_note(f"raised in {self.task.what}")
+            self.state.failure = error
+        self.task._over.set()
+        return True
+
+
+def _work(
+    tasks: queue.SimpleQueue[_Job | None], state: _State, num_threads: int, flushes: bool, ready: threading.Event
+) -> None:
+    torch.set_num_threads(num_threads)
+    torch.set_flush_denormal(flushes)
+    HERE.computes = False
+    ready.set()
+    while (job := tasks.get()) is not None:
+        with _Reporting(job.task, state):
+            if state.failure is None and not state.closing:
+                with torch.set_grad_enabled(job.grad_enabled), job.autocast.entered():
+                    job.run()
+        del job  # with all that it refers to, before the wait for the next one
+
+
+def _end(tasks: queue.SimpleQueue[_Job | None], state: _State, thread: threading.Thread) -> None:
+    state.closing = True
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_CLOSES_WITHIN_S)
+
+
+def default_num_threads() -> int:
+    """Threads for the host's work: those that torch uses, but one core is the driver's."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), cores - 1))
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes numbers that are too small to be normal for zero; torch can set that, not tell."""
+    return bool((torch.ones(1) * 1e-39).item() == 0.0)
