@@ -16,7 +16,7 @@ from hf_l2l import stream
 from hf_l2l.backwards import Backwards
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.layout import elements, is_dense
-from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of
+from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, untouched
 
 _CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
 
@@ -102,11 +102,12 @@ class Gradients:
         arrived, self._arriving = self._arriving, {}
         for master, gradient in arrived.items():
             _add_to_grad(master, gradient)
-        for master, norm in values.items():
-            if master.grad is None:
-                self._taken[master] = norm
-            elif can_hold(master.grad):
-                hold(master.grad, _NormKnown(norm))
+        with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
+            for master, norm in values.items():
+                if master.grad is None:
+                    self._taken[master] = norm
+                elif can_hold(master.grad):
+                    hold(master.grad, _NormKnown(norm))
 
     def _discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""

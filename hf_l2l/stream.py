@@ -158,7 +158,7 @@ def wait(point: Point | None, why: str, *, host: bool = False) -> None:
     if point is None:
         return
     watcher = watcher_of(point.device)
-    if watcher is not None and HERE.on_compute_stream and HERE.computes:  # a lane that waits holds up nobody
+    if watcher is not None and HERE.on_compute_stream and not HERE.is_aside:  # a lane that waits holds up nobody
         watcher.waits(point, why)
     if not host:
         point.event.wait(point.module.current_stream(point.device))

@@ -31,6 +31,7 @@ from hf_l2l.locality import why_not_layer_local
 from hf_l2l.optimizer import SplitStep
 from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, settle, untouched
 from hf_l2l.timeline import Timeline
+from hf_l2l.watching import aside
 from hf_l2l.worker import Task, Worker
 
 Mode = Literal["serial", "deferred", "eager"]
@@ -322,7 +323,8 @@ def _update(
 ) -> None:
     """Update `masters`, on the worker's thread."""
     if landed is not None:
-        stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+        with aside():
+            stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
     with update.timeline.host_works(update.task.what):
         with torch.no_grad():
             for gradient, factor in factors:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -48,8 +49,18 @@ class _Here(threading.local):
     row = "compute"
     """Of what kind the work is: "compute", or what `stream.Lane.entered` was told."""
     on_compute_stream = True
-    computes = True
-    """Whether what this thread waits for holds up the computation; not in one that works beside it."""
+    is_aside = False
+    """Whether what is waited for holds up something else than the computation."""
 
 
 HERE = _Here()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What this thread waits for inside holds up something else than the computation."""
+    before, HERE.is_aside = HERE.is_aside, True
+    try:
+        yield
+    finally:
+        HERE.is_aside = before

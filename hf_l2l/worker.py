@@ -17,7 +17,6 @@ import torch
 
 from hf_l2l.autocast import AutocastState
 from hf_l2l.stream import HOST
-from hf_l2l.watching import HERE
 from hf_l2l.whereabouts import Whereabouts
 
 _POLL_S = 0.5  # how often a wait looks whether the thread that it waits for still lives
@@ -185,7 +184,6 @@ def _work(
 ) -> None:
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
-    HERE.computes = False
     ready.set()
     while (job := tasks.get()) is not None:
         with _Reporting(job.task, state):

@@ -164,20 +164,26 @@ class _OptimizerSteps:
         self._recorder = recorder
         # By optimizer, the bytes of the gradients that it found; they may be cleared before `after` is called.
         self._gradients: dict[int, dict[torch.Tensor, int]] = {}
-        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self.before)]
+        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._listen)]
 
     def stop(self) -> None:
         """Hear no more."""
         for handle in self._handles:
             handle.remove()
 
-    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note which parameters have a gradient, and be the first to hear of the end of the step."""
-        self._gradients[id(optimizer)] = _gradients(optimizer)
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        if self.after not in hooks.values():  # a copy of an optimizer shares them
+    def _listen(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Be the last to hear of the beginning of the step, and the first to hear of its end."""
+        before: Any = optimizer._optimizer_step_pre_hooks
+        after: Any = optimizer._optimizer_step_post_hooks
+        if self.after not in after.values():  # a copy of an optimizer shares them
             self._handles.append(optimizer.register_step_post_hook(self.after))
-            hooks.move_to_end(self._handles[-1].id, last=False)
+            after.move_to_end(self._handles[-1].id, last=False)
+            self._handles.append(optimizer.register_step_pre_hook(self.before))
+        assert list(before.values())[-1] == self.before, "hooks are not added while a clock runs"
+
+    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note which parameters have a gradient, that no hook has taken away."""
+        self._gradients[id(optimizer)] = _gradients(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count what the step has read and written; a closure may have made gradients within it."""
