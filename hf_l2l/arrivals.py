@@ -16,10 +16,9 @@ import torch
 class Arrivals:
     """The counts of the step that is under way."""
 
-    def __init__(self) -> None:
-        self.goes_on: Callable[[], bool] = lambda: False
-        """Whether another micro-step follows before the step; `hooks` asks Accelerate, which `accelerator.accumulate`
-        and transformers' Trainer tell."""
+    def __init__(self, goes_on: Callable[[], bool]) -> None:
+        """With `goes_on`, which says in a backward whether another one follows before the step."""
+        self._goes_on = goes_on
         self._accumulating = False
         self._calls: Counter[torch.Tensor] = Counter()
         self._arrivals: Counter[torch.Tensor] = Counter()
@@ -41,7 +40,7 @@ class Arrivals:
         """The gradients of one such call have arrived; returns those of `masters` that will get no more."""
         masters = list(masters)
         self._arrivals.update(masters)
-        if self._accumulating or self.goes_on():
+        if self._accumulating or self._goes_on():
             return []
         return [m for m in masters if self._arrivals[m] >= self._calls[m]]
 

@@ -1,25 +1,50 @@
-"""An update in the background: what readers of its weights wait for, and what the worker does."""
+"""An update in the background: its parts, what readers of its weights wait for, and what the worker does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+
 import torch
+from torch import nn
 
 from hf_l2l import stream
 from hf_l2l.optimizer import SplitStep
 from hf_l2l.pending import Pending, let_go
+from hf_l2l.timeline import Timeline
+from hf_l2l.watching import aside
 from hf_l2l.worker import Task
+
+
+def parts(
+    layers: Mapping[str, nn.Module], masters: Iterable[torch.Tensor]
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """`masters` in the order in which the next forward needs them: what is in no layer, then the layers by name."""
+    left = dict.fromkeys(masters)
+    found: list[tuple[str, list[torch.Tensor]]] = []
+    for name, layer in layers.items():
+        part: list[torch.Tensor] = [p for p in layer.parameters() if p in left]
+        for p in part:
+            del left[p]  # what is tied belongs to the first
+        found.append((name, part))
+    for name, part in (("what is in no layer", list(left)), *found):
+        if part:
+            yield name, part
 
 
 class Update(Pending):
     """Masters that the worker is to update."""
 
-    def __init__(self, task: Task, *, in_step: bool) -> None:
+    def __init__(self, task: Task, timeline: Timeline, *, in_step: bool) -> None:
         self.task = task
+        self.timeline = timeline
         self.in_step = in_step
         """Whether this is an eager update, and `optimizer.step()` has not been called yet."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
-        self.task.wait("weights are used when they have been updated")
+        waiting = nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what)
+        with waiting:
+            self.task.wait("weights are used when they have been updated")
         if not self.in_step:
             let_go(tensor, self)
 
@@ -40,11 +65,13 @@ def carry_out(
 ) -> None:
     """Update `masters`, on the worker's thread."""
     if landed is not None:
-        stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
-    with torch.no_grad():
-        for gradient, factor in factors:
-            gradient.mul_(factor)
-    step.run(masters)
+        with aside():
+            stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+    with update.timeline.host_works(update.task.what):
+        with torch.no_grad():
+            for gradient, factor in factors:
+                gradient.mul_(factor)
+        step.run(masters)
     if not update.in_step:
         for master in masters:
             let_go(master, update)

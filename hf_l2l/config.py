@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from hf_l2l.trace import check_trace_path
+
 StashPlace = Literal["device", "host"]
 EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
 
@@ -52,6 +54,10 @@ class L2LConfig:
     """Threads inside one operation of an update in the background. None takes all cores but one, which is left to the
     thread that drives the device."""
 
+    trace: str | None = None
+    """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,
+    what travels, what is waited for. What the file held before is gone; None writes nothing."""
+
     layer_classes: tuple[str, ...] | None = None
     """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
 
@@ -70,6 +76,8 @@ class L2LConfig:
             raise ValueError(
                 f"gradient_slots must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory is short"
             )
+        if self.trace is not None:
+            check_trace_path(self.trace)
         if self.eps_update not in get_args(EpsUpdate):
             raise ValueError(
                 f"eps_update must be one of {', '.join(map(repr, get_args(EpsUpdate)))} (got {self.eps_update!r}); "

@@ -8,7 +8,7 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -21,8 +21,10 @@ from hf_l2l.clipping import clip
 from hf_l2l.config import EpsUpdate, size_text
 from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
+from hf_l2l.optimizer import gradient_hook_error
 from hf_l2l.stacks import tensor_bytes
-from hf_l2l.updates import Updates, gradient_hook_error
+from hf_l2l.timeline import Timeline
+from hf_l2l.updates import Updates
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -42,17 +44,29 @@ class EagerParamServer:
         device: torch.device,
         memory: HostMemory | None = None,
         *,
+        timeline: Timeline | None = None,
         update: EpsUpdate = "auto",
         num_threads: int | None = None,
+        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
+        """With `goes_on`, which says in a backward whether another one follows before the step."""
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
+        self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
         self.gradients = Gradients(device, self.memory, self.backwards)
-        if update == "auto":
-            update = "serial"
-        self.updates = Updates(model, self.memory.layers, self.gradients, mode=update, num_threads=num_threads)
+        if update == "auto":  # on the host there is nothing that an update could run beside
+            update = "deferred" if self.lane.is_stream else "serial"
+        self.updates = Updates(
+            model,
+            self.memory.layers,
+            self.gradients,
+            self.timeline,
+            mode=update,
+            num_threads=num_threads,
+            goes_on=goes_on,
+        )
 
     @property
     def lane(self) -> stream.Lane:
@@ -71,6 +85,7 @@ class EagerParamServer:
         self.updates.check()
         if torch.is_grad_enabled():
             self.updates.check_masters()
+        self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
             if torch.is_grad_enabled():
@@ -193,6 +208,7 @@ class EagerParamServer:
     def release(self) -> None:
         """Finish what was begun, let the optimizers step as they did before, and the memory be ordinary memory."""
         self.updates.release()
+        self.timeline.close()
         self.memory.release()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

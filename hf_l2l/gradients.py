@@ -27,7 +27,7 @@ class Gradients:
     def __init__(self, device: torch.device, memory: HostMemory, backwards: Backwards) -> None:
         self.device = device
         self.memory = memory
-        self.lane = stream.Lane(device)
+        self.lane = stream.Lane(device, "download")
         self.backwards = backwards
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
@@ -40,16 +40,20 @@ class Gradients:
     @torch.no_grad()
     def receive(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add sums to what `master.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
+        of = gradients[0][0] if gradients else ""
         if not self.lane.is_stream:
-            for master, gradient in gradients:
-                _add_to_grad(master, stream.download(gradient))
+            with stream.span(self.device, "download", of):
+                for master, gradient in gradients:
+                    _add_to_grad(master, stream.download(gradient))
             return
         self.backwards.join()
         complete = stream.record(self.device)
         with self.lane.entered():
             stream.wait(complete, "gradients leave when they are complete")
-            totals = [(master, gradient) for master, gradient in gradients if self._receive(master, gradient)]
-            norms = torch._foreach_norm([gradient for _, gradient in totals]) if totals else ()
+            with stream.span(self.device, "download", of):
+                totals = [(master, gradient) for master, gradient in gradients if self._receive(master, gradient)]
+            with stream.span(self.device, "norm", of):
+                norms = torch._foreach_norm([gradient for _, gradient in totals]) if totals else ()
             self._norms.update((master, norm) for (master, _), norm in zip(totals, norms, strict=True))
 
     def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -91,7 +95,7 @@ class Gradients:
     def _publish(self) -> None:
         """Wait for what has been received, and add it to `p.grad`."""
         norms, self._norms = self._norms, {}
-        with self.lane.entered():
+        with self.lane.entered(), stream.span(self.device, "download", "norms"):
             values = _to_host(norms)
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)

@@ -7,7 +7,6 @@ the module's original forward, where `add_hook_to_module` keeps it. Everything e
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,11 +19,13 @@ from torch import nn
 from hf_l2l import stream
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
+from hf_l2l.fitness import move_to_host, refuse_placed, turn_off_activation_checkpointing, warn_of_short_masters
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.progress import with_progress_bar
 from hf_l2l.relay import Relay
 from hf_l2l.shell import Shell
 from hf_l2l.stacks import LayerStack, find_stacks, shell_modules
+from hf_l2l.timeline import Timeline
 
 _ATTRIBUTE = "_l2l"
 
@@ -175,7 +176,7 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
                 f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
                 "hf_l2l.detach_l2l(model) first"
             )
-        _turn_off_activation_checkpointing(model)
+        turn_off_activation_checkpointing(model)
         return attached.eps
     check_attachable(model)
     stacks = find_stacks(model, config.layer_classes)
@@ -186,17 +187,26 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         )
     device = stream.execution_device(config.device)
     move_to_host(model)
-    _turn_off_activation_checkpointing(model)
-    _warn_of_short_masters(model)
+    turn_off_activation_checkpointing(model)
+    warn_of_short_masters(model)
     return _attach(model, config, device, stacks)
 
 
 def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
+    timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
     memory = HostMemory(device, model, layers, with_progress_bar)
     memory.adopt()
-    eps = EagerParamServer(model, device, memory, update=config.eps_update, num_threads=config.num_threads)
-    eps.updates.arrivals.goes_on = lambda: not GradientState().sync_gradients
+    eps = EagerParamServer(
+        model,
+        device,
+        memory,
+        timeline=timeline,
+        update=config.eps_update,
+        num_threads=config.num_threads,
+        # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
+        goes_on=lambda: not GradientState().sync_gradients,
+    )
     shell = Shell(layers, device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
@@ -236,65 +246,6 @@ def detach_l2l(model: nn.Module) -> nn.Module:
 
 
 def check_attachable(model: nn.Module) -> None:
-    """Raise ValueError if something else than the host has the parameters of `model`."""
-    if attachment_of(model) is not None:
-        return
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map is not None:
-        raise ValueError(
-            f"a model under L2L must be on the host, without a device_map (got {device_map}); load it as "
-            f"{type(model).__name__}.from_pretrained({getattr(model, 'name_or_path', '...')!r}, dtype=torch.float32)"
-        )
-    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if meta is not None:
-        raise ValueError(
-            f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
-            "with from_pretrained, or make it outside torch.device('meta')"
-        )
-    if getattr(model, "is_quantized", False):
-        raise ValueError(
-            "the parameters of a model under L2L must be plain tensors (got a quantized model); load it without a "
-            "quantization_config"
-        )
-    hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
-    if hooked is not None and type(hooked[1]) is not ModelHook:  # a bare one is what a copied model carries
-        raise ValueError(
-            f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "
-            f"{hooked[0] or 'the model'!r}); call accelerate.hooks.remove_hook_from_submodules(model) first"
-        )
-
-
-def move_to_host(model: nn.Module) -> None:
-    """Move a model that is on an accelerator to the host, with one warning."""
-    where = next((t.device for t in [*model.parameters(), *model.buffers()] if t.device != stream.HOST), None)
-    if where is None:
-        return
-    warnings.warn(
-        f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to "
-        "the device: layers go there by themselves",
-        stacklevel=3,
-    )
-    model.to(stream.HOST)
-
-
-def _turn_off_activation_checkpointing(model: nn.Module) -> None:
-    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    if not active:
-        return
-    warnings.warn(
-        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
-        "for as well, and is turned off",
-        stacklevel=4,
-    )
-    for module in active:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-
-
-def _warn_of_short_masters(model: nn.Module) -> None:
-    short = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4}
-    if short:
-        warnings.warn(
-            f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the "
-            "model with dtype=torch.float32, and compute in 16 bits with bf16=True or autocast",
-            stacklevel=4,
-        )
+    """Raise ValueError if something else than the host has the parameters of `model`, which may be attached."""
+    if attachment_of(model) is None:
+        refuse_placed(model)

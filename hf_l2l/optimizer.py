@@ -133,3 +133,28 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return type(value)(map(_snapshot, value)) if type(value) in (list, tuple) else value
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that the optimizer may update, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups hold beside parameters, as it is now."""
+    return [
+        {key: _number(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def gradient_hook_error(name: str) -> str:
+    """What is wrong with a hook on the gradient of the parameter `name`."""
+    return (
+        f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got one on "
+        f"{name}); remove the hook, or use an optimizer that updates in step() and not during backward"
+    )

@@ -228,6 +228,7 @@ class Relay:
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=False) as weights,
             self._prefetching(following),
+            self.eps.timeline.layer("forward", call.layer),
         ):
             return forward_sweep(call, tensors, weights, for_backward=for_backward)
 
@@ -242,6 +243,7 @@ class Relay:
             self._weights(call.layer, requires_grad=True) as weights,
             self._prefetching(following),
             self._summing(weights) as sums,
+            self.eps.timeline.layer("backward", call.layer),
         ):
             backward_sweep(call, inputs, gradients, weights)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.

@@ -44,7 +44,7 @@ class Stash:
         """With room in host memory for `rooms` layer inputs from the first one on, and for more when they come."""
         self.place = place
         self.device = device
-        self.lane = stream.Lane(device)
+        self.lane = stream.Lane(device, "stash download")
         self._memory = memory
         self._first_rooms = rooms
         self._rooms: list[Room] = []
@@ -82,7 +82,8 @@ class Stash:
         complete = stream.record(self.device)
         with self.lane.entered():
             stream.wait(complete, "a layer's input leaves when it is complete")
-            kept = [self._to_host(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
+            with stream.span(self.device, "stash download", "layer input"):
+                kept = [self._to_host(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
             self._last = stream.record(self.device)
         try:
             yield kept
@@ -126,9 +127,10 @@ class Stash:
     def _start_fetch(self, kept: torch.Tensor) -> _Fetched:
         rows = torch.empty_like(kept, device=self.device)
         free = stream.record(self.device)
-        with self.lane.entered(), torch.no_grad():
+        with self.lane.entered("stash upload"), torch.no_grad():
             stream.wait(free, "rows are fetched when their memory has no other use")
-            rows.copy_(kept, non_blocking=self.lane.is_stream)
+            with stream.span(self.device, "stash upload", "layer input"):
+                rows.copy_(kept, non_blocking=self.lane.is_stream)
             self._last = stream.record(self.device)
         return _Fetched(kept, rows, self._last)
 

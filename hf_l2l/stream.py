@@ -4,17 +4,21 @@ The host owns the master weights; the execution device sees copies. Where the tw
 upload is a view and a download is the tensor itself. Copies that travel while the device computes run on a `Lane`, a
 stream beside the compute stream; every wait between the two goes through `wait`, which takes the reason. Device types
 without streams run everything in the order of the program: their lanes and waits do nothing.
+
+Somebody may watch a device (see `watching`): then points carry times, and each wait and each `span` of work is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from hf_l2l.watching import HERE, watcher_of
 
 HOST = torch.device("cpu")
 
@@ -121,6 +125,17 @@ class Point(NamedTuple):
     event: Any
     module: ModuleType
     device: torch.device
+    row: str = "compute"
+    """What the stream does: "compute", or what `Lane.entered` was told."""
+    is_timed: bool = False
+
+
+def span(device: torch.device, row: str, of: object) -> AbstractContextManager[None]:
+    """Inside, the current stream is given copies ("upload", "download") or a "norm" of `of`, a module or a name."""
+    watcher = watcher_of(device)
+    if watcher is None or shares_host_memory(device):
+        return nullcontext()
+    return watcher.span(row, of, exposed=HERE.on_compute_stream)
 
 
 def record(device: torch.device) -> Point | None:
@@ -128,9 +143,10 @@ def record(device: torch.device) -> Point | None:
     module = _streams(device)
     if module is None:
         return None
-    event = module.Event()
+    timed = watcher_of(device) is not None
+    event = module.Event(enable_timing=True) if timed else module.Event()
     event.record(module.current_stream(device))
-    return Point(event, module, device)
+    return Point(event, module, device, HERE.row, timed)
 
 
 def wait(point: Point | None, why: str, *, host: bool = False) -> None:
@@ -141,18 +157,25 @@ def wait(point: Point | None, why: str, *, host: bool = False) -> None:
     assert why, "every wait has its reason"
     if point is None:
         return
-    if host:
-        point.event.synchronize()
-    else:
+    watcher = watcher_of(point.device)
+    if watcher is not None and HERE.on_compute_stream and not HERE.is_aside:  # a lane that waits holds up nobody
+        watcher.waits(point, why)
+    if not host:
         point.event.wait(point.module.current_stream(point.device))
+        return
+    point.event.synchronize()
+    if watcher is not None:
+        watcher.host_reached(point)
 
 
 class Lane:
     """A stream beside the compute stream, for copies that travel while the device computes."""
 
-    def __init__(self, device: torch.device, *, beside: bool = True) -> None:
-        """With `beside` False it is the compute stream itself, where everything has its turn."""
+    def __init__(self, device: torch.device, row: str, *, beside: bool = True) -> None:
+        """Made for copies of the kind `row`. With `beside` False it is the compute stream itself, where everything
+        has its turn."""
         self.device = device
+        self.row = row
         self._module = _streams(device)
         self._stream = self._module.Stream(device=device) if beside and self._module is not None else None
 
@@ -162,13 +185,18 @@ class Lane:
         return self._module is not None
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """What is given to the device inside runs on this lane."""
-        if self._module is None or self._stream is None:
-            yield
-            return
-        with self._module.stream(self._stream):
-            yield
+    def entered(self, row: str | None = None) -> Iterator[None]:
+        """What is given to the device inside runs on this lane, and is of the kind `row` (None: the lane's own)."""
+        before = HERE.row, HERE.on_compute_stream
+        HERE.row, HERE.on_compute_stream = row or self.row, self._stream is None
+        try:
+            if self._module is None or self._stream is None:
+                yield
+            else:
+                with self._module.stream(self._stream):
+                    yield
+        finally:
+            HERE.row, HERE.on_compute_stream = before
 
     def record(self) -> Point | None:
         """The point that the lane has been given work up to."""

@@ -22,7 +22,8 @@ from transformers.utils import logging
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.estimate import check_host_memory, estimate, summary
-from hf_l2l.hooks import attach_l2l, check_attachable, move_to_host
+from hf_l2l.fitness import move_to_host
+from hf_l2l.hooks import attach_l2l, attachment_of, check_attachable
 from hf_l2l.stacks import find_stacks
 from hf_l2l.training_args import l2l_config, refuse_conflicts
 
@@ -47,6 +48,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         if model is not None:
             check_attachable(model)
         self._stackless_said = False
+        self._tokens: int | None = 0
+        """That training steps have seen since the last log, None if the inputs are not tokens."""
         super().__init__(model, args, *rest, **kwargs)
         if args is None:  # the ones that Trainer made
             _refuse_several_devices(self.args)
@@ -108,6 +111,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
             self._warn_of_accumulation()
+            eps.timeline.watch()
             logger.info(self.l2l_summary())
         return prepared
 
@@ -121,6 +125,39 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             if not inner.state:  # before it allocates its moments
                 check_host_memory(estimate(self.model, self._l2l_config(), inner))
         return optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because nobody asks what a step waits for once training is over."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            attached = attachment_of(self.model)
+            if attached is not None:
+                attached.eps.timeline.unwatch()
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Overridden to count tokens, padding included, as transformers does for `num_input_tokens_seen`."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if self._tokens is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
+            self._tokens += tokens.numel()
+        else:
+            self._tokens = None
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Overridden to say, with each training loss, what an optimizer step has waited for since the last one."""
+        attached = attachment_of(self.model)
+        averages = attached.eps.timeline.averages() if "loss" in logs and attached is not None else None
+        if averages is not None:
+            logs["l2l_wait_upload_s"] = averages.upload_s
+            logs["l2l_wait_download_s"] = averages.download_s
+            logs["l2l_wait_eps_s"] = averages.eps_s
+            logs["l2l_bound"] = averages.bound
+            if self._tokens is not None:
+                logs["l2l_tokens_per_s"] = self._tokens / (averages.steps * averages.step_s)
+            self._tokens = 0
+        super().log(logs, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Overridden because the norms are known already, and scaling is left to the update in the background."""

@@ -48,6 +48,12 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         default=2,
         metadata={"help": "Layers whose weight gradients the device holds at once: 2, or 1 to save memory."},
     )
+    l2l_trace: str | None = field(
+        default=None,
+        metadata={
+            "help": "File to which steps are written as they run, to be opened in ui.perfetto.dev. Default: none."
+        },
+    )
     l2l_num_threads: int | None = field(
         default=None,
         metadata={"help": "Threads of an update in the background. Default: all cores but one."},
@@ -80,6 +86,7 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
         stash=getattr(args, "stash", "device"),
         prefetch=getattr(args, "l2l_prefetch", True),
         gradient_slots=getattr(args, "l2l_gradient_slots", 2),
+        trace=getattr(args, "l2l_trace", None),
         eps_update=getattr(args, "eps_update", "auto"),
         num_threads=getattr(args, "l2l_num_threads", None),
         layer_classes=classes,

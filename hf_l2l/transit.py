@@ -63,7 +63,7 @@ class WeightSlots:
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, *, overlap: bool = True) -> None:
         """Without `overlap` weights travel in the order of computation, on its own stream."""
         self.device = device
-        self.lane = stream.Lane(device, beside=overlap)
+        self.lane = stream.Lane(device, "upload", beside=overlap)
         num_bytes = max(Layout(layer.parameters()).num_bytes for layer in layers)
         self.slots = [_WeightSlot(num_bytes, device) for _ in range(2)]
 
@@ -103,18 +103,20 @@ class WeightSlots:
             self.settle()
             slot = self.slots[-1] = _WeightSlot(layout.num_bytes, self.device)
         slot.copies = None  # until all of it is on its way
+        # First: it waits for an update that is under way, which is not to hold up the lane.
+        slot.versions = [master._version for master in layout.offsets]
         # A slot made under inference mode could never be trained with.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered():
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
             stream.released(slot.memory)
             copies = {master: layout.view(slot.memory, master) for master in layout.offsets}
             try:
-                for master, copy in copies.items():
-                    copy.copy_(master, non_blocking=self.lane.is_stream)
+                with stream.span(self.device, "upload", layer):
+                    for master, copy in copies.items():
+                        copy.copy_(master, non_blocking=self.lane.is_stream)
             finally:  # what was sent before an error is waited for, too
                 slot.arrived = stream.record(self.device)
         slot.copies = copies
-        slot.versions = [master._version for master in copies]
         return slot
 
 

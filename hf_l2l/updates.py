@@ -14,7 +14,7 @@ gradients that the background has taken. All modes give the same bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -25,12 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.arrivals import Arrivals
-from hf_l2l.background import Update, carry_out
+from hf_l2l.background import Update, carry_out, parts
 from hf_l2l.clipping import taken_factor
 from hf_l2l.gradients import Gradients
 from hf_l2l.locality import why_not_layer_local
-from hf_l2l.optimizer import SplitStep
+from hf_l2l.optimizer import SplitStep, gradient_hook_error, hyperparameters_of, parameters_of
 from hf_l2l.pending import can_hold, hold, let_go, pending_of, settle, untouched
+from hf_l2l.timeline import Timeline
 from hf_l2l.worker import Task, Worker
 
 Mode = Literal["serial", "deferred", "eager"]
@@ -44,17 +45,21 @@ class Updates:
         model: nn.Module,
         layers: Sequence[nn.Module],
         gradients: Gradients,
+        timeline: Timeline,
         *,
         mode: Mode,
         num_threads: int | None,
+        goes_on: Callable[[], bool],
     ) -> None:
+        """With `goes_on`, which says in a backward whether another one follows before the step."""
         self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
         self._gradients = gradients
+        self._timeline = timeline
         names = {module: name for name, module in model.named_modules()}
         self._layers = {names[layer]: layer for layer in layers}
-        self.arrivals = Arrivals()
+        self.arrivals = Arrivals(goes_on)
         self._last: Task | None = None
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
@@ -81,11 +86,11 @@ class Updates:
         self._split[optimizer] = self.mode != "serial" and self._can_split(optimizer)
         self._hooks[optimizer] = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(_clear_used_gradients),
+            optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
-        self._shapes.update((p, p.shape) for p in _parameters(optimizer))
+        self._shapes.update((p, p.shape) for p in parameters_of(optimizer))
 
     def _can_split(self, optimizer: torch.optim.Optimizer) -> bool:
         reason = why_not_layer_local(optimizer)
@@ -127,13 +132,14 @@ class Updates:
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished."""
         if self._last is not None:  # they are done in order
-            self._last.wait("an optimizer's state is used when all updates are finished")
+            with self._timeline.waiting_for_eps("an optimizer's state is used when all updates are finished"):
+                self._last.wait("an optimizer's state is used when all updates are finished")
         self.check()
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()
         if self.mode == "eager":  # the first backward made the states from the last layer to the first
-            for p in _parameters(optimizer):
+            for p in parameters_of(optimizer):
                 if p in optimizer.state:
                     optimizer.state[p] = optimizer.state.pop(p)
 
@@ -143,18 +149,24 @@ class Updates:
         self._gradients.backwards.errors.raise_first()
         self.check()
         self.check_masters()
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         self._end_eager_step(optimizer, parameters)
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first is the optimizer
         if not self._split[optimizer] or has_closure:
             for gradient in gradients.values():
                 settle(gradient)
+            self._timeline.start_update()
             return
         taken = {p: gradient for p, gradient in gradients.items() if can_hold(p)}
         for p in taken:
             p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
         self._begin(optimizer, taken)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p in parameters_of(optimizer):
+            p.grad = None
+        self._timeline.end_step()
 
     def _end_eager_step(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         used = self._used.pop(optimizer, None)
@@ -166,11 +178,11 @@ class Updates:
                     let_go(p, update)
         self.arrivals.forget(parameters)
         self._gradients.forget(parameters)
-        if used is not None and used != _hyperparameters(optimizer):
+        if used is not None and used != hyperparameters_of(optimizer):
             self.worker.fail(
                 error := RuntimeError(
                     "hyper-parameters must be set before backward with eps_update='eager', which uses them there "
-                    f"(they were {used}, and are {_hyperparameters(optimizer)} in step()); use eps_update='deferred'"
+                    f"(they were {used}, and are {hyperparameters_of(optimizer)} in step()); use eps_update='deferred'"
                 )
             )
             raise error
@@ -188,28 +200,15 @@ class Updates:
         """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
         with untouched(), torch.no_grad():
             step = SplitStep(optimizer, gradients)
-        for what, masters in self._parts(gradients):
+        for what, masters in parts(self._layers, gradients):
             factors = [(gradients[m], factor) for m in masters if (factor := taken_factor(gradients[m])) is not None]
-            update = Update(Task(f"the update of {what}"), in_step=in_step)
+            update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
             for master in masters:
                 hold(master, update)
                 if in_step:
                     self._updated[master] = update
             self.worker.submit(update.task, partial(carry_out, step, masters, factors, landed, update))
             self._last = update.task
-
-    def _parts(self, masters: Iterable[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """`masters` in the order in which the next forward needs them: what is in no layer, then the layers."""
-        left = dict.fromkeys(masters)
-        parts: list[tuple[str, list[torch.Tensor]]] = []
-        for name, layer in self._layers.items():
-            found: list[torch.Tensor] = [p for p in layer.parameters() if p in left]
-            for p in found:
-                del left[p]  # what is tied belongs to the first
-            parts.append((name, found))
-        for what, part in (("what is in no layer", list(left)), *parts):
-            if part:
-                yield what, part
 
     # ---- eager
 
@@ -236,7 +235,7 @@ class Updates:
         if self.mode != "eager":
             return
         complete = {m for m in self.arrivals.count(masters) if can_hold(m)}
-        owners = {optimizer: [p for p in _parameters(optimizer) if p in complete] for optimizer in self._hooks}
+        owners = {optimizer: [p for p in parameters_of(optimizer) if p in complete] for optimizer in self._hooks}
         if complete and not self._hooks:
             raise RuntimeError(
                 "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
@@ -245,7 +244,7 @@ class Updates:
         for optimizer, parameters in owners.items():
             gradients, landed = self._gradients.take(parameters)
             if gradients:
-                self._used.setdefault(optimizer, _hyperparameters(optimizer))
+                self._used.setdefault(optimizer, hyperparameters_of(optimizer))
                 self._begin(optimizer, gradients, landed=landed, in_step=True)
 
     def _fail_half_updated(self) -> None:
@@ -275,31 +274,3 @@ class Updates:
                 settle(p.grad)
         self._hooks.clear()
         self.worker.close()
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _clear_used_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    for p in _parameters(optimizer):
-        p.grad = None
-
-
-def gradient_hook_error(name: str) -> str:
-    """What is wrong with a hook on the gradient of the parameter `name`."""
-    return (
-        f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got one on "
-        f"{name}); remove the hook, or use an optimizer that updates in step() and not during backward"
-    )

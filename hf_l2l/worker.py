@@ -17,6 +17,7 @@ import torch
 
 from hf_l2l.autocast import AutocastState
 from hf_l2l.stream import HOST
+from hf_l2l.whereabouts import Whereabouts
 
 _POLL_S = 0.5  # how often a wait looks whether the thread that it waits for still lives
 _CLOSES_WITHIN_S = 5.0
@@ -49,7 +50,9 @@ class Task:
         """
         assert why and self._worker is not None, "a task is waited for with a reason, and after its submission"
         # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
+        whereabouts = Whereabouts()
         while not self._over.wait(_POLL_S):
+            whereabouts.at(f"waiting for {self.what} ({{seconds}})")
             if not self._worker.lives:
                 raise EngineFailedError(
                     f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "

@@ -14,17 +14,28 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_l2l"
 
 LEVELS = (
-    ("config", "stream", "autocast", "worker", "pending"),
+    (
+        "trace",
+        "config",
+        "watching",
+        "stream",
+        "device_clock",
+        "whereabouts",
+        "timeline",
+        "autocast",
+        "worker",
+        "pending",
+    ),
     ("stacks", "capture", "backwards", "layout", "host_memory", "placement", "transit", "stash"),
     ("optimizer", "locality", "lamb", "arrivals", "background", "clipping", "gradients", "updates", "eps"),
     ("shell", "splitting", "layer_call", "relay"),
-    ("estimate", "progress", "hooks"),
+    ("estimate", "progress", "fitness", "hooks"),
     ("training_args", "trainer", "measure", "compare", "glue"),
 )
 """A module imports those of lower levels, and of its own level those that stand before it."""
 
 THIRD_PARTY = {
-    "config": {"torch"},
+    "trace": {"torch"},
     "estimate": {"torch", "accelerate", "psutil"},
     "progress": {"torch", "accelerate", "psutil", "tqdm"},
     "training_args": {"torch", "accelerate", "psutil", "tqdm", "transformers"},

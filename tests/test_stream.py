@@ -169,7 +169,7 @@ def test_without_streams_there_is_nothing_to_wait_for():
     assert stream.record(HOST) is None
     stream.wait(None, "a test")
     stream.wait(None, "a test", host=True)
-    lane = stream.Lane(HOST)
+    lane = stream.Lane(HOST, "upload")
     assert not lane.is_stream and lane.record() is None and not stream.can_page_lock(HOST)
     with lane.entered():
         assert torch.ones(1) == 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from hf_l2l.testing.sim_clock import Costs, Moment, Task, VirtualClock, virtual_clock
 from hf_l2l.testing.sim_pages import page_lock_limit, page_locked_bytes
+from hf_l2l.testing.sim_worker import worker_on_clock
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ __all__ = [
     "page_lock_limit",
     "page_locked_bytes",
     "virtual_clock",
+    "worker_on_clock",
 ]
 
 

@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.testing.sim_race import LOCK, ORDER
 from hf_l2l.testing.sim_recorder import Costs as Costs
@@ -149,12 +150,10 @@ def virtual_clock(costs: Costs) -> Iterator[VirtualClock]:
         ORDER.activate()
         Running.recorder = clock._recorder
     steps = _OptimizerSteps(clock._recorder)
-    hooks = register_optimizer_step_pre_hook(steps.before), register_optimizer_step_post_hook(steps.after)
     try:
         yield clock
     finally:
-        for hook in hooks:
-            hook.remove()
+        steps.stop()
         Running.recorder = None
 
 
@@ -165,9 +164,25 @@ class _OptimizerSteps:
         self._recorder = recorder
         # By optimizer, the bytes of the gradients that it found; they may be cleared before `after` is called.
         self._gradients: dict[int, dict[torch.Tensor, int]] = {}
+        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._listen)]
+
+    def stop(self) -> None:
+        """Hear no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _listen(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Be the last to hear of the beginning of the step, and the first to hear of its end."""
+        before: Any = optimizer._optimizer_step_pre_hooks
+        after: Any = optimizer._optimizer_step_post_hooks
+        if self.after not in after.values():  # a copy of an optimizer shares them
+            self._handles.append(optimizer.register_step_post_hook(self.after))
+            after.move_to_end(self._handles[-1].id, last=False)
+            self._handles.append(optimizer.register_step_pre_hook(self.before))
+        assert list(before.values())[-1] == self.before, "hooks are not added while a clock runs"
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note which parameters have a gradient."""
+        """Note which parameters have a gradient, that no hook has taken away."""
         self._gradients[id(optimizer)] = _gradients(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

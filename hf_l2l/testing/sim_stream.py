@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,13 +40,15 @@ def device_checked(device: Any) -> None:
 class Event:
     """A point in a stream's order that others can wait for.
 
-    The arguments are those of `torch.cuda.Event`; nothing is measured here, and there is one process, so none has an
-    effect.
+    The arguments are those of `torch.cuda.Event`; there is one process and waiting costs nothing, so only
+    `enable_timing` has an effect.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._clock: Clock | None = None
         self._moment: Moment | None = None  # in virtual time; none if no virtual clock ran
+        self._timed = enable_timing
+        self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Stand, from now on, for all that `stream` (None: the current one) was given so far."""
@@ -54,6 +57,7 @@ class Event:
             line.see_host()
             self._clock = dict(line.clock)
             self._moment = None if Running.recorder is None else Running.recorder.mark(line)
+            self._recorded_at = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let what is issued to `stream` (None: the current one) from now on come after this point."""
@@ -83,6 +87,34 @@ class Event:
             if done:
                 self.synchronize()
         return done
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return milliseconds from this point to `end_event`, negative if that came first.
+
+        In virtual time if a virtual clock ran when either was recorded (it starts at 0), else from when the program
+        recorded the one to when it recorded the other.
+
+        Raises:
+            ValueError: one of them was made without `enable_timing`, or not recorded.
+            RuntimeError: not all before one of them is done.
+        """
+        events = (self, end_event)
+        if not all(event._timed and event._clock is not None for event in events):
+            raise ValueError("both events must be made with enable_timing=True and recorded before time is measured")
+        with LOCK:
+            if not all(event._is_done() for event in events):
+                raise RuntimeError("both events must be completed before time is measured between them")
+            if self._moment is None and end_event._moment is None:
+                return 1e3 * (end_event._recorded_at - self._recorded_at)
+            start, end = (0.0 if event._moment is None else event._moment.seconds for event in events)
+            return 1e3 * (end - start)
+
+    def _is_done(self) -> bool:
+        """Whether all before this point is done, without the host having waited for it by asking."""
+        recorder = Running.recorder
+        if recorder is not None and self._moment is not None and self._moment.recorder is recorder:
+            return self._moment.seconds <= Moment(recorder, recorder.host.node).seconds
+        return self._clock is None or sim_copies.is_done(self._clock)
 
 
 class Stream(torch.Stream):

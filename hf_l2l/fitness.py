@@ -1,0 +1,75 @@
+"""Is a model fit to be run layer to layer, and what about it must change first."""
+
+from __future__ import annotations
+
+import warnings
+
+from accelerate.hooks import ModelHook
+from torch import nn
+
+from hf_l2l import stream
+
+
+def refuse_placed(model: nn.Module) -> None:
+    """Raise ValueError if something else than the host has the parameters of `model`."""
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map is not None:
+        raise ValueError(
+            f"a model under L2L must be on the host, without a device_map (got {device_map}); load it as "
+            f"{type(model).__name__}.from_pretrained({getattr(model, 'name_or_path', '...')!r}, dtype=torch.float32)"
+        )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(
+            f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
+            "with from_pretrained, or make it outside torch.device('meta')"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            "the parameters of a model under L2L must be plain tensors (got a quantized model); load it without a "
+            "quantization_config"
+        )
+    hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None and type(hooked[1]) is not ModelHook:  # a bare one is what a copied model carries
+        raise ValueError(
+            f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "
+            f"{hooked[0] or 'the model'!r}); call accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
+
+
+def move_to_host(model: nn.Module) -> None:
+    """Move a model that is on an accelerator to the host, with one warning."""
+    where = next((t.device for t in [*model.parameters(), *model.buffers()] if t.device != stream.HOST), None)
+    if where is None:
+        return
+    warnings.warn(
+        f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to "
+        "the device: layers go there by themselves",
+        stacklevel=3,
+    )
+    model.to(stream.HOST)
+
+
+def turn_off_activation_checkpointing(model: nn.Module) -> None:
+    """Let the model's own recomputing of activations be, with one warning where it was asked for."""
+    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if not active:
+        return
+    warnings.warn(
+        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
+        "for as well, and is turned off",
+        stacklevel=4,
+    )
+    for module in active:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def warn_of_short_masters(model: nn.Module) -> None:
+    """Warn if parameters that train are in 16 bits."""
+    short = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4}
+    if short:
+        warnings.warn(
+            f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the "
+            "model with dtype=torch.float32, and compute in 16 bits with bf16=True or autocast",
+            stacklevel=4,
+        )

@@ -1,0 +1,70 @@
+"""The background thread of the engine on the virtual clock, where it is as fast as `Costs` says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_l2l.testing.sim_clock import VirtualClock
+from hf_l2l.testing.sim_recorder import Moment
+
+
+class _Job:
+    """Stands in for the event that a task sets when it is over. The work is done when somebody waits for it."""
+
+    def __init__(self, lane: _Lane, run: Callable[[], None]) -> None:
+        self._lane, self._run = lane, run
+        self._submitted = lane.clock.moment()
+        self.end: Moment | None = None
+
+    def do(self) -> None:
+        """Do the work, after what was submitted before."""
+        clock, lane = self._lane.clock, self._lane
+        with clock.own_time("worker", lane.free):
+            clock.wait_for(self._submitted)
+            self._run()
+            lane.free = self.end = clock.moment()
+
+    def is_set(self) -> bool:
+        """Whether somebody has waited for the work, which is as late as the program's waits allow."""
+        return self.end is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Let the thread that asks wait in virtual time."""
+        self._lane.clock.wait_for(self._lane.end_of(self))
+        return True
+
+
+class _Lane:
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.free = clock.moment()
+        self.jobs: list[_Job] = []
+
+    def end_of(self, job: _Job) -> Moment:
+        while job.end is None:
+            self.jobs.pop(0).do()
+        return job.end
+
+
+@contextlib.contextmanager
+def worker_on_clock(clock: VirtualClock, worker: Any) -> Iterator[None]:
+    """Inside, what is submitted to `worker` (`eps.updates.worker`) takes virtual time, beside the other threads'.
+
+    No thread is used: a piece of work is done, on the worker's own time, when somebody waits for it or a later one.
+    """
+    lane = _Lane(clock)
+
+    def submit(task: Any, run: Callable[[], None]) -> None:
+        worker.check()
+        task._worker, task._over = worker, _Job(lane, run)
+        lane.jobs.append(task._over)
+
+    worker.submit = submit
+    try:
+        yield
+    finally:
+        del worker.submit
+        while lane.jobs:
+            lane.jobs.pop(0).do()

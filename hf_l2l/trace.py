@@ -1,0 +1,82 @@
+"""A file of spans that ui.perfetto.dev and chrome://tracing open: the JSON form of Chrome's trace events."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+_END = b"\n]}\n"
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    row: str
+    """The line it is drawn in."""
+    name: str
+    start_s: float
+    end_s: float
+
+
+class TraceFile:
+    """One process with a row per lane. What is written stays: the file is complete, and valid, after every `write`."""
+
+    def __init__(self, path: str, title: str, rows: Sequence[str]) -> None:
+        """Start the file anew; what was there is gone.
+
+        Raises:
+            ValueError: if it cannot be written.
+        """
+        self.path = os.path.abspath(path)  # where the program's folder was when the run began
+        self._rows = {row: number for number, row in enumerate(rows)}
+        named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
+        for row, number in self._rows.items():
+            about = {"ph": "M", "pid": 0, "tid": number}
+            named.append({"name": "thread_name", **about, "args": {"name": row}})
+            named.append({"name": "thread_sort_index", **about, "args": {"sort_index": number}})
+        text = '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, named))
+        try:
+            with open(self.path, "wb") as file:
+                file.write(text.encode() + _END)
+        except OSError as error:
+            raise ValueError(_cannot_be_written(path, error)) from error
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Add spans, in any order; those of one row must not overlap in part."""
+        events = [
+            {
+                "name": span.name,
+                "ph": "X",
+                "pid": 0,
+                "tid": self._rows[span.row],
+                "ts": 1e6 * span.start_s,
+                "dur": 1e6 * (span.end_s - span.start_s),
+            }
+            for span in spans
+        ]
+        if events:
+            # Opened for this only: a run that lasts for days may be stopped at any time.
+            with open(self.path, "r+b") as file:
+                file.seek(-len(_END), os.SEEK_END)
+                file.write("".join(",\n" + json.dumps(event) for event in events).encode() + _END)
+
+
+def check_trace_path(path: object) -> None:
+    """Raise ValueError unless a file can be written at `path`; nothing is written."""
+    if not isinstance(path, str) or not path:
+        raise ValueError(
+            f"trace must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
+        )
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(_cannot_be_written(path, f"there is no folder {folder}"))
+    if os.path.isdir(path):
+        raise ValueError(_cannot_be_written(path, "it is a folder"))
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(_cannot_be_written(path, "permission denied"))
+
+
+def _cannot_be_written(path: str, reason: object) -> str:
+    return f"the trace must go where a file can be written (got {path!r}: {reason}); give a file in an existing folder"

@@ -1,0 +1,224 @@
+"""What the timeline says of a step is what the virtual clock says, and looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sim_overlap import steps
+from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
+
+from families import assert_same_bits
+from hf_l2l import L2LConfig, attach_l2l, watching
+from hf_l2l.testing import VirtualClock, virtual_clock
+from hf_l2l.timeline import Averages, Timeline
+from training import l2l_trainer, tiny_bert
+
+Row = list[tuple[str, float, float]]
+LINK_BOUND = Machine(layers=12, ubatches=2, forward_s=1.0, transfer_s=4.0, optimizer_s=10.0)
+
+
+def rows_of(file: Path) -> dict[str, Row]:
+    """By row of a trace, its spans as (name, start, end) in seconds, by start."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows: dict[str, Row] = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            rows[names[e["tid"]]].append((e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6))
+    return {name: sorted(spans, key=lambda span: span[1]) for name, spans in rows.items()}
+
+
+def busy(spans: Row) -> float:
+    return sum(end - start for _, start, end in spans)
+
+
+def watched_step(
+    machine: Machine, file: Path | None = None, **options: Any
+) -> tuple[VirtualClock, Averages, dict[str, Row]]:
+    """The second step, as the clock saw it and as the timeline saw it."""
+    torch.manual_seed(0)
+    model = Stack(machine.layers)
+    trace = None if file is None else str(file)
+    config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=("Block",), trace=trace, **options)
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
+    model(x).backward()
+    optimizer.step()
+    eps.timeline.averages()
+    first = rows_of(file) if file is not None else {}
+    with virtual_clock(machine.costs()) as clock:
+        eps.timeline.now = lambda: clock.now
+        eps.timeline.watch()
+        model(x).backward()
+        optimizer.step()
+        averages = eps.timeline.averages()
+    assert averages is not None and averages.steps == 1
+    rows = rows_of(file) if file is not None else {}
+    new = {name: [span for span in spans if span not in first.get(name, [])] for name, spans in rows.items()}
+    eps.timeline.close()
+    return clock, averages, new
+
+
+@pytest.mark.parametrize("machine", [V100, LINK_BOUND], ids=["V100", "link-bound"])
+def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
+    clock, averages, rows = watched_step(machine, tmp_path / "trace.json", eps_update="serial")
+    n = machine.layers
+    assert [name for name, _, _ in rows["compute"]] == [
+        *(f"forward blocks.{i}" for i in range(n)),
+        *(f"backward blocks.{i}" for i in reversed(range(n))),
+    ]
+    assert busy(rows["compute"]) == pytest.approx(clock.busy("compute"))
+    assert len(rows["upload"]) == 2 * n - 2
+    assert [name for name, *_ in rows["download"]] == [*(f"blocks.{i}" for i in reversed(range(n))), "norms"]
+    for lane in ("compute", "download"):
+        tasks = [t for t in clock.tasks if t.lane == lane]
+        assert rows[lane][0][1] == pytest.approx(min(t.start for t in tasks), abs=1e-6)
+        assert rows[lane][-1][2] == pytest.approx(max(t.end for t in tasks), abs=1e-6)
+    assert busy(rows["upload"]) == pytest.approx(clock.busy("upload"))
+    [(_, start, end)] = rows["steps"]
+    assert (start, end) == (pytest.approx(0.0), pytest.approx(clock.end))
+    assert averages.step_s == pytest.approx(clock.end)
+
+
+def test_nothing_overlaps_within_a_row(tmp_path):
+    _, _, rows = watched_step(LINK_BOUND, tmp_path / "trace.json", stash="host")
+    assert {"stash upload", "stash download"} <= set(rows)
+    for name, spans in rows.items():
+        for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
+            assert end <= start + 1e-6, name
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}], ids=str)
+@pytest.mark.parametrize("machine", [V100, LINK_BOUND], ids=["V100", "link-bound"])
+def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options):
+    clock, averages, _ = watched_step(machine, **options)
+    waits = averages.upload_s + averages.download_s + averages.eps_s
+    assert clock.busy("compute") + waits == pytest.approx(averages.step_s)
+    assert averages.eps_s == pytest.approx(machine.optimizer_s, rel=0.01)
+
+
+def test_waits_of_a_step_bound_by_the_link(tmp_path):
+    """Forwards a layer computes 2 s while the next one travels for 4; the first one travels under nothing."""
+    clock, averages, rows = watched_step(LINK_BOUND, tmp_path / "trace.json")
+    assert averages.upload_s == pytest.approx(4.0 + 11 * 2.0)
+    norms_s = next(end - start for name, start, end in rows["download"] if name == "norms")
+    assert averages.download_s == pytest.approx(4.0 + norms_s) and norms_s < 0.1  # and the first layer's gradients
+    assert averages.bound == "link"
+    waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
+    weights = "a layer computes when its weights have arrived"
+    assert waits[:12] == [(weights, 4.0), *[(weights, 2.0)] * 11]
+    assert waits[12] == ("every gradient is there when backward returns", round(4.0 + norms_s, 6))
+    computing = [span for span in rows["compute"]]
+    for _, start, end in rows["waits"]:
+        assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)
+
+
+@pytest.mark.parametrize(
+    ("machine", "bound"),
+    [
+        (Machine(8, 16, 1.0, 1.0, 1.0), "compute"),
+        (LINK_BOUND, "link"),
+        (Machine(8, 2, 1.0, 1.0, 30.0), "host update"),
+    ],
+)
+def test_what_bounds_a_step(machine, bound):
+    assert watched_step(machine)[1].bound == bound
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}, {"gradient_slots": 1}], ids=str)
+def test_looking_takes_no_time(options, tmp_path):
+    """Events alone are recorded; nothing waits in order to be measured."""
+    clock, _, _ = watched_step(LINK_BOUND, tmp_path / "trace.json", **options)
+    unwatched = timed_step(LINK_BOUND, **options)
+    assert clock.end == pytest.approx(unwatched.end)
+    assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
+
+
+@pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}], ids=str)
+def test_looking_changes_no_bit(options, tmp_path):
+    expected = steps(tiny_bert(), **options)
+    assert_same_bits(steps(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
+
+
+def test_nobody_looks_without_being_asked_to(monkeypatch):
+    monkeypatch.setattr(watching, "_watchers", {})  # of other tests' models, which have not been collected
+    timed: list[bool] = []
+    event = torch.sim.Event
+
+    def making(*args: Any, enable_timing: bool = False) -> Any:
+        timed.append(enable_timing)
+        return event(*args, enable_timing=enable_timing)
+
+    monkeypatch.setattr(torch.sim, "Event", making)
+    steps(tiny_bert(), count=1)
+    assert timed and not any(timed)
+
+
+def test_what_waits_for_the_device_keeps_nothing_of_earlier_steps(tmp_path):
+    """Events of many steps are not kept: the trace on the disk is all that grows."""
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="sim", trace=str(tmp_path / "trace.json")))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"input_ids": torch.randint(5, 30, (4, 6)), "labels": torch.zeros(4).long()}
+    left, sizes = [], []
+    for _ in range(4):
+        model(**batch).loss.backward()
+        optimizer.step()
+        left.append(len(eps.timeline._noted))
+        sizes.append(len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]))
+    assert left[1:] == [left[0]] * 3 and left[0] < 30
+    assert sizes == sorted(set(sizes))
+    with torch.no_grad():
+        for _ in range(4):
+            model(**batch)
+    assert len(eps.timeline._noted) < 60
+
+
+def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
+    resting = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",), trace=str(tmp_path / "t.json")))
+    lengths = []
+    for _ in range(3):
+        steps(tiny_bert(), count=2)
+        lengths.append(len(resting.timeline._noted))
+    assert resting.timeline.is_watched and lengths[0] == lengths[1] == lengths[2]
+
+
+def test_a_training_log_says_what_a_step_waited_for(tmp_path):
+    trainer = l2l_trainer(tmp_path, max_steps=3, stash="host", ubatch_size=4)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 3
+    for line in lines:
+        waits = [line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")]
+        assert all(seconds >= 0 for seconds in waits)
+        assert line["l2l_bound"] in ("compute", "link", "host update")
+        assert line["l2l_tokens_per_s"] > 0
+    assert not trainer.eps.timeline.is_watched
+
+
+def test_a_training_log_on_the_clock(tmp_path, monkeypatch):
+    """Waits, tokens and what bounds a step, in virtual seconds."""
+    with virtual_clock(Machine(4, 1, 1e-3, 1.0, 1e-3).costs()) as clock:
+        init = Timeline.__init__
+
+        def on_the_clock(self: Timeline, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            self.now = lambda: clock.now
+
+        monkeypatch.setattr(Timeline, "__init__", on_the_clock)
+        trainer = l2l_trainer(tmp_path, max_steps=2)
+        trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    # Each row of the data has 8 tokens, 8 rows are a batch.
+    steps_s = [8 * 8 / line["l2l_tokens_per_s"] for line in lines]
+    waits_s = [sum(line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")) for line in lines]
+    assert 0.9 * clock.end < sum(steps_s) <= clock.end  # the Trainer moves the inputs before a step begins
+    # All but what the shell's buffers take, which are looked at when a call is over.
+    assert sum(waits_s) == pytest.approx(sum(steps_s) - clock.busy("compute"), rel=0.01)
+    assert [line["l2l_bound"] for line in lines] == ["link", "link"]

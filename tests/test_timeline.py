@@ -1,0 +1,316 @@
+"""Traces, averages and lines that say where the program is, where host and device are one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from families import batch_for
+from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, stream, timeline, whereabouts
+from hf_l2l.timeline import ROWS, Averages, Timeline
+from hf_l2l.trace import Span, TraceFile
+from training import assert_same_run, l2l_trainer, plain_trainer, tiny_bert
+
+HOST = torch.device("cpu")
+
+
+class Clock:
+    """Stands in for the host's clock."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(whereabouts, "time", types.SimpleNamespace(monotonic=clock))
+    return clock
+
+
+# ---- the file
+
+
+def read(file: Path) -> list[tuple[str, str, float, float]]:
+    """Its spans as (row, name, start, end), in microseconds."""
+    events = json.loads(file.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return [(rows[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+
+
+def test_the_file_is_valid_after_every_write(tmp_path):
+    file = tmp_path / "trace.json"
+    trace = TraceFile(str(file), "a title", ("above", "below"))
+    assert read(file) == []
+    trace.write([])
+    assert read(file) == []
+    trace.write([Span("below", 'a "name"', 1.0, 1.5), Span("above", "b", 0.0, 2.0)])
+    first = [("below", 'a "name"', 1e6, 1.5e6), ("above", "b", 0.0, 2e6)]
+    assert read(file) == first
+    trace.write([Span("above", "ü", 3.0, 4.0)])
+    assert read(file) == [*first, ("above", "ü", 3e6, 4e6)]
+    order = [e for e in json.loads(file.read_text())["traceEvents"] if e["name"] == "thread_sort_index"]
+    assert [e["args"]["sort_index"] for e in order] == [0, 1]
+
+
+def test_a_new_run_replaces_the_file(tmp_path):
+    file = tmp_path / "trace.json"
+    TraceFile(str(file), "", ("row",)).write([Span("row", "old", 0.0, 1.0)])
+    TraceFile(str(file), "", ("row",))
+    assert read(file) == []
+
+
+def test_the_file_stays_where_it_was_when_the_folder_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = TraceFile("trace.json", "", ("row",))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    trace.write([Span("row", "name", 0.0, 1.0)])
+    assert len(read(tmp_path / "trace.json")) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [("", "trace must be"), (7, "trace must be"), ("missing/t.json", "no folder"), (".", "a folder")],
+)
+def test_a_path_that_cannot_be_written_is_refused(path, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=match) as refused:
+        L2LConfig(trace=path)
+    assert repr(path) in str(refused.value)
+    with pytest.raises(ValueError, match=match):
+        L2LTrainingArguments(str(tmp_path), l2l_trace=path)
+
+
+def test_no_file_is_written_before_attaching(tmp_path):
+    config = L2LConfig(trace=str(tmp_path / "trace.json"), device="cpu")
+    assert list(tmp_path.iterdir()) == []
+    attach_l2l(tiny_bert(), config)
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_folder_that_has_gone_is_refused_when_attaching(tmp_path):
+    (tmp_path / "folder").mkdir()
+    config = L2LConfig(trace=str(tmp_path / "folder" / "trace.json"), device="cpu")
+    (tmp_path / "folder").rmdir()
+    model = tiny_bert()
+    with pytest.raises(ValueError, match="the trace must go where"):
+        attach_l2l(model, config)
+    attach_l2l(model, L2LConfig(device="cpu"))  # nothing was left on it
+
+
+# ---- a raw loop
+
+
+def test_a_raw_loop_writes_every_step(tmp_path):
+    file, model = tmp_path / "trace.json", tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(device="cpu", trace=str(file)))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    names = [f"bert.encoder.layer.{i}" for i in (0, 1)]
+    sweeps = [f"forward {n}" for n in names] + [f"backward {n}" for n in reversed(names)]
+    for step in (1, 2):
+        for _ in range(2):  # two batches, one step
+            model(**batch_for(model)).loss.backward()
+        optimizer.step()
+        spans = read(file)
+        assert [name for row, name, *_ in spans if row == "compute"] == sweeps * 2 * step
+        assert len([row for row, *_ in spans if row == "steps"]) == step
+        assert len([row for row, *_ in spans if row == "host update"]) == step
+        assert all(start < end for *_, start, end in spans)
+    detach_l2l(model)
+    model(**batch_for(model)).loss.backward()
+    assert read(file) == spans
+
+
+def test_copies_on_a_device_without_streams_are_waited_for(tmp_path):
+    file, model = tmp_path / "trace.json", tiny_bert(layers=2)
+    with stream.forced_copies():
+        eps = attach_l2l(model, L2LConfig(device="cpu", trace=str(file)))
+        optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(**batch_for(model)).loss.backward()
+        optimizer.step()
+        averages = eps.timeline.averages()
+    rows = [row for row, *_ in read(file)]
+    assert rows.count("upload") == 3  # the shell and two layers, which stay
+    assert rows.count("download") > 2
+    assert averages is not None and averages.upload_s > 0 and averages.download_s > 0
+
+
+def test_without_a_trace_a_raw_loop_keeps_nothing():
+    model = tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(device="cpu"))
+    model(**batch_for(model)).loss.backward()
+    eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+    assert not eps.timeline.is_watched and not eps.timeline._noted and eps.timeline.averages() is None
+
+
+# ---- averages
+
+
+def test_averages_are_per_step_and_since_the_last_time(clock):
+    line = Timeline(HOST)
+    line.watch()
+    for update_s in (1.0, 3.0):
+        line.start_forward()
+        clock.seconds += 10.0
+        with line.span("upload", "a layer", exposed=True):
+            clock.seconds += 2.0
+        with line.span("download", "a layer", exposed=False):  # under compute
+            clock.seconds += 1.0
+        with line.waiting_for_eps("a layer is uploaded when it is updated"):
+            clock.seconds += update_s
+        line.start_update()
+        line.end_step()
+        clock.seconds += 100.0  # between the steps
+    assert line.averages() == Averages(steps=2, step_s=15.0, upload_s=2.0, download_s=0.0, eps_s=2.0)
+    assert line.averages() is None
+
+
+def test_what_is_waited_for_outside_of_a_step_is_not_counted(clock):
+    line = Timeline(HOST)
+    line.watch()
+    with torch.no_grad():
+        line.start_forward()
+    with line.span("upload", "in an evaluation", exposed=True):
+        clock.seconds += 5.0
+    line.start_forward()
+    clock.seconds += 1.0
+    line.start_update()
+    line.end_step()
+    assert line.averages() == Averages(1, 1.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("upload", "download", "eps", "bound"),
+    [
+        (0.02, 0.01, 0.01, "compute"),
+        (0.03, 0.02, 0.0, "link"),
+        (0.3, 0.2, 0.4, "link"),
+        (0.2, 0.1, 0.4, "host update"),
+        (0.0, 0.0, 0.05, "host update"),
+        (0.0, 0.0, 0.0, "compute"),
+    ],
+)
+def test_what_bounds_a_step(upload, download, eps, bound):
+    assert Averages(1, 1.0, upload, download, eps).bound == bound
+
+
+def test_rows_of_the_trace_are_known():
+    assert len(set(ROWS)) == len(ROWS) and ROWS[-1] == "waits"
+
+
+# ---- under the Trainer
+
+
+def test_training_logs_are_those_of_plain_trainer_and_more(tmp_path):
+    plain = plain_trainer(tmp_path / "plain")
+    plain.train()
+    l2l = l2l_trainer(tmp_path / "l2l", l2l_trace=str(tmp_path / "t.json"))
+    l2l.train()
+    assert_same_run(l2l, plain)
+    added = {f"l2l_{name}" for name in ("wait_upload_s", "wait_download_s", "wait_eps_s", "bound", "tokens_per_s")}
+    for ours, theirs in zip(l2l.state.log_history, plain.state.log_history, strict=True):
+        assert ours.keys() - theirs.keys() == (added if "loss" in theirs else set())
+    assert len([row for row, *_ in read(tmp_path / "t.json") if row == "steps"]) == 4
+
+
+def test_evaluation_lines_have_nothing_added(tmp_path):
+    trainer = l2l_trainer(tmp_path)
+    trainer.train()
+    assert not [key for key in trainer.evaluate() if key.startswith("l2l_")]
+
+
+def test_a_second_training_looks_again_and_the_first_has_ended(tmp_path):
+    trainer = l2l_trainer(tmp_path, max_steps=1)
+    for _ in range(2):
+        trainer.train()
+        assert not trainer.eps.timeline.is_watched
+        assert "l2l_bound" in next(line for line in trainer.state.log_history if "loss" in line)
+
+
+def test_inputs_that_are_no_tokens_have_no_tokens_per_second(tmp_path):
+    class Rows(nn.Module):
+        """Takes rows of numbers."""
+
+        main_input_name = "pixel_values"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            for block in self.blocks:
+                pixel_values = block(pixel_values)
+            return {"loss": pixel_values.sum() + 0 * labels.sum()}
+
+    trainer = l2l_trainer(tmp_path, model=Rows(), max_steps=1, l2l_layer_classes=["Linear"])
+    trainer.train_dataset = [{"pixel_values": [0.0, 1.0, 2.0, 3.0], "labels": 0}] * 8
+    trainer.train()
+    line = next(line for line in trainer.state.log_history if "loss" in line)
+    assert "l2l_bound" in line and "l2l_tokens_per_s" not in line
+
+
+def test_tensorboard_takes_every_value(tmp_path):
+    """It tells numbers from text, and warns of anything else."""
+    trainer = l2l_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    line = next(line for line in trainer.state.log_history if "loss" in line)
+    assert {type(value) for key, value in line.items() if key.startswith("l2l_")} == {float, str}
+
+
+# ---- where the program is
+
+
+class Slow(nn.Module):
+    """A layer whose computation puts the clock forward."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.clock, self.seconds = nn.Parameter(torch.ones(1)), clock, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.seconds += self.seconds
+        return x * self.weight
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, clock: Clock, seconds: float, batches: int = 1) -> list[str]:
+    model = nn.Sequential()
+    model.add_module("blocks", nn.ModuleList(Slow(clock, seconds) for _ in range(4)))
+    model.forward = lambda x: [x := block(x) for block in model.blocks][-1].sum()
+    attach_l2l(model, L2LConfig(device="cpu", layer_classes=("Slow",)))
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        for _ in range(batches):
+            model(torch.ones(2, 1)).backward()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_first_step_that_takes_long_says_where_it_is_every_ten_seconds(clock, caplog):
+    lines = lines_of(caplog, clock, 6.0)
+    assert lines == [
+        "hf_l2l: forward, layer 3 of 4 (blocks.2), 12 s into this step",
+        "hf_l2l: backward, layer 4 of 4 (blocks.3), 24 s into this step",
+        "hf_l2l: backward, layer 2 of 4 (blocks.1), 36 s into this step",
+    ]
+
+
+def test_later_steps_and_short_ones_say_nothing(clock, caplog):
+    assert lines_of(caplog, clock, 1.0) == []
+    caplog.clear()
+    assert len(lines_of(caplog, clock, 6.0, batches=3)) == 3
+
+
+def test_the_interval_can_be_changed(clock, caplog, monkeypatch):
+    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.5)
+    assert len(lines_of(caplog, clock, 1.0)) == 7  # before each layer but the first
