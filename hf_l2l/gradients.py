@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.backwards import Backwards
-from hf_l2l.host_memory import HostMemory
+from hf_l2l.host_memory import HostMemory, Room
 from hf_l2l.layout import elements, is_dense
 from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, untouched
 
@@ -32,7 +32,9 @@ class Gradients:
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        """Master -> the norm of its sum, on the device, of this backward."""
+        """Master -> the norm of its sum: a host tensor, which is there when this backward is over."""
+        self._rooms: list[Room] = []
+        """For norms that arrive."""
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Master -> the norm, a host tensor, of a gradient that was taken before anybody could see it."""
         backwards.call(at_end=self._publish, at_failure=self._discard)
@@ -53,8 +55,7 @@ class Gradients:
             with stream.span(self.device, "download", of):
                 totals = [(master, gradient) for master, gradient in gradients if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
-                norms = torch._foreach_norm([gradient for _, gradient in totals]) if totals else ()
-            self._norms.update((master, norm) for (master, _), norm in zip(totals, norms, strict=True))
+                self._send_norms(totals)
 
     def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Start to download one gradient, on the lane; where there is a sum already, it is added to that first.
@@ -76,6 +77,27 @@ class Gradients:
         total.copy_(gradient, non_blocking=True)
         return True
 
+    def _send_norms(self, totals: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take the norms of the gradients in these pairs and start to download them, on the lane; one copy per dtype.
+
+        At once: what stays on the device until the backward is over grows with depth.
+        """
+        for dtype in dict.fromkeys(gradient.dtype for _, gradient in totals):
+            alike = [(master, gradient) for master, gradient in totals if gradient.dtype == dtype]
+            norms = torch.stack(torch._foreach_norm([gradient for _, gradient in alike]))
+            room = self._room(norms.numel() * norms.element_size())
+            landing = room.tensor_like(norms)
+            landing.copy_(norms, non_blocking=True)
+            self._norms.update(zip((master for master, _ in alike), landing.unbind(), strict=True))
+
+    def _room(self, num_bytes: int) -> Room:
+        """Host memory that nobody uses."""
+        for room in self._rooms:
+            if room.is_free and room.num_bytes >= num_bytes:
+                return room
+        self._rooms += self.memory.new_rooms(1, num_bytes)
+        return self._rooms[-1]
+
     def take(self, masters: Iterable[torch.Tensor]) -> tuple[dict[torch.Tensor, torch.Tensor], stream.Point | None]:
         """Take the sums of `masters` before anybody sees them: `master.grad` is None from now on.
 
@@ -95,15 +117,13 @@ class Gradients:
     def _publish(self) -> None:
         """Wait for what has been received, and add it to `p.grad`."""
         norms, self._norms = self._norms, {}
-        with self.lane.entered(), stream.span(self.device, "download", "norms"):
-            values = _to_host(norms)
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
         arrived, self._arriving = self._arriving, {}
         for master, gradient in arrived.items():
             _add_to_grad(master, gradient)
         with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
-            for master, norm in values.items():
+            for master, norm in norms.items():
                 if master.grad is None:
                     self._taken[master] = norm
                 elif can_hold(master.grad):
@@ -150,16 +170,6 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     """The norm of one gradient, as it is now: a 0-dim host tensor."""
     pending = pending_of(gradient)
     return pending.norm if isinstance(pending, _NormKnown) else torch.linalg.vector_norm(gradient)
-
-
-def _to_host(norms: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """The norms as host tensors, which must be waited for; one copy for each dtype."""
-    found: dict[torch.Tensor, torch.Tensor] = {}
-    for dtype in {norm.dtype for norm in norms.values()}:
-        alike = {master: norm for master, norm in norms.items() if norm.dtype == dtype}
-        stacked = torch.stack(list(alike.values())).to(stream.HOST, non_blocking=True)
-        found.update(zip(alike, stacked.unbind(), strict=True))
-    return found
 
 
 def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:
