@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.device_clock import DeviceClock, Mark
@@ -85,7 +86,7 @@ class Timeline:
         self._clock = DeviceClock(device, time.perf_counter)
         self.device = device
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
-        self._names = _names(model, layers)
+        self._names, self._parameters = _names(model, layers)
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
         self._whereabouts = Whereabouts()
         self._forwards = 0
@@ -176,7 +177,7 @@ class Timeline:
     @contextmanager
     def layer(self, sweep: str, layer: nn.Module) -> Iterator[None]:
         """Inside, `layer` computes, on the "forward" or "backward" sweep."""
-        name = self._names.get(layer, type(layer).__name__)
+        name = self._name(layer)
         if self._forwards == 1 and self._whereabouts.is_due:
             place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
             self._whereabouts.at(f"{sweep}, {place}, {{seconds}} into this step")
@@ -206,7 +207,7 @@ class Timeline:
 
     def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
         """See `watching.Watcher`."""
-        name = of if isinstance(of, str) else self._names.get(of, type(of).__name__)
+        name = of if isinstance(of, str) else self._name(of)
         return self._span(row, name, row.split()[-1] if exposed else "")
 
     def waits(self, point: stream.Point, why: str) -> None:
@@ -259,13 +260,18 @@ class Timeline:
                 self._open[waits_for] += span.end_s - span.start_s
         return span
 
+    def _name(self, of: object) -> str:
+        names = self._parameters if isinstance(of, torch.Tensor) else self._names
+        return str(names.get(of, type(of).__name__))
 
-def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> dict[object, str]:
-    """What the trace calls modules and parameters: those of a layer by the layer."""
+
+def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> tuple[dict[object, str], WeakIdKeyDictionary]:
+    """What the trace calls layers, and parameters: those of a layer by the layer."""
+    parameters = WeakIdKeyDictionary()  # which the model may lose to others
     if model is None:
-        return {}
-    names: dict[object, str] = {p: name for name, p in model.named_parameters()}
+        return {}, parameters
     modules = {module: name for name, module in model.named_modules()}
+    parameters.update({p: name for name, p in model.named_parameters()})
     for layer in layers:
-        names |= {layer: modules[layer], **dict.fromkeys(layer.parameters(), modules[layer])}
-    return names
+        parameters.update(dict.fromkeys(layer.parameters(), modules[layer]))
+    return {layer: modules[layer] for layer in layers}, parameters
