@@ -160,7 +160,8 @@ class Updates:
         parameters = parameters_of(optimizer)
         self._end_eager_step(optimizer, parameters)
         gradients = {p: p.grad for p in parameters if p.grad is not None}
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first is the optimizer
+        # The first argument is the optimizer itself; accelerate passes None for a closure.
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if not self._split[optimizer] or has_closure:
             for gradient in gradients.values():
                 settle(gradient)
