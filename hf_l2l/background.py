@@ -50,6 +50,7 @@ class Update(Pending):
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         if self.in_step:
+            self.task.check()
             raise RuntimeError(
                 "eps_update='eager' has used this gradient during backward, and there is no p.grad any more; use "
                 "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"

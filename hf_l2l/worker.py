@@ -58,6 +58,11 @@ class Task:
                     f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
                     "forked from; use the model in the process that trains it"
                 )
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has gone wrong in it or in another task of its worker; see `Worker.check`."""
+        assert self._worker is not None, "a task belongs to who does it"
         self._worker.check()
 
 

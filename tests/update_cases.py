@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -100,7 +101,7 @@ def _seed(device: str) -> None:
 
 
 def result(model: nn.Module, optimizer: torch.optim.Optimizer, logged: list[Any]) -> Run:
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())  # as it is now
     return Run({name: p.detach().clone() for name, p in model.named_parameters()}, state, logged)
 
 
