@@ -187,6 +187,7 @@ class _Reporting:
 def _work(
     tasks: queue.SimpleQueue[_Job | None], state: _State, num_threads: int, flushes: bool, ready: threading.Event
 ) -> None:
+    torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
     ready.set()
