@@ -41,9 +41,9 @@ def carry_out(
     """Update `masters`, on the worker's thread."""
     if landed is not None:
         stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
-    with torch.no_grad():
-        for gradient, factor in factors:
-            gradient.mul_(factor)
+    if factors:
+        with torch.no_grad():
+            torch._foreach_mul_(*(list(part) for part in zip(*factors, strict=True)))
     step.run(masters)
     if not update.in_step:
         for master in masters:

@@ -293,8 +293,9 @@ def _number(value: Any) -> Any:
 
 
 def _clear_used_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    for p in _parameters(optimizer):
-        p.grad = None
+    with untouched():
+        for p in _parameters(optimizer):
+            p.grad = None
 
 
 def gradient_hook_error(name: str) -> str:
