@@ -69,9 +69,9 @@ def carry_out(
         with aside():
             stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
     with update.timeline.host_works(update.task.what):
-        with torch.no_grad():
-            for gradient, factor in factors:
-                gradient.mul_(factor)
+        if factors:
+            with torch.no_grad():
+                torch._foreach_mul_(*(list(part) for part in zip(*factors, strict=True)))
         step.run(masters)
     if not update.in_step:
         for master in masters:
