@@ -41,6 +41,7 @@ def watched_step(
     machine: Machine, file: Path | None = None, **options: Any
 ) -> tuple[VirtualClock, Averages, dict[str, Row]]:
     """The second step, as the clock saw it and as the timeline saw it."""
+    options.setdefault("eps_update", "serial")
     torch.manual_seed(0)
     model = Stack(machine.layers)
     trace = None if file is None else str(file)
@@ -53,7 +54,7 @@ def watched_step(
     eps.timeline.averages()
     first = rows_of(file) if file is not None else {}
     with virtual_clock(machine.costs()) as clock:
-        eps.timeline.now = lambda: clock.now
+        eps.timeline.clock.now = lambda: clock.now
         eps.timeline.watch()
         model(x).backward()
         optimizer.step()
@@ -75,11 +76,13 @@ def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
     ]
     assert busy(rows["compute"]) == pytest.approx(clock.busy("compute"))
     assert len(rows["upload"]) == 2 * n - 2
-    assert [name for name, *_ in rows["download"]] == [*(f"blocks.{i}" for i in reversed(range(n))), "norms"]
-    for lane in ("compute", "download"):
+    for row in ("download", "norm"):  # the norm of each layer leaves after its gradients
+        assert [name for name, *_ in rows[row]] == [f"blocks.{i}" for i in reversed(range(n))]
+    assert [start for _, start, _ in rows["norm"]] == pytest.approx([end for *_, end in rows["download"]])
+    for lane, last in (("compute", "compute"), ("download", "norm")):
         tasks = [t for t in clock.tasks if t.lane == lane]
         assert rows[lane][0][1] == pytest.approx(min(t.start for t in tasks), abs=1e-6)
-        assert rows[lane][-1][2] == pytest.approx(max(t.end for t in tasks), abs=1e-6)
+        assert rows[last][-1][2] == pytest.approx(max(t.end for t in tasks), abs=1e-6)
     assert busy(rows["upload"]) == pytest.approx(clock.busy("upload"))
     [(_, start, end)] = rows["steps"]
     assert (start, end) == (pytest.approx(0.0), pytest.approx(clock.end))
@@ -107,13 +110,13 @@ def test_waits_of_a_step_bound_by_the_link(tmp_path):
     """Forwards a layer computes 2 s while the next one travels for 4; the first one travels under nothing."""
     clock, averages, rows = watched_step(LINK_BOUND, tmp_path / "trace.json")
     assert averages.upload_s == pytest.approx(4.0 + 11 * 2.0)
-    norms_s = next(end - start for name, start, end in rows["download"] if name == "norms")
-    assert averages.download_s == pytest.approx(4.0 + norms_s) and norms_s < 0.1  # and the first layer's gradients
+    norm_s = rows["norm"][-1][2] - rows["norm"][-1][1]
+    assert averages.download_s == pytest.approx(4.0 + norm_s) and norm_s < 0.1  # of the first layer's gradients
     assert averages.bound == "link"
     waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
     weights = "a layer computes when its weights have arrived"
     assert waits[:12] == [(weights, 4.0), *[(weights, 2.0)] * 11]
-    assert waits[12] == ("every gradient is there when backward returns", round(4.0 + norms_s, 6))
+    assert waits[12] == ("every gradient is there when backward returns", round(4.0 + norm_s, 6))
     computing = [span for span in rows["compute"]]
     for _, start, end in rows["waits"]:
         assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)
@@ -135,7 +138,7 @@ def test_what_bounds_a_step(machine, bound):
 def test_looking_takes_no_time(options, tmp_path):
     """Events alone are recorded; nothing waits in order to be measured."""
     clock, _, _ = watched_step(LINK_BOUND, tmp_path / "trace.json", **options)
-    unwatched = timed_step(LINK_BOUND, **options)
+    unwatched = timed_step(LINK_BOUND, **{"eps_update": "serial", **options})
     assert clock.end == pytest.approx(unwatched.end)
     assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
 
@@ -209,7 +212,7 @@ def test_a_training_log_on_the_clock(tmp_path, monkeypatch):
 
         def on_the_clock(self: Timeline, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
-            self.now = lambda: clock.now
+            self.clock.now = lambda: clock.now
 
         monkeypatch.setattr(Timeline, "__init__", on_the_clock)
         trainer = l2l_trainer(tmp_path, max_steps=2)
