@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 
 from families import assert_same_bits
 from hf_l2l import L2LConfig, attach_l2l, watching
-from hf_l2l.testing import VirtualClock, virtual_clock
-from hf_l2l.timeline import Averages, Timeline
+from hf_l2l.testing import VirtualClock, virtual_clock, worker_on_clock
+from hf_l2l.timeline import ROWS, Averages, Timeline
+from hf_l2l.trace import TraceFile
 from training import l2l_trainer, tiny_bert
 
 Row = list[tuple[str, float, float]]
@@ -51,6 +53,7 @@ def watched_step(
     x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
     model(x).backward()
     optimizer.step()
+    eps.synchronize()
     eps.timeline.averages()
     first = rows_of(file) if file is not None else {}
     with virtual_clock(machine.costs()) as clock:
@@ -64,6 +67,40 @@ def watched_step(
     new = {name: [span for span in spans if span not in first.get(name, [])] for name, spans in rows.items()}
     eps.timeline.close()
     return clock, averages, new
+
+
+def background_step(machine: Machine, file: Path, mode: str) -> tuple[float, Averages, dict[str, Row]]:
+    """A step during which the one before is still updated: the seconds computed in it, what the timeline says of it,
+    and all spans since it began, which is their time 0."""
+    torch.manual_seed(0)
+    model = Stack(machine.layers)
+    options: dict[str, Any] = {"ubatch_size": machine.rows, "layer_classes": ("Block",), "eps_update": mode}
+    eps = attach_l2l(model, L2LConfig(device="sim", **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
+    model(x).backward()
+    optimizer.step()
+    eps.synchronize()
+    with virtual_clock(machine.costs()) as clock, worker_on_clock(clock, eps.updates.worker):
+        eps.timeline._trace = TraceFile(str(file), "", ROWS)  # without the step that was not on the clock
+        eps.timeline.clock.now = lambda: clock.now
+        eps.timeline.watch()
+        model(x).backward()
+        optimizer.step()
+        eps.timeline.averages()
+        begun = clock.now
+        model(x).backward()
+        optimizer.step()
+        averages = eps.timeline.averages()
+        computed = clock.busy("compute", begun, clock.now)
+        assert averages is not None and averages.step_s == pytest.approx(clock.now - begun)
+        eps.synchronize()
+    eps.timeline.close()
+    rows = {
+        name: [(what, start - begun, end - begun) for what, start, end in spans if end > begun + 1e-6]
+        for name, spans in rows_of(file).items()
+    }
+    return computed, averages, rows
 
 
 @pytest.mark.parametrize("machine", [V100, LINK_BOUND], ids=["V100", "link-bound"])
@@ -120,6 +157,76 @@ def test_waits_of_a_step_bound_by_the_link(tmp_path):
     computing = [span for span in rows["compute"]]
     for _, start, end in rows["waits"]:
         assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)
+
+
+# ---- updates in the background: 8 layers, forwards each computes for 2 s, and is updated in 10 s
+
+UPDATE_S, FORWARD_S = 10.0, 2.0
+
+
+SHORT = replace(V100, layers=6, optimizer_s=V100.optimizer_s / 4)
+
+
+def slow_update(transfer_s: float) -> Machine:
+    return Machine(layers=8, ubatches=2, forward_s=FORWARD_S / 2, transfer_s=transfer_s, optimizer_s=8 * UPDATE_S)
+
+
+@pytest.mark.parametrize("transfer_s", [1.0, 4.0, 7.0], ids="a layer travels for {} s".format)
+def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
+    """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
+    _, averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
+    starts = [start for name, start, _ in rows["compute"] if name.startswith("forward")]
+    assert starts == pytest.approx([UPDATE_S * (layer + 1) + transfer_s for layer in range(8)])
+    slower = max(FORWARD_S, transfer_s)
+    assert averages.eps_s == pytest.approx(UPDATE_S + 7 * (UPDATE_S - slower))
+    backward = 6 * max(0.0, transfer_s - 3 * FORWARD_S)  # the last two layers stay
+    assert averages.upload_s == pytest.approx(transfer_s + 7 * (slower - FORWARD_S) + backward)
+    assert averages.bound == ("link" if averages.upload_s + averages.download_s > averages.eps_s else "host update")
+    assert transfer_s == 7.0 or averages.bound == "host update"
+
+
+def test_an_eager_update_is_under_the_backward(tmp_path):
+    """Only what it takes longer than the backward does is waited for: at the first layer, which is updated last."""
+    computed, averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
+    updates = [span for span in rows["host update"] if span[1] > 0][-8:]
+    assert [name for name, *_ in updates] == [f"the update of blocks.{layer}" for layer in reversed(range(8))]
+    _, after_the_first, _ = next(span for span in rows["download"] if span[0] == "blocks.7")
+    assert updates[0][1] == pytest.approx(after_the_first + 1.0, abs=0.01)  # when it has landed
+    assert rows["waits"][0][:2] == ("the update of blocks.0", pytest.approx(0.0))
+    assert averages.eps_s == pytest.approx(8 * UPDATE_S - 7 * 3 * FORWARD_S)
+    assert averages.bound == "host update"
+
+
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
+@pytest.mark.parametrize("machine", [SHORT, LINK_BOUND, slow_update(1.0), slow_update(7.0)], ids=str)
+def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
+    computed, averages, rows = background_step(machine, tmp_path / "t.json", mode)
+    waits = averages.upload_s + averages.download_s + averages.eps_s
+    assert computed + waits == pytest.approx(averages.step_s)
+    in_step = [span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]
+    assert busy(in_step) == pytest.approx(waits)
+    for name, spans in rows.items():
+        for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
+            assert end <= start + 1e-6, name
+
+
+def test_each_part_has_a_span_and_each_wait_says_for_which(tmp_path):
+    _, _, rows = background_step(slow_update(1.0), tmp_path / "t.json", "deferred")
+    names = [f"the update of blocks.{layer}" for layer in range(8)]
+    updates = rows["host update"]
+    assert [name for name, *_ in updates] == names * 2  # of the step before and of this one, which ends after it
+    assert [end - start for _, start, end in updates] == pytest.approx([UPDATE_S] * 16)
+    ends = {name: end for name, _, end in updates[:8]}
+    waits = [(name, end) for name, _, end in rows["waits"] if name in ends and end <= ends[names[-1]] + 1e-6]
+    assert waits == [(name, pytest.approx(ends[name])) for name in names]
+
+
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
+def test_the_example_waits_for_the_first_layer_alone(mode, tmp_path):
+    """The papers' trailing update: nothing is left that it could be under."""
+    _, averages, _ = background_step(SHORT, tmp_path / "t.json", mode)
+    assert averages.eps_s == pytest.approx(V100.optimizer_s / V100.layers)
+    assert averages.bound == "compute"
 
 
 @pytest.mark.parametrize(
