@@ -17,12 +17,12 @@ from hf_l2l.worker import Task
 
 
 def parts(
-    layers: Mapping[str, nn.Module], masters: Iterable[torch.Tensor]
+    layers: Mapping[nn.Module, str], masters: Iterable[torch.Tensor]
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """`masters` in the order in which the next forward needs them: what is in no layer, then the layers by name."""
     left = dict.fromkeys(masters)
     found: list[tuple[str, list[torch.Tensor]]] = []
-    for name, layer in layers.items():
+    for layer, name in layers.items():
         part: list[torch.Tensor] = [p for p in layer.parameters() if p in left]
         for p in part:
             del left[p]  # what is tied belongs to the first

@@ -40,6 +40,20 @@ class HookErrors:
             raise error
 
 
+class RaisedIn:
+    """Lets an exception that leaves the block say where it was raised: in a note, so that its type stays."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.add_note(f"raised in {self.what}")
+
+
 class Backwards:
     """The backwards under way that an engine takes part in."""
 

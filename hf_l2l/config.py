@@ -48,7 +48,7 @@ class L2LConfig:
     """When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the background
     after it, as the next forward needs them; "eager", layer by layer in the background during backward, without
     clipping (L2L-p, first text, figure 2c). The bits are the same. "auto" is
-    serial."""
+    deferred on a device that computes beside the host, and serial on the CPU."""
 
     num_threads: int | None = None
     """Threads inside one operation of an update in the background. None takes all cores but one, which is left to the

@@ -24,7 +24,7 @@ from hf_l2l.host_memory import HostMemory
 from hf_l2l.optimizer import gradient_hook_error
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.timeline import Timeline
-from hf_l2l.updates import Updates
+from hf_l2l.updates import Updates, update_mode
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -56,14 +56,12 @@ class EagerParamServer:
         self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
         self.gradients = Gradients(device, self.memory, self.backwards)
-        if update == "auto":  # on the host there is nothing that an update could run beside
-            update = "deferred" if self.lane.is_stream else "serial"
         self.updates = Updates(
             model,
             self.memory.layers,
             self.gradients,
             self.timeline,
-            mode=update,
+            mode=update_mode(update, device),
             num_threads=num_threads,
             goes_on=goes_on,
         )

@@ -22,6 +22,7 @@ from hf_l2l import stream
 from hf_l2l.config import L2LConfig, size_text
 from hf_l2l.layout import Layout
 from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules, tensor_bytes
+from hf_l2l.updates import Mode, update_mode
 
 SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 """Environment variable that, set to 1, lets training start although the host memory does not seem to suffice."""
@@ -231,7 +232,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Device = {device}",
         f"  Micro-batches = {_ubatch_text(config)}",
         f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
-        "  Update = serial: the optimizer updates all layers on the host, in step()",
+        f"  Update = {_UPDATES[update_mode(config.eps_update, device)]}",
         f"  Host memory = masters {size_text(need.masters)} + gradients {size_text(need.gradients)} + moments "
         f"{size_text(need.moments)}",
         f"  Device memory = shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of "
@@ -239,6 +240,13 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
     ]
     return "\n".join(lines)
+
+
+_UPDATES: dict[Mode, str] = {
+    "serial": "serial: the optimizer updates all layers on the host, in step()",
+    "deferred": "deferred: the host updates layer by layer in the background, under the next forward",
+    "eager": "eager: the host updates layer by layer in the background, during the backward",
+}
 
 
 def _ubatch_text(config: L2LConfig) -> str:

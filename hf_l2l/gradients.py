@@ -31,8 +31,8 @@ class Gradients:
         self.backwards = backwards
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        """Master -> the norm of its sum: a host tensor, which is there when this backward is over."""
+        self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        """Masters, and the norms of their sums: host tensors, which are there when this backward is over."""
         self._rooms: list[Room] = []
         """For norms that arrive."""
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -88,7 +88,7 @@ class Gradients:
             room = self._room(norms.numel() * norms.element_size())
             landing = room.tensor_like(norms)
             landing.copy_(norms, non_blocking=True)
-            self._norms.update(zip((master for master, _ in alike), landing.unbind(), strict=True))
+            self._norms.append(([master for master, _ in alike], landing))
 
     def _room(self, num_bytes: int) -> Room:
         """Host memory that nobody uses."""
@@ -116,18 +116,19 @@ class Gradients:
     @torch.no_grad()
     def _publish(self) -> None:
         """Wait for what has been received, and add it to `p.grad`."""
-        norms, self._norms = self._norms, {}
+        norms, self._norms = self._norms, []
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
         arrived, self._arriving = self._arriving, {}
         for master, gradient in arrived.items():
             _add_to_grad(master, gradient)
         with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
-            for master, norm in norms.items():
-                if master.grad is None:
-                    self._taken[master] = norm
-                elif can_hold(master.grad):
-                    hold(master.grad, _NormKnown(norm))
+            for masters, landing in norms:
+                for master, norm in zip(masters, landing.clone().unbind(), strict=True):
+                    if master.grad is None:
+                        self._taken[master] = norm
+                    elif can_hold(master.grad):
+                        hold(master.grad, _NormKnown(norm))
 
     def _discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""

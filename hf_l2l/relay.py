@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_l2l import stream
+from hf_l2l.backwards import RaisedIn
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.layer_call import InputGradients, LayerCall, without_caches
@@ -225,6 +226,7 @@ class Relay:
         """Run one layer forwards; the next one travels meanwhile."""
         following = self._next.get(call.layer)
         with (
+            self._naming("the forward of", call.layer),
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=False) as weights,
             self._prefetching(following),
@@ -239,6 +241,7 @@ class Relay:
         goes_on = call.before is not None and call.before.in_graph and any(inputs.needed)
         following = call.before.layer if call.before is not None and goes_on else None
         with (
+            self._naming("the backward of", call.layer),
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=True) as weights,
             self._prefetching(following),
@@ -248,7 +251,8 @@ class Relay:
             backward_sweep(call, inputs, gradients, weights)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
         if torch.autograd._is_checkpoint_valid():
-            self.eps.receive([*sums.items(), *weights.gradients], _trained(call.layer))
+            with self._naming("the download of", call.layer):
+                self.eps.receive([*sums.items(), *weights.gradients], _trained(call.layer))
             if sums:
                 self._gradient_slots.leave(self.eps.lane)
 
@@ -275,15 +279,21 @@ class Relay:
     @contextmanager
     def _prefetching(self, layer: nn.Module | None) -> Iterator[None]:
         """Upload `layer` while the block gives the device the work of another one."""
-        slots = self._slots if self.prefetch and layer is not None else None
+        if self._slots is None or layer is None or not self.prefetch:
+            yield
+            return
         # A layer may make the host wait for the device, so the upload goes first; but an upload from pageable memory,
         # or of weights that are being updated, makes it wait, too, and then the device is to have its work before.
-        first = self.eps.memory.is_locked and not (layer is not None and self.eps.is_updating(layer.parameters()))
-        if first and slots is not None and layer is not None:
-            slots.prefetch(layer)
-        yield
-        if not first and slots is not None and layer is not None:
-            slots.prefetch(layer)
+        first = self.eps.memory.is_locked and not self.eps.is_updating(layer.parameters())
+        if not first:
+            yield
+        with self._naming("the upload of", layer):
+            self._slots.prefetch(layer)
+        if first:
+            yield
+
+    def _naming(self, what: str, layer: nn.Module) -> RaisedIn:
+        return RaisedIn(f"{what} {self.eps.updates.names.get(layer, type(layer).__name__)}")
 
 
 def _trained(layer: nn.Module) -> list[torch.Tensor]:

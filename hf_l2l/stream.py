@@ -120,6 +120,11 @@ def _streams(device: torch.device) -> ModuleType | None:
     return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
 
 
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether the host goes on while the device works."""
+    return _streams(device) is not None
+
+
 class Point(NamedTuple):
     """A point in the work of a device's stream that something can wait for."""
 

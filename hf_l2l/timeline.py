@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.device_clock import DeviceClock, Mark
@@ -169,7 +170,7 @@ class Timeline:
     @contextmanager
     def layer(self, sweep: str, layer: nn.Module) -> Iterator[None]:
         """Inside, `layer` computes, on the "forward" or "backward" sweep."""
-        name = self._names.get(layer, type(layer).__name__)
+        name = self._name(layer)
         place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
         saying = self._whereabouts.inside(f"{sweep}, {place}, {{seconds}} into this step")
         with (
@@ -198,7 +199,7 @@ class Timeline:
 
     def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
         """See `watching.Watcher`."""
-        name = of if isinstance(of, str) else self._names.get(of, type(of).__name__)
+        name = of if isinstance(of, str) else self._name(of)
         return self._span(row, name, row.split()[-1] if exposed else "")
 
     def waits(self, point: stream.Point, why: str) -> None:
@@ -249,6 +250,9 @@ class Timeline:
             self._sum = Averages(self._sum.steps + 1, *total)
         self._waits = _Waits()
 
+    def _name(self, of: object) -> str:
+        return str(self._names.get(of, type(of).__name__))
+
 
 class _Waits:
     """Adds up what the computation waits for, from one span after the other in the order of the program."""
@@ -285,12 +289,12 @@ class _Waits:
         return span
 
 
-def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> dict[object, str]:
-    """What the trace calls modules and parameters: those of a layer by the layer."""
-    if model is None:
-        return {}
-    names: dict[object, str] = {p: name for name, p in model.named_parameters()}
-    modules = {module: name for name, module in model.named_modules()}
-    for layer in layers:
-        names |= {layer: modules[layer], **dict.fromkeys(layer.parameters(), modules[layer])}
+def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:
+    """What the trace calls modules and parameters, which it does not keep alive: those of a layer by the layer."""
+    names = WeakIdKeyDictionary()
+    if model is not None:
+        names.update({p: name for name, p in model.named_parameters()})
+        names.update({module: name for name, module in model.named_modules()})
+        for layer in layers:
+            names.update(dict.fromkeys(layer.parameters(), names[layer]))
     return names

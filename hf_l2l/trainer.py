@@ -24,6 +24,7 @@ from hf_l2l.eps import EagerParamServer
 from hf_l2l.estimate import check_host_memory, estimate, summary
 from hf_l2l.fitness import move_to_host
 from hf_l2l.hooks import attach_l2l, attachment_of, check_attachable
+from hf_l2l.lamb import Lamb
 from hf_l2l.stacks import find_stacks
 from hf_l2l.training_args import l2l_config, refuse_conflicts
 
@@ -53,6 +54,12 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         super().__init__(model, args, *rest, **kwargs)
         if args is None:  # the ones that Trainer made
             _refuse_several_devices(self.args)
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        if given and getattr(self.args, "l2l_optimizer", None) is not None:
+            raise ValueError(
+                "one of them names the optimizer (got one passed to the Trainer, and "
+                f"l2l_optimizer={self.args.l2l_optimizer!r}); leave out one of them"
+            )
         if self.optimizer is not None and self._streams():
             EagerParamServer(self.model, self.args.device).check(self.optimizer)
 
@@ -114,6 +121,15 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             eps.timeline.watch()
             logger.info(self.l2l_summary())
         return prepared
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Overridden for the optimizer of the papers, which transformers does not have."""
+        if getattr(args, "l2l_optimizer", None) != "lamb":
+            found: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            return found
+        betas = args.adam_beta1, args.adam_beta2
+        return Lamb, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Overridden because the EPS checks the optimizer and clears the gradients it used."""

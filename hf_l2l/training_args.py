@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
@@ -58,6 +58,13 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         default=None,
         metadata={"help": "Threads of an update in the background. Default: all cores but one."},
     )
+    l2l_optimizer: Literal["lamb"] | None = field(
+        default=None,
+        metadata={
+            "help": "'lamb', the optimizer of the L2L papers, in the place of the one that `optim` names. It takes "
+            "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay."
+        },
+    )
     l2l_layer_classes: list[str] | None = field(
         default=None,
         metadata={
@@ -95,6 +102,7 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
 
 def refuse_conflicts(args: TrainingArguments) -> None:
     """Raise ValueError for options of the Trainer that cannot be honoured together with L2L."""
+    _refuse_two_optimizers(args)
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
@@ -112,3 +120,18 @@ def refuse_conflicts(args: TrainingArguments) -> None:
             f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
             "gives the same bits as 'serial'"
         )
+
+
+def _refuse_two_optimizers(args: TrainingArguments) -> None:
+    asked = getattr(args, "l2l_optimizer", None)
+    if asked not in (None, "lamb"):
+        raise ValueError(
+            f"l2l_optimizer must be 'lamb' or None (got {asked!r}); leave it out for the optimizer that optim names"
+        )
+    default = TrainingArguments.__dataclass_fields__["optim"].default
+    for name, value in (("optim", args.optim), ("optim_args", args.optim_args)):
+        if asked is not None and value not in (None, default):
+            raise ValueError(
+                f"one option names the optimizer (got l2l_optimizer={asked!r} and {name}={str(value)!r}); leave out "
+                "one of them"
+            )

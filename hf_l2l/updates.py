@@ -27,6 +27,7 @@ from hf_l2l import stream
 from hf_l2l.arrivals import Arrivals
 from hf_l2l.background import Update, carry_out, parts
 from hf_l2l.clipping import taken_factor
+from hf_l2l.config import EpsUpdate
 from hf_l2l.gradients import Gradients
 from hf_l2l.locality import why_not_layer_local
 from hf_l2l.optimizer import SplitStep, gradient_hook_error, hyperparameters_of, parameters_of
@@ -35,6 +36,13 @@ from hf_l2l.timeline import Timeline
 from hf_l2l.worker import Task, Worker
 
 Mode = Literal["serial", "deferred", "eager"]
+
+
+def update_mode(asked: EpsUpdate, device: torch.device) -> Mode:
+    """When weights are updated: as `asked`; and if that is "auto", deferred where that runs beside the device."""
+    if asked == "auto":
+        return "deferred" if stream.is_asynchronous(device) else "serial"
+    return asked
 
 
 class Updates:
@@ -58,7 +66,7 @@ class Updates:
         self._gradients = gradients
         self._timeline = timeline
         names = {module: name for name, module in model.named_modules()}
-        self._layers = {names[layer]: layer for layer in layers}
+        self.names = {layer: names[layer] for layer in layers}
         self.arrivals = Arrivals(goes_on)
         self._last: Task | None = None
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
@@ -152,7 +160,8 @@ class Updates:
         parameters = parameters_of(optimizer)
         self._end_eager_step(optimizer, parameters)
         gradients = {p: p.grad for p in parameters if p.grad is not None}
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first is the optimizer
+        # The first argument is the optimizer itself; accelerate passes None for a closure.
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if not self._split[optimizer] or has_closure:
             for gradient in gradients.values():
                 settle(gradient)
@@ -200,7 +209,7 @@ class Updates:
         """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
         with untouched(), torch.no_grad():
             step = SplitStep(optimizer, gradients)
-        for what, masters in parts(self._layers, gradients):
+        for what, masters in parts(self.names, gradients):
             factors = [(gradients[m], factor) for m in masters if (factor := taken_factor(gradients[m])) is not None]
             update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
             for master in masters:

@@ -90,6 +90,7 @@ def timed_step(machine: Machine, block: type[Block] = Block, **options: Any) -> 
     """The clock of the second step; the first one learns the order of the layers."""
     torch.manual_seed(0)
     model = Stack(machine.layers, block)
+    options = {"eps_update": "serial", **options}
     config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=(block.__name__,), **options)
     eps = attach_l2l(model, config)
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
@@ -201,7 +202,7 @@ def test_the_example_with_a_bert():
     """24 layers and 16 ubatches of a real BERT, where attention's work is not in the weights."""
     torch.manual_seed(0)
     model = tiny_bert(layers=24, dropout=0.0)
-    eps = attach_l2l(model, L2LConfig(device="sim", ubatch_size=1))
+    eps = attach_l2l(model, L2LConfig(device="sim", ubatch_size=1, eps_update="serial"))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
     generator = torch.Generator().manual_seed(1)
     batch = {"input_ids": torch.randint(5, 30, (16, 6), generator=generator), "labels": torch.zeros(16).long()}
