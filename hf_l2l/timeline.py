@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -232,15 +231,13 @@ class Timeline:
                 self._noted.popleft()
                 if span.row == STEPS:
                     self._count_step(span)
-                spans.append(self._waits.count(span, noted.waits_for, noted.since))
+                spans.append(span := self._waits.count(span, noted.waits_for, noted.since))
+                if noted.waits_for and span.row != WAITS:
+                    spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
         except RuntimeError:  # torch's, for an event that the device has not come to
             pass
         if self._trace is not None:
-            try:
-                self._trace.write(span for span in spans if span.end_s > span.start_s)
-            except OSError as error:
-                warnings.warn(f"the trace ends here, since it cannot be written any more ({error})", stacklevel=2)
-                self._trace = None
+            self._trace.write(span for span in spans if span.end_s > span.start_s)
 
     def _count_step(self, span: Span) -> None:
         """Add a step to the sums when it has ended; at its beginning, the span has no name."""

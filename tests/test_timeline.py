@@ -251,7 +251,7 @@ def test_a_trace_that_cannot_be_written_any_more_ends(tmp_path):
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
     file.unlink()
     model(**batch_for(model)).loss.backward()
-    with pytest.warns(UserWarning, match="the trace ends here"):
+    with pytest.warns(UserWarning, match="trace.json ends here"):
         optimizer.step()
     model(**batch_for(model)).loss.backward()
     optimizer.step()

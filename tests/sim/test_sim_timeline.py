@@ -15,7 +15,7 @@ from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 
 from families import assert_same_bits
 from hf_l2l import L2LConfig, attach_l2l, watching
-from hf_l2l.testing import VirtualClock, virtual_clock, worker_on_clock
+from hf_l2l.testing import Costs, VirtualClock, virtual_clock, worker_on_clock
 from hf_l2l.timeline import ROWS, Averages, Timeline
 from hf_l2l.trace import TraceFile
 from training import l2l_trainer, tiny_bert
@@ -137,10 +137,11 @@ def test_nothing_overlaps_within_a_row(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}], ids=str)
 @pytest.mark.parametrize("machine", [SHORT, LINK_BOUND], ids=["V100", "link-bound"])
-def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options):
-    clock, averages, _ = watched_step(machine, **options)
+def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options, tmp_path):
+    clock, averages, rows = watched_step(machine, tmp_path / "trace.json", **options)
     waits = averages.upload_s + averages.download_s + averages.eps_s
     assert clock.busy("compute") + waits == pytest.approx(averages.step_s)
+    assert busy(rows["waits"]) == pytest.approx(waits)
     assert averages.eps_s == pytest.approx(machine.optimizer_s, rel=0.01)
 
 
@@ -206,6 +207,33 @@ def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
     for name, spans in rows.items():
         for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
             assert end <= start + 1e-6, name
+
+
+def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
+    """What is in no layer has to be updated and to travel before anything computes, and so have the inputs."""
+    model = tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    batch = {"input_ids": torch.randint(5, 30, (64, 16)), "labels": torch.zeros(64).long()}
+    inputs_s = sum(t.nbytes for t in batch.values()) / 1e3
+    model(**batch).loss.backward()
+    optimizer.step()
+    eps.synchronize()
+    costs = Costs(link_bytes_per_s=1e3, flop_per_s=1e7, host_bytes_per_s=1e5)
+    with virtual_clock(costs) as clock, worker_on_clock(clock, eps.updates.worker):
+        eps.timeline.clock.now = lambda: clock.now
+        eps.timeline.watch()
+        for _ in range(2):
+            begun = clock.now
+            model(**batch).loss.backward()
+            optimizer.step()
+            averages = eps.timeline.averages()
+        computed = clock.busy("compute", begun, clock.now)
+        eps.synchronize()
+    eps.timeline.close()
+    assert averages is not None and averages.eps_s > 1.0
+    waits = averages.upload_s + averages.download_s + averages.eps_s
+    assert computed + waits == pytest.approx(averages.step_s, abs=0.1 * inputs_s)
 
 
 def test_each_part_has_a_span_and_each_wait_says_for_which(tmp_path):
