@@ -170,7 +170,8 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
     line.watch()
     for update_s in (1.0, 3.0):
         line.start_forward()
-        clock.seconds += 10.0
+        with line.host_works("a layer"):  # in the background
+            clock.seconds += 10.0
         with line.span("upload", "a layer", exposed=True):
             clock.seconds += 2.0
         with line.span("download", "a layer", exposed=False):  # under compute
@@ -213,8 +214,8 @@ def test_an_optimizer_that_steps_after_the_step_is_not_in_the_next_one(clock):
     assert line.averages() == Averages(2, 1.0, 0.0, 0.0, 0.0)
 
 
-def test_work_in_the_background_is_drawn_and_never_counted(tmp_path):
-    """Threads note what they have done while another one takes it in."""
+def test_work_in_the_background_is_drawn(tmp_path):
+    """Threads note what they have done while another one takes it in, and nothing of it is lost."""
     file = tmp_path / "trace.json"
     line = Timeline(HOST, trace=str(file))
     over = threading.Event()
@@ -237,7 +238,7 @@ def test_work_in_the_background_is_drawn_and_never_counted(tmp_path):
     for future in futures:
         future.result()
     averages = line.averages()
-    assert averages is not None and averages.steps == 300 and averages.eps_s < averages.step_s
+    assert averages is not None and averages.steps == 300
     spans = read(file)
     assert len([row for row, *_ in spans if row == "steps"]) == 300
     assert sorted(name for row, name, *_ in spans if row == "host update") == sorted(done)

@@ -219,7 +219,7 @@ def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
     model(**batch).loss.backward()
     optimizer.step()
     eps.synchronize()
-    costs = Costs(link_bytes_per_s=1e3, flop_per_s=1e7, host_bytes_per_s=1e5)
+    costs = Costs(link_bytes_per_s=1e3, flop_per_s=1e7, host_bytes_per_s=2e3)
     with virtual_clock(costs) as clock, worker_on_clock(clock, eps.updates.worker):
         eps.timeline.clock.now = lambda: clock.now
         eps.timeline.watch()
@@ -245,6 +245,20 @@ def test_each_part_has_a_span_and_each_wait_says_for_which(tmp_path):
     ends = {name: end for name, _, end in updates[:8]}
     waits = [(name, end) for name, _, end in rows["waits"] if name in ends and end <= ends[names[-1]] + 1e-6]
     assert waits == [(name, pytest.approx(ends[name])) for name in names]
+
+
+def test_the_computation_does_not_wait_where_the_worker_does(monkeypatch, tmp_path):
+    told: list[str] = []
+    waits = Timeline.waits
+
+    def telling(self: Timeline, point: Any, why: str) -> None:
+        told.append(why)
+        waits(self, point, why)
+
+    monkeypatch.setattr(Timeline, "waits", telling)
+    steps(tiny_bert(), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
+    assert "every gradient is there when backward returns" in told
+    assert "a layer is updated when its gradients have landed" not in told
 
 
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
