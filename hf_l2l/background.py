@@ -50,6 +50,7 @@ class Update(Pending):
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         if self.in_step:
+            self.task.check()
             raise RuntimeError(
                 "eps_update='eager' has used this gradient during backward, and there is no p.grad any more; use "
                 "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
@@ -68,9 +69,9 @@ def carry_out(
         with aside():
             stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
     with update.timeline.host_works(update.task.what):
-        with torch.no_grad():
-            for gradient, factor in factors:
-                gradient.mul_(factor)
+        if factors:
+            with torch.no_grad():
+                torch._foreach_mul_(*(list(part) for part in zip(*factors, strict=True)))
         step.run(masters)
     if not update.in_step:
         for master in masters:

@@ -22,6 +22,7 @@ from hf_l2l.config import EpsUpdate, size_text
 from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.optimizer import gradient_hook_error
+from hf_l2l.pending import untouched
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.timeline import Timeline
 from hf_l2l.updates import Updates, update_mode
@@ -239,10 +240,12 @@ def host_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
     """What training keeps in host memory now: masters, gradients, and the optimizers' state ("moments")."""
     masters: list[torch.Tensor] = list(model.parameters())
     inner: list[Any] = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-    states = [state for optimizer in inner for state in optimizer.state.values()]
-    kinds: dict[str, list[torch.Tensor]] = {
-        "masters": masters,
-        "gradients": [p.grad for p in masters if p.grad is not None],
-        "moments": [t for state in states for t in state.values() if isinstance(t, torch.Tensor)],
-    }
-    return {kind: [t for t in tensors if t.device == stream.HOST] for kind, tensors in kinds.items()}
+    # Copies, since an update in the background may be adding to them.
+    states = [state for optimizer in inner for state in list(optimizer.state.values())]
+    with untouched():  # also what an eager update has taken may be asked for: it is not there
+        kinds: dict[str, list[torch.Tensor]] = {
+            "masters": masters,
+            "gradients": [p.grad for p in masters if p.grad is not None],
+            "moments": [t for state in states for t in list(state.values()) if isinstance(t, torch.Tensor)],
+        }
+        return {kind: [t for t in tensors if t.device == stream.HOST] for kind, tensors in kinds.items()}

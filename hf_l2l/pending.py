@@ -40,12 +40,17 @@ class _Held(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # First what concerns one tensor: an optimizer that finds nothing to do asks every parameter for its gradient.
+        if func in _OF_GRAD or func in _WITHOUT_VALUES:
+            pending = pending_of(args[0])
+            if pending is not None and func in _OF_GRAD:
+                pending.before_grad(args[0])
+            with untouched():
+                return func(*args, **kwargs)
         held = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Held)]
         for tensor in held:
             pending = pending_of(tensor)  # none if another thread has let go of it
-            if pending is not None and func in _OF_GRAD:
-                pending.before_grad(tensor)
-            elif pending is not None and func not in _WITHOUT_VALUES:
+            if pending is not None:
                 pending.before_values(tensor)
         if not any(isinstance(tensor, _Held) for tensor in held):
             return func(*args, **kwargs)

@@ -173,8 +173,9 @@ class Updates:
         self._begin(optimizer, taken)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for p in parameters_of(optimizer):
-            p.grad = None
+        with untouched():
+            for p in parameters_of(optimizer):
+                p.grad = None
         self._timeline.end_step()
 
     def _end_eager_step(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -58,6 +59,11 @@ class Task:
                     f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
                     "forked from; use the model in the process that trains it"
                 )
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has gone wrong in it or in another task of its worker; see `Worker.check`."""
+        assert self._worker is not None, "a task belongs to who does it"
         self._worker.check()
 
 
@@ -182,6 +188,7 @@ class _Reporting:
 def _work(
     tasks: queue.SimpleQueue[_Job | None], state: _State, num_threads: int, flushes: bool, ready: threading.Event
 ) -> None:
+    torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
     ready.set()
@@ -208,4 +215,4 @@ def default_num_threads() -> int:
 
 def _flushes_denormals() -> bool:
     """Whether this thread takes numbers that are too small to be normal for zero; torch can set that, not tell."""
-    return bool((torch.ones(1) * 1e-39).item() == 0.0)
+    return sys.float_info.min / 2 == 0.0  # Python's numbers are computed under the same mode

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-pytest.register_assert_rewrite("families", "glue_script", "parity_cases", "training")
+pytest.register_assert_rewrite("families", "glue_script", "parity_cases", "training", "update_cases")
 
 import torch
 import transformers

@@ -117,3 +117,16 @@ def test_replacing_a_field_checks_it_again():
 )
 def test_bytes_as_people_read_them(num_bytes, text):
     assert size_text(num_bytes) == text
+
+
+@pytest.mark.parametrize("value", ["late", None, True, "Deferred"])
+def test_when_to_update_is_one_of_four(value):
+    with pytest.raises(ValueError, match="eps_update must be one of 'auto', 'serial', 'deferred', 'eager'"):
+        L2LConfig(eps_update=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])
+def test_threads_are_a_positive_whole_number(value):
+    with pytest.raises(ValueError, match="num_threads must be a whole number of at least 1, or None"):
+        L2LConfig(num_threads=value)
+    assert L2LConfig(num_threads=3).num_threads == 3

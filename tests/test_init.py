@@ -17,6 +17,7 @@ import hf_l2l
 ROOT = Path(__file__).parent.parent
 NAMES = [
     "EagerParamServer",
+    "EngineFailedError",
     "L2LConfig",
     "L2LTrainer",
     "L2LTrainingArguments",

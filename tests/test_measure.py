@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from families import attached, batch_for, bert, llama, train_once
-from hf_l2l import EagerParamServer, attach_l2l
+from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
 from hf_l2l.config import size_text
 from hf_l2l.eps import host_tensors
 from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
@@ -160,6 +160,14 @@ def test_several_optimizers_and_tied_weights():
     assert held(model, *optimizers) == (4 * count, 4 * count, 4 * count)
     assert held(model, optimizers[1]) == (4 * count, 4 * count, tensor_bytes(others))
     assert held(model) == (4 * count, 4 * count, 0)
+
+
+def test_what_an_eager_update_has_used_is_no_gradient_any_more():
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="eager"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_once(model, batch_for(model))
+    assert held(model, optimizer) == (tensor_bytes(model.parameters()), 0, 0)
 
 
 def test_what_is_not_in_host_memory_is_left_out():

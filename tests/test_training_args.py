@@ -10,9 +10,10 @@ import re
 import sys
 
 import pytest
+import torch
 import transformers as hf
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb
 from hf_l2l.training_args import l2l_config, refuse_conflicts
 from training import arguments, rows, tiny_bert
 
@@ -180,3 +181,50 @@ def test_a_string_of_layer_classes_is_refused(tmp_path):
 def test_a_backend_that_implies_compiling_is_refused(tmp_path):
     with pytest.raises(ValueError, match="torch_compile cannot be used with L2L"):
         arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")
+
+
+# ---- updates and the optimizer
+
+
+def test_eager_updates_are_refused_with_clipping(tmp_path):
+    message = r"it cannot clip \(got max_grad_norm=1.0\); set max_grad_norm=0, or use eps_update='deferred'"
+    with pytest.raises(ValueError, match=message):
+        arguments(L2LTrainingArguments, tmp_path, eps_update="eager")
+    args = arguments(L2LTrainingArguments, tmp_path, eps_update="eager", max_grad_norm=0.0)
+    args.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match=message):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+
+
+def test_lamb_is_made_of_the_trainers_options(tmp_path):
+    options = {"learning_rate": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-5, "weight_decay": 0.2}
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_optimizer="lamb", **options)
+    optimizer = L2LTrainer(tiny_bert(), args, train_dataset=rows()).create_optimizer()
+    assert isinstance(optimizer, Lamb)
+    decay, rest = optimizer.param_groups
+    assert (decay["lr"], decay["betas"], decay["eps"]) == (0.5, (0.8, 0.95), 1e-5)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.2, 0.0)
+    assert parsed("--l2l_optimizer", "lamb").l2l_optimizer == "lamb"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"l2l_optimizer": "lion"}, "l2l_optimizer must be 'lamb' or None (got 'lion')"),
+        ({"l2l_optimizer": "lamb", "optim": "sgd"}, "(got l2l_optimizer='lamb' and optim='sgd')"),
+        ({"l2l_optimizer": "lamb", "optim_args": "x=1"}, "(got l2l_optimizer='lamb' and optim_args='x=1')"),
+    ],
+    ids=str,
+)
+def test_one_option_names_the_optimizer(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+@pytest.mark.parametrize("by", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_an_optimizer_that_is_passed_is_not_named_too(by, tmp_path):
+    model, args = tiny_bert(), arguments(L2LTrainingArguments, tmp_path, l2l_optimizer="lamb")
+    sgd = torch.optim.SGD
+    passed = {"optimizers": (sgd(model.parameters()), None), "optimizer_cls_and_kwargs": (sgd, {"lr": 0.1})}
+    with pytest.raises(ValueError, match="got one passed to the Trainer, and l2l_optimizer='lamb'"):
+        L2LTrainer(model, args, train_dataset=rows(), **{by: passed[by]})

@@ -77,9 +77,8 @@ def arguments(kind: type[hf.TrainingArguments], folder: Path, **options: Any) ->
 
 def trainer(kind: type[hf.Trainer], folder: Path, *, model: nn.Module | None = None, **options: Any) -> hf.Trainer:
     """A trainer over `rows`; keyword arguments go to the training arguments, or to the trainer where it has them."""
-    of_trainer = {
-        k: options.pop(k) for k in ("callbacks", "optimizers", "model_init", "compute_metrics") if k in options
-    }
+    known = ("callbacks", "optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_metrics")
+    of_trainer = {k: options.pop(k) for k in known if k in options}
     args = arguments(L2LTrainingArguments if kind is L2LTrainer else hf.TrainingArguments, folder, **options)
     if "model_init" not in of_trainer:
         of_trainer["model"] = tiny_bert() if model is None else model

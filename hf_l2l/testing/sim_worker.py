@@ -14,7 +14,8 @@ class _Job:
     """Stands in for the event that a task sets when it is over. The work is done when somebody waits for it."""
 
     def __init__(self, lane: _Lane, run: Callable[[], None]) -> None:
-        self._lane, self._run = lane, run
+        self._lane = lane
+        self._run: Callable[[], None] | None = run
         self._submitted = lane.clock.moment()
         self.end: Moment | None = None
 
@@ -23,7 +24,9 @@ class _Job:
         clock, lane = self._lane.clock, self._lane
         with clock.own_time("worker", lane.free):
             clock.wait_for(self._submitted)
+            assert self._run is not None, "work is done once"
             self._run()
+            self._run = None  # with all that it refers to, which the next step uses again
             lane.free = self.end = clock.moment()
 
     def is_set(self) -> bool:

@@ -1,0 +1,141 @@
+"""The background thread: order, modes of its submitter, failures, its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from hf_l2l import EngineFailedError
+from hf_l2l.worker import Task, Worker, default_num_threads
+
+
+@pytest.fixture
+def worker():
+    made = Worker()
+    yield made
+    made.close()
+
+
+def submitted(worker: Worker, run, what: str = "some work") -> Task:
+    task = Task(what)
+    worker.submit(task, run)
+    return task
+
+
+def test_work_is_done_in_order_by_one_thread(worker):
+    done: list[tuple[int, int]] = []
+    for i in range(20):
+        last = submitted(worker, lambda i=i: done.append((i, threading.get_ident())))
+    last.wait("in order")
+    assert [i for i, _ in done] == list(range(20))
+    assert {thread for _, thread in done} != {threading.get_ident()} and len({thread for _, thread in done}) == 1
+
+
+def modes() -> tuple[bool, bool, torch.dtype, bool]:
+    """Of this thread: grad mode, autocast, its dtype, whether small numbers are flushed to zero."""
+    flushed = bool((torch.ones(1) * 1e-39).item() == 0.0)
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), flushed
+
+
+def in_worker(worker: Worker) -> tuple[bool, bool, torch.dtype, bool]:
+    found: list[tuple[bool, bool, torch.dtype, bool]] = []
+    submitted(worker, lambda: found.append(modes())).wait("its modes")
+    return found[0]
+
+
+def test_the_thread_computes_as_its_submitter(worker):
+    assert in_worker(worker) == modes()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert modes()[:2] == (False, True)
+        assert in_worker(worker) == modes()
+    assert in_worker(worker) == modes()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes nothing to zero")
+    try:
+        assert modes()[3] and in_worker(worker) == modes()
+    finally:
+        torch.set_flush_denormal(False)
+    assert not modes()[3] and in_worker(worker) == modes()
+
+
+def test_a_core_is_left_to_the_driver(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert default_num_threads() == 7
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert default_num_threads() == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1), raising=False)
+    assert default_num_threads() == 1
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_threads_within_an_operation_are_bounded_and_the_callers_stay(asked):
+    before, found = torch.get_num_threads(), []
+    worker = Worker(asked)
+    submitted(worker, lambda: found.append(torch.get_num_threads())).wait("its threads")
+    assert found == [asked] and torch.get_num_threads() == before
+    born: list[int] = []
+    later = threading.Thread(target=lambda: born.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert born == [before]
+    worker.close()
+
+
+def fail() -> None:
+    raise KeyError("broken")
+
+
+def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
+    ran: list[int] = []
+    task = submitted(worker, fail, "the update of layer 3")
+    after = Task("another")
+    try:
+        worker.submit(after, lambda: ran.append(1))
+    except KeyError as told:
+        found = told
+    else:
+        with pytest.raises(KeyError) as told:
+            task.wait("it fails")
+        found = told.value
+    assert found.__notes__ == ["raised in the update of layer 3"]
+    assert worker.has_failed
+    with pytest.raises(EngineFailedError, match=r"KeyError: 'broken'. Load the last checkpoint"):
+        worker.check()
+    with pytest.raises(EngineFailedError):
+        submitted(worker, lambda: ran.append(2))
+    worker.close()
+    assert not ran, "nothing runs after a failure"
+
+
+def test_what_has_not_begun_when_it_is_closed_never_runs():
+    worker, ran = Worker(), []
+    submitted(worker, lambda: time.sleep(0.2))
+    for _ in range(5):
+        submitted(worker, lambda: ran.append(1))
+    worker.close()
+    assert not worker.lives and not ran
+
+
+def test_the_thread_ends_with_the_worker():
+    worker = Worker()
+    assert not worker.lives, "none before there is work"
+    submitted(worker, lambda: None).wait("it has begun")
+    thread = worker._thread
+    assert thread is not None and thread.is_alive() and thread.daemon
+    del worker
+    gc.collect()
+    assert not thread.is_alive()
+
+
+def test_who_waits_for_a_thread_that_is_gone_is_told(worker, monkeypatch):
+    """As in a forked process, which has the model but not the thread."""
+    task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
+    monkeypatch.setattr(worker, "_process", -1)
+    with pytest.raises(EngineFailedError, match="the update of layer 3 will never end"):
+        task.wait("it has no thread")
