@@ -110,8 +110,9 @@ class Shell:
             self.eps.backwards.refuse_others(own=self._last_thread in (None, threading.get_ident()))
             self._last_thread = threading.get_ident()
             self.eps.start_forward()
-            with stream.span(self.device, "upload", "what is not in a layer"):
+            with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
+            with stream.span(self.device, "upload", "what is not in a layer"):
                 weights = self._upload(module)
             rng = stream.get_rng_state(self.device)
             # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_l2l.watching import HERE, watcher_of
+from hf_l2l.whereabouts import Whereabouts
 
 HOST = torch.device("cpu")
 
@@ -168,7 +169,9 @@ def wait(point: Point | None, why: str, *, host: bool = False) -> None:
     if not host:
         point.event.wait(point.module.current_stream(point.device))
         return
-    point.event.synchronize()
+    where = f"waiting for the device, {{seconds}} so far: {why}"
+    with nullcontext() if point.event.query() else Whereabouts().inside(where):
+        point.event.synchronize()
     if watcher is not None:
         watcher.host_reached(point)
 

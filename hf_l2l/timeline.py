@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class Averages(NamedTuple):
     download_s: float
     """That it waited for gradients or layer inputs to leave."""
     eps_s: float
-    """That it waited for the host to update weights."""
+    """That it waited for the host to update weights, or for uploads that began late because of updates."""
 
     @property
     def bound(self) -> str:
@@ -63,6 +63,8 @@ class _Noted(NamedTuple):
     end: Mark
     waits_for: str = ""
     """ "upload", "download" or "eps" where the computation comes after the end."""
+    since: float = 0.0
+    """When the host began to wait for an update: it runs ahead of the device, so that may be before the start."""
 
 
 class Timeline:
@@ -83,32 +85,22 @@ class Timeline:
         Raises:
             ValueError: if that file cannot be written.
         """
-        self._clock = DeviceClock(device, time.perf_counter)
+        self.clock = DeviceClock(device, time.perf_counter)
         self.device = device
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
-        self._names, self._parameters = _names(model, layers)
+        self._names = _names(model, layers)
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
         self._whereabouts = Whereabouts()
         self._forwards = 0
         self._noted: deque[_Noted] = deque()
-        """In the order of the program."""
+        """In the order of the program; but what `host_works` notes, in the background, is somewhere in between."""
         self._step_began: float | None = None
         self._update_began: float | None = None
-        self._waited_until = -math.inf
-        self._open = dict.fromkeys(("upload", "download", "eps"), 0.0)
-        """Waits of the step that has not ended."""
+        self._waits = _Waits()
+        """Of the step that has not ended."""
         self._sum = Averages(0, 0.0, 0.0, 0.0, 0.0)
         if trace is not None:
             self.watch()
-
-    @property
-    def now(self) -> Callable[[], float]:
-        """The host's clock, in seconds; another one may be put in its place between steps."""
-        return self._clock.now
-
-    @now.setter
-    def now(self, clock: Callable[[], float]) -> None:
-        self._clock.now = clock
 
     # ---- who looks
 
@@ -120,7 +112,7 @@ class Timeline:
     def watch(self) -> None:
         """Keep what `averages` tells, from the next step on."""
         watch(self.device, self)
-        self._clock.begin()
+        self.clock.begin()
 
     def unwatch(self) -> None:
         """Keep no more than a trace asks for."""
@@ -151,57 +143,56 @@ class Timeline:
         if isinstance(watcher, Timeline):  # this one, or that of another model on the device
             watcher.collect()
             if not watcher._noted:  # nothing counts from the old base any more
-                watcher._clock.begin()
-        if not self.is_watched:
-            return
-        if self._step_began is None and torch.is_grad_enabled():
-            self._step_began = self.now()
+                watcher.clock.begin()
+        if self.is_watched and self._step_began is None and torch.is_grad_enabled():
+            self._step_began = self.clock.now()
             self._noted.append(_Noted(STEPS, "", self._step_began, self._step_began))
 
     def start_update(self) -> None:
         """The optimizer begins to update all layers, and everything waits for it."""
-        self._update_began = self.now()
+        self._update_began = self.clock.now()
+        if self._forwards == 1:
+            self._whereabouts.at("update of all layers, {seconds} into this step")
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
         if self._step_began is not None:
             if self._update_began is not None:
-                update = self._update_began, self.now()
+                update = self._update_began, self.clock.now()
                 self._noted.append(_Noted(HOST_UPDATE, "all layers", *update))
-                self._noted.append(_Noted(WAITS, "the step ends when all layers are updated", *update, "eps"))
-                self._update_began = None
-            self._noted.append(_Noted(STEPS, "step", self._step_began, self.now()))
-            self._step_began = None
+                why = "the step ends when all layers are updated"
+                self._noted.append(_Noted(WAITS, why, *update, "eps", self._update_began))
+            self._noted.append(_Noted(STEPS, "step", self._step_began, self.clock.now()))
             self.collect()
+        self._step_began = self._update_began = None
 
     @contextmanager
     def layer(self, sweep: str, layer: nn.Module) -> Iterator[None]:
         """Inside, `layer` computes, on the "forward" or "backward" sweep."""
         name = self._name(layer)
-        if self._forwards == 1 and self._whereabouts.is_due:
-            place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
-            self._whereabouts.at(f"{sweep}, {place}, {{seconds}} into this step")
-        if not self.is_watched:
-            yield
-            return
-        with self._span(COMPUTE, f"{sweep} {name}"):
+        place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
+        saying = self._whereabouts.inside(f"{sweep}, {place}, {{seconds}} into this step")
+        with (
+            saying if self._forwards == 1 else nullcontext(),
+            self._span(COMPUTE, f"{sweep} {name}") if self.is_watched else nullcontext(),
+        ):
             yield
 
     @contextmanager
     def host_works(self, name: str) -> Iterator[None]:
-        """Inside, the host updates weights."""
-        start = self.now()
+        """Inside, the host updates weights, in whatever thread."""
+        start = self.clock.now()
         yield
         if self.is_watched:
-            self._noted.append(_Noted(HOST_UPDATE, name, start, self.now()))
+            self._noted.append(_Noted(HOST_UPDATE, name, start, self.clock.now()))
 
     @contextmanager
     def waiting_for_eps(self, why: str) -> Iterator[None]:
         """Inside, the host waits for an update, and gives the device nothing to compute."""
-        start = self._clock.mark() if self.is_watched else 0.0
+        start, since = self.clock.mark() if self.is_watched else 0.0, self.clock.now()
         yield
         if self.is_watched:
-            self._noted.append(_Noted(WAITS, why, start, self.now(), "eps"))
+            self._noted.append(_Noted(WAITS, why, start, self.clock.now(), "eps", since))
 
     # ---- what `stream` tells
 
@@ -213,65 +204,94 @@ class Timeline:
     def waits(self, point: stream.Point, why: str) -> None:
         """See `watching.Watcher`."""
         if point.is_timed:
-            self._noted.append(_Noted(WAITS, why, self._clock.mark(), point, point.row.split()[-1]))
+            self._noted.append(_Noted(WAITS, why, self.clock.mark(), point, point.row.split()[-1]))
 
     def host_reached(self, point: stream.Point) -> None:
         """See `watching.Watcher`."""
         if point.is_timed:
-            self._clock.host_reached(point)
+            self.clock.host_reached(point)
 
     # ---- times
 
     @contextmanager
     def _span(self, row: str, name: str, waits_for: str = "") -> Iterator[None]:
-        start = self._clock.mark()
+        start = self.clock.mark()
         yield
         if self.is_watched:
-            self._noted.append(_Noted(row, name, start, self._clock.mark(), waits_for))
+            self._noted.append(_Noted(row, name, start, self.clock.mark(), waits_for))
 
     def collect(self) -> None:
         """Take in what the device is done with; what it has not come to is left for the next time."""
         spans: list[Span] = []
         try:
-            base_s = self._clock.base_s()
+            base_s = self.clock.base_s()
             while self._noted:
                 noted = self._noted[0]
-                span = Span(noted.row, noted.name, *(self._clock.seconds(mark, base_s) for mark in noted[2:4]))
+                span = Span(noted.row, noted.name, *(self.clock.seconds(mark, base_s) for mark in noted[2:4]))
                 self._noted.popleft()
-                spans.append(self._count(span, noted.waits_for))
+                if span.row == STEPS:
+                    self._count_step(span)
+                spans.append(span := self._waits.count(span, noted.waits_for, noted.since))
+                if noted.waits_for and span.row != WAITS:
+                    spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
         except RuntimeError:  # torch's, for an event that the device has not come to
             pass
         if self._trace is not None:
             self._trace.write(span for span in spans if span.end_s > span.start_s)
 
-    def _count(self, span: Span, waits_for: str) -> Span:
-        """Add a step, or what is waited for, to the sums; return what to draw."""
-        if span.row == STEPS:
-            if span.name:
-                total = self._sum
-                seconds = (span.end_s - span.start_s, *self._open.values())
-                self._sum = Averages(total.steps + 1, *(a + b for a, b in zip(total[1:], seconds, strict=True)))
-            self._open, self._waited_until = dict.fromkeys(self._open, 0.0), -math.inf
-        elif waits_for:
-            # One wait goes on where another one that began with it has ended.
-            span = span._replace(start_s=min(span.end_s, max(span.start_s, self._waited_until)))
-            self._waited_until = max(self._waited_until, span.end_s)
-            if waits_for in self._open:
-                self._open[waits_for] += span.end_s - span.start_s
-        return span
+    def _count_step(self, span: Span) -> None:
+        """Add a step to the sums when it has ended; at its beginning, the span has no name."""
+        if span.name:
+            seconds = (span.end_s - span.start_s, *self._waits.seconds.values())
+            total = (a + b for a, b in zip(self._sum[1:], seconds, strict=True))
+            self._sum = Averages(self._sum.steps + 1, *total)
+        self._waits = _Waits()
 
     def _name(self, of: object) -> str:
-        names = self._parameters if isinstance(of, torch.Tensor) else self._names
-        return str(names.get(of, type(of).__name__))
+        return str(self._names.get(of, type(of).__name__))
 
 
-def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> tuple[dict[object, str], WeakIdKeyDictionary]:
-    """What the trace calls layers, and parameters: those of a layer by the layer."""
-    parameters = WeakIdKeyDictionary()  # which the model may lose to others
-    if model is None:
-        return {}, parameters
-    modules = {module: name for name, module in model.named_modules()}
-    parameters.update({p: name for name, p in model.named_parameters()})
-    for layer in layers:
-        parameters.update(dict.fromkeys(layer.parameters(), modules[layer]))
-    return {layer: modules[layer] for layer in layers}, parameters
+class _Waits:
+    """Adds up what the computation waits for, from one span after the other in the order of the program."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("upload", "download", "eps"), 0.0)
+        self._until = -math.inf
+        """Waits that are counted end here."""
+        self._held_up = -math.inf, -math.inf, 0.0
+        """When the host last waited for an update, from and to, and what was counted of that."""
+        self._uploaded = -math.inf
+        """When the lane of uploads had nothing more to do."""
+        self._late_s = 0.0
+        """By which an update made the upload that will be waited for begin late, where that is not counted yet."""
+
+    def count(self, span: Span, waits_for: str, since: float) -> Span:
+        """Return what to draw: a wait goes on where another one that began with it has ended."""
+        if waits_for:
+            span = span._replace(start_s=min(span.end_s, max(span.start_s, self._until)))
+            self._until = max(self._until, span.end_s)
+        seconds = span.end_s - span.start_s
+        if waits_for == "upload":
+            late_s, self._late_s = min(seconds, self._late_s), 0.0
+            self.seconds["eps"] += late_s
+            self.seconds["upload"] += seconds - late_s
+        elif waits_for in self.seconds:
+            self.seconds[waits_for] += seconds
+        if waits_for == "eps":
+            self._held_up = since, span.end_s, seconds
+        elif span.row == "upload" and not waits_for:  # while something may compute
+            begin, end, counted_s = self._held_up
+            self._late_s = max(0.0, min(end, span.start_s) - max(begin, self._uploaded) - counted_s)
+            self._uploaded = span.end_s
+        return span
+
+
+def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:
+    """What the trace calls modules and parameters, which it does not keep alive: those of a layer by the layer."""
+    names = WeakIdKeyDictionary()
+    if model is not None:
+        names.update({p: name for name, p in model.named_parameters()})
+        names.update({module: name for name, module in model.named_modules()})
+        for layer in layers:
+            names.update(dict.fromkeys(layer.parameters(), names[layer]))
+    return names

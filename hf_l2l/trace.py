@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class TraceFile:
             ValueError: if it cannot be written.
         """
         self.path = os.path.abspath(path)  # where the program's folder was when the run began
+        self._has_ended = False
         self._rows = {row: number for number, row in enumerate(rows)}
         named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
         for row, number in self._rows.items():
@@ -44,7 +46,10 @@ class TraceFile:
             raise ValueError(_cannot_be_written(path, error)) from error
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Add spans, in any order; those of one row must not overlap in part."""
+        """Add spans, in any order; those of one row must not overlap in part.
+
+        A file that cannot be written any more ends, with a warning: that is no reason for a run to end, too.
+        """
         events = [
             {
                 "name": span.name,
@@ -56,11 +61,16 @@ class TraceFile:
             }
             for span in spans
         ]
-        if events:
+        if not events or self._has_ended:
+            return
+        try:
             # Opened for this only: a run that lasts for days may be stopped at any time.
             with open(self.path, "r+b") as file:
                 file.seek(-len(_END), os.SEEK_END)
                 file.write("".join(",\n" + json.dumps(event) for event in events).encode() + _END)
+        except OSError as error:
+            self._has_ended = True
+            warnings.warn(f"the trace {self.path} ends here, it cannot be written any more: {error}", stacklevel=2)
 
 
 def check_trace_path(path: object) -> None:

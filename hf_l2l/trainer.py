@@ -143,9 +143,13 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         return optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because nobody asks what a step waits for once training is over."""
+        """Overridden because the last update is to be finished, and nobody asks what a step waits for any more."""
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            attached = attachment_of(self.model)
+            if attached is not None:
+                attached.eps.synchronize()
+            return result
         finally:
             attached = attachment_of(self.model)
             if attached is not None:

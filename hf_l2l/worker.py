@@ -53,7 +53,7 @@ class Task:
         # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
         whereabouts = Whereabouts()
         while not self._over.wait(_POLL_S):
-            whereabouts.at(f"waiting for {self.what} ({{seconds}})")
+            whereabouts.at(f"waiting for {self.what}, {{seconds}} so far")
             if not self._worker.lives:
                 raise EngineFailedError(
                     f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "

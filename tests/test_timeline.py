@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import logging
+import re
+import threading
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,8 @@ import torch
 from torch import nn
 
 from families import batch_for
-from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, stream, timeline, whereabouts
+from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, stream, timeline, whereabouts, worker
+from hf_l2l.optimizer import SplitStep
 from hf_l2l.timeline import ROWS, Averages, Timeline
 from hf_l2l.trace import Span, TraceFile
 from training import assert_same_run, l2l_trainer, plain_trainer, tiny_bert
@@ -143,7 +149,7 @@ def test_copies_on_a_device_without_streams_are_waited_for(tmp_path):
         optimizer.step()
         averages = eps.timeline.averages()
     rows = [row for row, *_ in read(file)]
-    assert rows.count("upload") == 3  # the shell and two layers, which stay
+    assert rows.count("upload") == 4  # the inputs, the shell and two layers, which stay
     assert rows.count("download") > 2
     assert averages is not None and averages.upload_s > 0 and averages.download_s > 0
 
@@ -164,7 +170,8 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
     line.watch()
     for update_s in (1.0, 3.0):
         line.start_forward()
-        clock.seconds += 10.0
+        with line.host_works("a layer"):  # in the background
+            clock.seconds += 10.0
         with line.span("upload", "a layer", exposed=True):
             clock.seconds += 2.0
         with line.span("download", "a layer", exposed=False):  # under compute
@@ -190,6 +197,66 @@ def test_what_is_waited_for_outside_of_a_step_is_not_counted(clock):
     line.start_update()
     line.end_step()
     assert line.averages() == Averages(1, 1.0, 0.0, 0.0, 0.0)
+
+
+def test_an_optimizer_that_steps_after_the_step_is_not_in_the_next_one(clock):
+    line = Timeline(HOST)
+    line.watch()
+    for background in (False, True):
+        line.start_forward()
+        clock.seconds += 1.0
+        if not background:
+            line.start_update()
+        line.end_step()
+        line.start_update()  # a second optimizer
+        clock.seconds += 5.0
+        line.end_step()
+    assert line.averages() == Averages(2, 1.0, 0.0, 0.0, 0.0)
+
+
+def test_work_in_the_background_is_drawn(tmp_path):
+    """Threads note what they have done while another one takes it in, and nothing of it is lost."""
+    file = tmp_path / "trace.json"
+    line = Timeline(HOST, trace=str(file))
+    over = threading.Event()
+    done: list[str] = []
+
+    def work(thread: int) -> None:
+        while not over.is_set():
+            done.append(f"{thread}: {len(done)}")
+            with line.host_works(done[-1]):
+                time.sleep(1e-5)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(work, thread) for thread in range(2)]
+        for _ in range(300):
+            line.start_forward()
+            with line.waiting_for_eps("a layer"):
+                pass
+            line.end_step()
+        over.set()
+    for future in futures:
+        future.result()
+    averages = line.averages()
+    assert averages is not None and averages.steps == 300
+    spans = read(file)
+    assert len([row for row, *_ in spans if row == "steps"]) == 300
+    assert sorted(name for row, name, *_ in spans if row == "host update") == sorted(done)
+    assert len(done) > 100
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends(tmp_path):
+    file, model = tmp_path / "folder" / "trace.json", tiny_bert(layers=2)
+    file.parent.mkdir()
+    eps = attach_l2l(model, L2LConfig(device="cpu", trace=str(file)))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    file.unlink()
+    model(**batch_for(model)).loss.backward()
+    with pytest.warns(UserWarning, match="trace.json ends here"):
+        optimizer.step()
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    assert not file.exists() and eps.timeline.averages() is not None
 
 
 @pytest.mark.parametrize(
@@ -224,6 +291,21 @@ def test_training_logs_are_those_of_plain_trainer_and_more(tmp_path):
     for ours, theirs in zip(l2l.state.log_history, plain.state.log_history, strict=True):
         assert ours.keys() - theirs.keys() == (added if "loss" in theirs else set())
     assert len([row for row, *_ in read(tmp_path / "t.json") if row == "steps"]) == 4
+
+
+def test_the_last_update_is_finished_when_training_is(tmp_path, monkeypatch):
+    trainer = l2l_trainer(tmp_path, max_steps=2, eps_update="deferred", l2l_trace=str(tmp_path / "t.json"))
+    trainer.train()
+    names = [name for row, name, *_ in read(tmp_path / "t.json") if row == "host update"]
+    layers = [f"bert.encoder.layer.{i}" for i in range(len(names) // 2 - 1)]
+    assert names == [f"the update of {what}" for what in ("what is in no layer", *layers)] * 2
+
+    def fail(*args: object) -> None:
+        raise FloatingPointError("in the update")
+
+    monkeypatch.setattr(SplitStep, "run", fail)
+    with pytest.raises(FloatingPointError, match="in the update"):
+        l2l_trainer(tmp_path, max_steps=1, eps_update="deferred").train()
 
 
 def test_evaluation_lines_have_nothing_added(tmp_path):
@@ -285,11 +367,16 @@ class Slow(nn.Module):
         return x * self.weight
 
 
-def lines_of(caplog: pytest.LogCaptureFixture, clock: Clock, seconds: float, batches: int = 1) -> list[str]:
+def stack_of(layers: list[nn.Module]) -> nn.Module:
     model = nn.Sequential()
-    model.add_module("blocks", nn.ModuleList(Slow(clock, seconds) for _ in range(4)))
+    model.add_module("blocks", nn.ModuleList(layers))
     model.forward = lambda x: [x := block(x) for block in model.blocks][-1].sum()
-    attach_l2l(model, L2LConfig(device="cpu", layer_classes=("Slow",)))
+    attach_l2l(model, L2LConfig(device="cpu", layer_classes=(type(layers[0]).__name__,)))
+    return model
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, clock: Clock, seconds: float, batches: int = 1) -> list[str]:
+    model = stack_of([Slow(clock, seconds) for _ in range(4)])
     with caplog.at_level(logging.WARNING, "hf_l2l"):
         for _ in range(batches):
             model(torch.ones(2, 1)).backward()
@@ -312,5 +399,80 @@ def test_later_steps_and_short_ones_say_nothing(clock, caplog):
 
 
 def test_the_interval_can_be_changed(clock, caplog, monkeypatch):
-    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.5)
-    assert len(lines_of(caplog, clock, 1.0)) == 7  # before each layer but the first
+    monkeypatch.setattr(whereabouts, "INTERVAL_S", 30.0)
+    assert len(lines_of(caplog, clock, 31.0)) == 7  # before each layer but the first
+
+
+def test_a_first_update_that_comes_late_says_so(clock, caplog):
+    line = Timeline(HOST)
+    for _ in range(2):
+        line.start_forward()
+        clock.seconds += 11.0
+        line.start_update()
+        line.end_step()
+    assert [record.getMessage() for record in caplog.records] == ["hf_l2l: update of all layers, 11 s into this step"]
+
+
+class Until:
+    """Waits until so many lines were logged, as something does that takes long."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, lines: int) -> None:
+        self.caplog, self.lines = caplog, lines
+
+    def __call__(self) -> None:
+        end = time.monotonic() + 60.0
+        while len(self.caplog.records) < self.lines and time.monotonic() < end:
+            time.sleep(0.005)
+        assert len(self.caplog.records) >= self.lines
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are logged after a moment."""
+    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(worker, "_POLL_S", 0.02)
+
+
+def said_by() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf_l2l whereabouts"]
+
+
+def assert_lines(caplog: pytest.LogCaptureFixture, pattern: str) -> None:
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) >= 2 and all(re.fullmatch(pattern, line) for line in found), found
+
+
+def test_a_layer_that_takes_long_says_so_again_and_again(soon, caplog):
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Until(caplog, 2)()
+            return x * self.weight
+
+    stack_of([Waiting(), Waiting()])(torch.ones(2, 1))
+    assert_lines(caplog, r"hf_l2l: forward, layer [12] of 2 \(blocks.[01]\), \d+ s into this step")
+
+
+def test_a_wait_for_the_device_says_so_again_and_again(soon, caplog):
+    def point(synchronize: Callable[[], None], is_reached: bool = False) -> stream.Point:
+        event = types.SimpleNamespace(query=lambda: is_reached, synchronize=synchronize)
+        return stream.Point(event, types.ModuleType("device"), torch.device("meta"))
+
+    stream.wait(point(Until(caplog, 2)), "gradients are there", host=True)
+    assert_lines(caplog, r"hf_l2l: waiting for the device, \d+ s so far: gradients are there")
+    for thread in said_by():
+        thread.join(60.0)  # it ends with the wait
+    threads: list[threading.Thread] = []
+    stream.wait(point(lambda: threads.extend(said_by()), True), "gradients are there", host=True)
+    assert not said_by() and not threads  # there is none for a point that has been reached
+
+
+def test_a_wait_for_an_update_says_so_again_and_again(soon, caplog):
+    background, task = worker.Worker(), worker.Task("the update of blocks.3")
+    background.submit(task, Until(caplog, 2))
+    task.wait("a layer is used when it is updated")
+    assert_lines(caplog, r"hf_l2l: waiting for the update of blocks.3, \d+ s so far")
+    background.close()
