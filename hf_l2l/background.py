@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
-from hf_l2l.optimizer import SplitStep
+from hf_l2l.optimizer import Part
 from hf_l2l.pending import Pending, let_go
 from hf_l2l.timeline import Timeline
 from hf_l2l.watching import aside
@@ -58,7 +58,7 @@ class Update(Pending):
 
 
 def carry_out(
-    step: SplitStep,
+    part: Part,
     masters: list[torch.Tensor],
     factors: list[tuple[torch.Tensor, torch.Tensor]],
     landed: stream.Point | None,
@@ -71,8 +71,8 @@ def carry_out(
     with update.timeline.host_works(update.task.what):
         if factors:
             with torch.no_grad():
-                torch._foreach_mul_(*(list(part) for part in zip(*factors, strict=True)))
-        step.run(masters)
+                torch._foreach_mul_(*(list(each) for each in zip(*factors, strict=True)))
+        part.run()
     if not update.in_step:
         for master in masters:
             let_go(master, update)

@@ -20,11 +20,10 @@ _OF_THE_PARAMETERS = ("params", "param_names")
 
 
 @dataclass
-class _StandIn:
-    """What an optimizer gets in the place of a master."""
+class _Share:
+    """What one master has in the step."""
 
-    tensor: torch.Tensor
-    """Shares the memory and the version counter of the master; its `grad` is the gradient of this step."""
+    gradient: torch.Tensor
     place: tuple[int, int]
     """The number of its group, and its own number there."""
     name: str | None
@@ -61,7 +60,7 @@ class SplitStep:
             {key: _snapshot(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
             for group in optimizer.param_groups
         ]
-        self._waiting: dict[torch.Tensor, _StandIn] = {}
+        self._shares: dict[torch.Tensor, _Share] = {}
         for number, group in enumerate(optimizer.param_groups):
             for index, (p, name) in enumerate(
                 zip(group["params"], group.get("param_names", repeat(None)), strict=False)
@@ -71,43 +70,61 @@ class SplitStep:
                 has_state = p in self._state
                 # In group order and before any part runs: the state dict then has the order of one whole step.
                 state = self._state.setdefault(p, {})
-                self._waiting[p] = _StandIn(_stand_in(p, gradient), (number, index), name, state, has_state)
+                self._shares[p] = _Share(gradient, (number, index), name, state, has_state)
+
+    def part(self, masters: Iterable[torch.Tensor]) -> Part:
+        """The update of those of `masters` that have a gradient in this step and are in no part yet."""
+        return Part(self, {p: share for p in masters if (share := self._shares.pop(p, None)) is not None})
 
     def run(self, masters: Iterable[torch.Tensor]) -> None:
-        """Update those of `masters` that have a gradient in this step and have not been updated by it yet.
-
-        Raises:
-            Exception: what the optimizer raises; the part is then left as the optimizer left it, and not run again.
-        """
-        taken = {p: s for p in masters if (s := self._waiting.pop(p, None)) is not None}
-        if not taken:
-            return
-        stand_ins = sorted(taken.values(), key=lambda s: s.place)
-        # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
-        state = defaultdict(dict, {s.tensor: s.state for s in stand_ins if s.has_state})
-        optimizer = _another(self._base, self._groups_of(stand_ins), state)
-        self._step(optimizer)
-        for p, s in taken.items():
-            made = optimizer.state.get(s.tensor)
-            if made is None:
-                del self._state[p]  # an optimizer without state, such as SGD without momentum, has no entries either
-            elif made is not s.state:
-                s.state.clear()
-                s.state.update(made)
-
-    def _groups_of(self, stand_ins: list[_StandIn]) -> list[dict[str, Any]]:
-        """The groups that have one of these, which are in the order of the groups."""
-        groups: dict[int, dict[str, Any]] = {}
-        for s in stand_ins:
-            group = groups.setdefault(s.place[0], {"params": [], **self._groups[s.place[0]]})
-            group["params"].append(s.tensor)
-            if s.name is not None:
-                group.setdefault("param_names", []).append(s.name)
-        return list(groups.values())
+        """Carry out such a part at once; see `Part.run`."""
+        self.part(masters).run()
 
     @staticmethod
     def _step(optimizer: torch.optim.Optimizer) -> None:
         type(optimizer).step(optimizer)  # not what a scheduler has put in its place on the instance
+
+
+class Part:
+    """The update of some masters, to be run once, on any thread."""
+
+    def __init__(self, step: SplitStep, shares: dict[torch.Tensor, _Share]) -> None:
+        # Prepared where it is made: that may be while the part before it runs.
+        self._step = step
+        self._shares = sorted(shares.items(), key=lambda item: item[1].place)
+        self._stand_ins = [_stand_in(master, share.gradient) for master, share in self._shares]
+        groups: dict[int, dict[str, Any]] = {}
+        for (_, share), stand_in in zip(self._shares, self._stand_ins, strict=True):
+            number = share.place[0]
+            group = groups.setdefault(number, {"params": [], **step._groups[number]})
+            group["params"].append(stand_in)
+            if share.name is not None:
+                group.setdefault("param_names", []).append(share.name)
+        self._groups = list(groups.values())
+
+    def run(self) -> None:
+        """Update the masters.
+
+        Raises:
+            Exception: what the optimizer raises; the part is then left as the optimizer left it, and not run again.
+        """
+        shares, stand_ins, self._shares, self._stand_ins = self._shares, self._stand_ins, [], []
+        if not shares:
+            return
+        pairs = list(zip(shares, stand_ins, strict=True))
+        # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
+        state = defaultdict(dict, {stand_in: share.state for (_, share), stand_in in pairs if share.has_state})
+        optimizer = _another(self._step._base, self._groups, state)
+        self._groups = []
+        self._step._step(optimizer)
+        for (master, share), stand_in in pairs:
+            made = optimizer.state.get(stand_in)
+            if made is None:
+                # An optimizer without state, such as SGD without momentum, has no entries either.
+                del self._step._state[master]
+            elif made is not share.state:
+                share.state.clear()
+                share.state.update(made)
 
 
 def _another(
@@ -122,6 +139,7 @@ def _another(
 
 
 def _stand_in(master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What the optimizer gets for a master: it shares its memory and version counter; its `grad` is this step's."""
     tensor = master.detach().requires_grad_(master.requires_grad)
     vars(tensor).update(vars(master))  # some optimizers go by tags on the parameters
     tensor.grad = gradient

@@ -208,17 +208,20 @@ class Updates:
         in_step: bool = False,
     ) -> None:
         """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
-        with untouched(), torch.no_grad():
-            step = SplitStep(optimizer, gradients)
-        for what, masters in parts(self.names, gradients):
-            factors = [(gradients[m], factor) for m in masters if (factor := taken_factor(gradients[m])) is not None]
-            update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
-            for master in masters:
-                hold(master, update)
-                if in_step:
-                    self._updated[master] = update
-            self.worker.submit(update.task, partial(carry_out, step, masters, factors, landed, update))
-            self._last = update.task
+        with self.worker.failing_with_errors():  # half a step must not be taken for one
+            with untouched():
+                step = SplitStep(optimizer, gradients)
+            for what, masters in parts(self.names, gradients):
+                factors = [(gradients[m], f) for m in masters if (f := taken_factor(gradients[m])) is not None]
+                update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+                with untouched(), torch.no_grad():
+                    part = step.part(masters)
+                for master in masters:
+                    hold(master, update)
+                    if in_step:
+                        self._updated[master] = update
+                self.worker.submit(update.task, partial(carry_out, part, masters, factors, landed, update))
+                self._last = update.task
 
     # ---- eager
 

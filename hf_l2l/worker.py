@@ -11,7 +11,8 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +135,13 @@ class Worker:
     def fail(self, failure: BaseException) -> None:
         """Do nothing more; `failure` has been told of."""
         self._state.failure, self._state.reported = self._state.failure or failure, True
+
+    @contextmanager
+    def failing_with_errors(self) -> Iterator[None]:
+        """Do nothing more if an exception leaves the block, even one like KeyboardInterrupt."""
+        with ExitStack() as failure:
+            failure.push(lambda kind, error, traceback: None if error is None else self.fail(error))
+            yield
 
     def close(self) -> None:
         """End the thread; tasks that have not begun never run."""

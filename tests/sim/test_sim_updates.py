@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from families import batch_for, train_once
-from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, background, gradients, stream, transit, updates
+from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, gradients, stream, transit, updates
 from hf_l2l.testing import sim_stream
 from hf_l2l.worker import Task
 from update_cases import Toy, assert_same, raw_loop, result, toy
@@ -133,14 +133,14 @@ def fault_in_norm(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator
 
 @contextmanager
 def fault_in_update(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    run = background.SplitStep.run
+    original = updates.carry_out
 
-    def broken(self: Any, masters: list[torch.Tensor]) -> None:
+    def broken(part: Any, masters: list[torch.Tensor], *rest: Any) -> None:
         if any(master is master_of(model, index) for master in masters):
             raise FaultError("no update")
-        run(self, masters)
+        original(part, masters, *rest)
 
-    patch.setattr(background.SplitStep, "run", broken)
+    patch.setattr(updates, "carry_out", broken)
     yield
 
 
