@@ -7,6 +7,7 @@ what the simulation has wrong about CUDA.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from families import (
     relative_error,
     train_once,
 )
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l, stream
+from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, detach_l2l, stream
 from hf_l2l.host_memory import Pages
 from training import tiny_bert
 
@@ -70,15 +71,17 @@ def test_gradients_are_those_of_the_plain_model(family, options):
         assert relative_error(gradients(model), expected) <= 1e-10
 
 
-def trained(model: nn.Module, steps: int = 5, **options: Any) -> dict[str, torch.Tensor]:
+def trained(model: nn.Module, steps: int = 5, max_norm: float = 1.0, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after some steps of AdamW with clipping and accumulation, dropout on."""
     torch.manual_seed(5)
     eps = attach_l2l(model, L2LConfig(device="cuda", **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for _ in range(steps):
-        for seed in (1, 2):
-            train_once(model, batch_for(model, seed=seed))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with eps.accumulate():
+            train_once(model, batch_for(model, seed=1))
+        train_once(model, batch_for(model, seed=2))
+        if max_norm:
+            eps.clip_grad_norm_(max_norm)
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -87,6 +90,61 @@ def trained(model: nn.Module, steps: int = 5, **options: Any) -> dict[str, torch
 def test_overlap_changes_no_bit(stash):
     expected = trained(tiny_bert(), ubatch_size=3, stash=stash, prefetch=False, gradient_slots=1)
     assert_same_bits(trained(tiny_bert(), ubatch_size=3, stash=stash), expected)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize(("mode", "max_norm"), [("deferred", 0.1), ("eager", 0.0)])
+def test_when_weights_are_updated_changes_no_bit(mode, max_norm, stash):
+    same: dict[str, Any] = {"steps": 20, "max_norm": max_norm, "ubatch_size": 3, "stash": stash}
+    expected = trained(tiny_bert(), eps_update="serial", **same)
+    assert_same_bits(trained(tiny_bert(), eps_update=mode, **same), expected)
+
+
+def test_norms_of_the_device_are_those_of_the_host():
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="cuda"))
+    train_once(model, batch_for(model))
+    found = eps.grad_norm()
+    on_host = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, on_host, rtol=1e-6, atol=0.0)
+
+
+def test_a_failed_update_reaches_the_program():
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="cuda", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    train_once(model, batch_for(model))
+    optimizer.step()
+    eps.synchronize()
+    masters = list(model.bert.encoder.layer[1].parameters())
+    for p in masters:
+        optimizer.state[p]["exp_avg"] = torch.zeros(1)  # of no use
+    with pytest.raises(RuntimeError) as told:
+        for _ in range(2):
+            train_once(model, batch_for(model))
+            optimizer.step()
+    assert "layer.1" in " ".join(told.value.__notes__)
+    with pytest.raises(EngineFailedError):
+        train_once(model, batch_for(model))
+
+
+def test_a_trace_has_what_each_lane_does_in_order(tmp_path):
+    file = tmp_path / "trace.json"
+    model = tiny_bert()
+    trained(model, steps=3, ubatch_size=3, trace=str(file))
+    detach_l2l(model)
+    events = json.loads(file.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows.values()}
+    for e in events:
+        if e["ph"] == "X":
+            spans[rows[e["tid"]]].append((e["ts"], e["ts"] + e["dur"]))
+    assert all(spans[name] for name in ("steps", "compute", "upload", "download", "norm", "host update"))
+    assert len(spans["steps"]) == 3
+    for name, found in spans.items():
+        found.sort()
+        # Events of CUDA are exact to half a microsecond, and count from a base that the host knows.
+        assert all(end <= start + 5.0 for (_, end), (start, _) in zip(found, found[1:], strict=False)), name
 
 
 class Wide(nn.Module):
@@ -172,10 +230,16 @@ from hf_l2l import L2LConfig, attach_l2l
 from training import tiny_bert
 
 for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}):
-    model = tiny_bert()
-    attach_l2l(model, L2LConfig(device="cuda", **options))
-    for _ in range(3):
-        train_once(model, batch_for(model))
+    for mode in ("serial", "deferred", "eager"):
+        model = tiny_bert()
+        eps = attach_l2l(model, L2LConfig(device="cuda", eps_update=mode, **options))
+        optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            train_once(model, batch_for(model))
+            if mode != "eager":
+                eps.clip_grad_norm_(0.1)
+            optimizer.step()
+        eps.synchronize()
 torch.cuda.synchronize()
 print("trained")
 """

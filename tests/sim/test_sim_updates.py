@@ -152,13 +152,14 @@ FAULTS = {
 }
 
 
+CASES = [(fault, mode) for fault in FAULTS for mode in ("serial", "deferred", "eager")]
+CASES.remove(("update", "serial"))  # there the optimizer's own step raises
+
+
 @pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "mode"), CASES)
 def test_a_fault_is_told_with_its_layer(fault, mode, index, monkeypatch):
     """Within 5 seconds, with its type; then the step can be made again, or the engine says that it has failed."""
-    if (fault, mode) == ("update", "serial"):
-        pytest.skip("the optimizer's own step raises")
     model = toy()
     eps = attach_l2l(model, L2LConfig(device="sim", eps_update=mode, ubatch_size=3, layer_classes=("Block",)))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
