@@ -8,7 +8,8 @@ threads, one step each in turn, so that a machine that slows down slows both.
 In the second case ours also multiplies the gradients by the factor of clipping and writes a bf16 copy of each layer
 that it has updated; the flat step does neither. The norm is no part of it: an accelerator takes that itself.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/eps_cpu.py [--pairs 30] [--threads 2] [--layers 24] [--hidden 1024]
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python benchmarks/eps_cpu.py [--pairs 30] [--threads 2]
+        [--layers 24] [--hidden 1024]
 
 A table for people, then one JSON document as the last line.
 """

@@ -9,11 +9,15 @@ background is not: it belongs to the time of the next step, as in training. Peak
 over the whole run. Where there is none (CPU), it says "accounted": bytes of weights, gradients and moments by their
 shapes, without activations.
 
+Before that, tiny instances of the same models are trained: serial and deferred must log the same loss and grad_norm to
+the bit, plain `Trainer` the same within a tolerance; else nothing is measured.
+
     python benchmarks/throughput.py --model bert-large [--tokens 8192 32768 65536] [--modes trainer serial deferred
-        eager] [--steps 5] [--ubatch-size N] [--stash host] [--out FILE]
+        eager] [--steps 10] [--ubatch-size N] [--stash host] [--out FILE]
     python benchmarks/throughput.py --tiny    # seconds, on any machine
 
-A markdown table; with --out into that file, too, after every row.
+A document with a markdown table, with --out into that file, too, after every row; then one JSON document as the last
+line, with everything that is in the table.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import platform
-import shlex
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +39,19 @@ import torch
 import transformers
 from torch import nn
 
-import hf_l2l
 from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.config import size_text
 from hf_l2l.estimate import estimate
 from hf_l2l.measure import MemoryCallback
 
+if not __package__:  # run as a script: the folder above is not where Python looks for modules
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.environment import environment
+from benchmarks.throughput_models import MODELS, RandomTokens, made
+from benchmarks.throughput_report import document, line, with_shares
+
 MODES = ("trainer", "serial", "deferred", "eager")
+CHECKED_STEPS = 4
 UBATCH_TOKENS = 8192
 """Of a micro-batch, where the option does not say how many rows it has."""
 
@@ -50,22 +61,6 @@ CHECKPOINTING = (
     if "activation_checkpointing" in transformers.TrainingArguments.__dataclass_fields__
     else "gradient_checkpointing"
 )
-
-
-def sizes(hidden: int, layers: int, heads: int, inner: int) -> dict[str, Any]:
-    """What the configurations of both models call alike."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    return dict(zip(names, (hidden, layers, heads, inner), strict=True))
-
-
-LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "use_cache": False}
-MODELS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
-    "bert-large": (transformers.BertForSequenceClassification, sizes(1024, 24, 16, 4096), 512),
-    "llama-1b": (transformers.LlamaForCausalLM, {**sizes(2048, 16, 32, 8192), **LLAMA}, 1024),
-}
-"""Name -> class, what its configuration sets (of BERT-large, of Llama-3.2-1B), and tokens of a row."""
-
-TINY = {**sizes(32, 2, 4, 64), "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 100}
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -83,12 +78,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     small = options.tiny
     options.tokens = options.tokens or ([64, 128] if small else [8192, 32768, 65536])
-    options.steps = options.steps if options.steps is not None else (2 if small else 5)
+    options.steps = options.steps if options.steps is not None else (2 if small else 10)
     options.warmup = options.warmup if options.warmup is not None else (1 if small else 3)
     for name in ("steps", "warmup", "ubatch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
+    # Plain Trainer first: as soon as another row is there, so is what it is compared with.
+    options.modes = [mode for mode in MODES if mode in options.modes]
     for name in options.model:
         unit = row_of(name, options) * ubatch_of(name, options)
         for tokens in options.tokens:
@@ -114,33 +111,6 @@ def ubatch_of(name: str, options: argparse.Namespace) -> int:
     return 2 if options.tiny else UBATCH_TOKENS // row_of(name, options)
 
 
-def made(name: str, options: argparse.Namespace) -> nn.Module:
-    """The model, with random weights."""
-    torch.manual_seed(0)
-    kind, sizes, _ = MODELS[name]
-    config = kind.config_class(**sizes)  # type: ignore[operator]
-    if options.tiny:
-        for size in TINY.keys() & config.to_dict().keys():
-            setattr(config, size, TINY[size])
-    return kind(config)
-
-
-class RandomTokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Rows of random tokens, all of one length: labelled with themselves for a decoder, else with a class."""
-
-    def __init__(self, model: nn.Module, rows: int, tokens: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(5, model.config.vocab_size, (rows, tokens), generator=generator)
-        self.is_decoder = isinstance(model, transformers.LlamaForCausalLM)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = self.ids[index]
-        return {"input_ids": ids, "labels": ids if self.is_decoder else int(ids[0]) % 2}
-
-
 class StepTimes(transformers.TrainerCallback):  # type: ignore[misc]
     """When each step ended, on the device and on the host."""
 
@@ -154,6 +124,11 @@ class StepTimes(transformers.TrainerCallback):  # type: ignore[misc]
         self.ends.append(time.perf_counter())
 
 
+def clipping_of(mode: str) -> float:
+    """Its max_grad_norm."""
+    return 0.0 if mode == "eager" else 1.0
+
+
 def trainer_for(
     model: nn.Module, name: str, mode: str, tokens: int, options: argparse.Namespace, folder: str, callbacks: list[Any]
 ) -> transformers.Trainer:
@@ -162,7 +137,7 @@ def trainer_for(
     common: dict[str, Any] = {
         "output_dir": folder,
         "max_steps": options.warmup + options.steps,
-        "max_grad_norm": 0.0 if mode == "eager" else 1.0,
+        "max_grad_norm": clipping_of(mode),
         "optim": "adamw_torch_fused",
         "bf16": torch.cuda.is_available(),
         "use_cpu": not torch.accelerator.is_available(),
@@ -181,13 +156,18 @@ def trainer_for(
         args = L2LTrainingArguments(**common, **l2l)
     kind = transformers.Trainer if mode == "trainer" else L2LTrainer
     trainer = kind(model=model, args=args, train_dataset=data, callbacks=callbacks)
+    if not data.is_decoder:
+        # The classifier takes num_items_in_batch and does not divide by it, so that Trainer would add the losses of
+        # the batches that it accumulates. May go with https://github.com/huggingface/transformers/issues/47688.
+        trainer.model_accepts_loss_kwargs = False
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
 
 def measured(model: nn.Module, name: str, mode: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table. `failure` says in words why there are no figures."""
-    row: dict[str, Any] = {"model": name, "mode": mode, "tokens": tokens, "failure": None}
+    row: dict[str, Any] = {"model": name, "mode": mode, "tokens": tokens, "max_grad_norm": clipping_of(mode)}
+    row["failure"] = None
     times, memory = StepTimes(), MemoryCallback()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -225,70 +205,90 @@ def forget() -> None:
             print(f"{size_text(left)} are still on the device before the next run", file=sys.stderr)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The result for people, in markdown; the third column says how much of plain Trainer's speed a row reaches."""
-    base = {(row["model"], row["tokens"]): row.get("tokens_per_s") for row in rows if row["mode"] == "trainer"}
-    lines = [
-        "| model | tokens per step | trainer | max_grad_norm | tokens/s | of `Trainer` | step, s: fastest, slowest "
-        "| device bytes, peak | host bytes |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        mode = row["mode"]
-        who = "`Trainer`, checkpointing" if mode == "trainer" else f"`L2LTrainer`, {mode}"
-        clips = "0: eager cannot clip" if mode == "eager" else "1.0"
-        start = f"| {row['model']} | {row['tokens']:,} | {who} | {clips} "
-        if row["failure"]:
-            lines.append(f"{start}| {row['failure']} | - | - | - | - |")
-            continue
-        theirs = base.get((row["model"], row["tokens"]))
-        share = f"{row['tokens_per_s'] / theirs:.1%}" if theirs else "-"
-        label = "measured" if row["is_measured"] else "accounted"
-        lines.append(
-            f"{start}| {row['tokens_per_s']:,.0f} | {share} | {row['fastest_s']:.3f}, {row['slowest_s']:.3f} "
-            f"| {size_text(row['device_bytes'])} ({label}) | {size_text(row['host_bytes'])} |"
-        )
-    return "\n".join(lines)
+@contextmanager
+def fixed_order() -> Iterator[None]:
+    """Kernels that sum in a fixed order, where there are such."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def document(rows: list[dict[str, Any]], options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The table, with what one needs to know about it."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else str(device)
-    ubatches = ", ".join(f"{m} {ubatch_of(m, options)} x {row_of(m, options)}" for m in options.model)
-    return "\n".join(
-        (
-            f"# Throughput on {name}{', tiny models' if options.tiny else ''}",
-            "",
-            f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
-            f"{transformers.__version__}, hf_l2l {hf_l2l.__version__}; random weights and tokens; "
-            f"{'bf16 autocast' if torch.cuda.is_available() else 'fp32'}; micro-batches (rows x tokens): {ubatches}; "
-            f"stash on the {options.stash}; {options.steps} steps after {options.warmup}.",
-            "",
-            table(rows),
-            "",
-            f"    python benchmarks/throughput.py {shlex.join(arguments)}",
-            "",
-        )
-    )
+def logged(name: str, mode: str, stash: str) -> list[tuple[float, float]]:
+    """Loss and grad_norm of every step of a tiny model, two micro-batches a step, without dropout."""
+    options = parsed(["--tiny", "--model", name, "--stash", stash, "--steps", str(CHECKED_STEPS - 1)])
+    model = made(name, options.tiny, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    try:
+        with tempfile.TemporaryDirectory() as folder, fixed_order():
+            trainer = trainer_for(model, name, mode, 64, options, folder, [])
+            trainer.args.logging_strategy, trainer.args.logging_steps = transformers.IntervalStrategy.STEPS, 1
+            trainer.train()
+    finally:
+        if mode != "trainer":
+            detach_l2l(model)
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(float(step["loss"]), float(step["grad_norm"])) for step in steps]
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Measure, print, and return the rows."""
+def check(options: argparse.Namespace) -> dict[str, float]:
+    """Stop unless the trainers compute the same; else name -> the largest relative difference from plain Trainer."""
+    found: dict[str, float] = {}
+    for name in options.model:
+        plain, serial, deferred = (logged(name, mode, options.stash) for mode in MODES[:3])
+        if serial != deferred or len(serial) != CHECKED_STEPS:
+            sys.exit(f"nothing is measured: serial and deferred log other bits ({name}, tiny): {serial}, {deferred}")
+        pairs = [(a, b) for ours, theirs in zip(serial, plain, strict=True) for a, b in zip(ours, theirs, strict=True)]
+        found[name] = max(abs(a - b) / abs(b) for a, b in pairs)
+        if not all(abs(a - b) <= tolerance() * abs(b) for a, b in pairs):  # also if one is not a number
+            sys.exit(f"nothing is measured: L2L and plain Trainer differ ({name}, tiny): {serial}, {plain}")
+        forget()
+    return found
+
+
+def tolerance() -> float:
+    """How far loss and grad_norm may be from plain Trainer's, relatively: sums are in another order."""
+    return 2e-2 if torch.cuda.is_available() else 1e-5
+
+
+def settings(options: argparse.Namespace, differences: dict[str, float]) -> dict[str, Any]:
+    """What was measured and how, for the document and the JSON."""
+    return {
+        **vars(options),
+        "out": str(options.out) if options.out is not None else None,
+        "precision": "bf16 autocast" if torch.cuda.is_available() else "fp32",
+        "ubatches": {name: (ubatch_of(name, options), row_of(name, options)) for name in options.model},
+        "differences": differences,
+        "check": f"loss and grad_norm of {CHECKED_STEPS} steps, serial and deferred to the bit; plain `Trainer` "
+        f"within {tolerance():g}, found {max(differences.values()):.1e}",
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Check, measure, print, and return what was printed as the last line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parsed(arguments)
     rows: list[dict[str, Any]] = []
+    result = {
+        "environment": environment("throughput.py", arguments),
+        "settings": settings(options, check(options)),
+        "rows": rows,
+    }
     for name in options.model:
-        model = made(name, options)
+        model = made(name, options.tiny)
         for tokens in options.tokens:
             for mode in options.modes:
                 rows.append(measured(copy.deepcopy(model), name, mode, tokens, options))
                 forget()
-                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+                print(line(with_shares(rows)[-1]), file=sys.stderr, flush=True)
                 if options.out is not None:
-                    options.out.write_text(document(rows, options, arguments), encoding="utf-8")
-    print(document(rows, options, arguments))
-    return rows
+                    options.out.write_text(document(result), encoding="utf-8")
+    print(document(result))
+    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Where a benchmark ran: what its document and its JSON say about the machine, the versions and the command."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import hf_l2l
+from hf_l2l.config import size_text
+from hf_l2l.estimate import available_host_bytes
+from hf_l2l.stream import execution_device, is_asynchronous
+from hf_l2l.worker import default_num_threads
+
+LINK_BYTES = 2**28
+"""Of the copy that measures the link."""
+
+
+def environment(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """All of it, as of now; None for what this machine does not have or does not tell."""
+    device, is_cuda = execution_device(None), torch.cuda.is_available()
+    variables = [f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "update_threads": default_num_threads(),
+        "host_bytes": int(psutil.virtual_memory().total),
+        "available_host_bytes": available_host_bytes(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else str(device),
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "driver": driver_version() if is_cuda else None,
+        "link_bytes_per_s": link(device),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: importlib.metadata.version(name) for name in ("transformers", "accelerate")},
+            "hf_l2l": hf_l2l.__version__,
+        },
+        "command": " ".join((*variables, shlex.join(("python", f"benchmarks/{script}", *arguments)))),
+    }
+
+
+def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str:
+    """What the system calls the processor."""
+    if file.exists():
+        for line in file.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, which torch does not tell."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = subprocess.run(
+        [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
+    )
+    return asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
+
+
+def link(device: torch.device, size: int = LINK_BYTES) -> dict[str, float] | None:
+    """Bytes per second of one copy each way between page-locked host memory and a device that has streams."""
+    if not is_asynchronous(device):
+        return None
+    here = torch.zeros(size, dtype=torch.uint8).pin_memory()
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    found = {}
+    for name, target, source in (("to_device", there, here), ("to_host", here, there)):
+        for _ in range(2):  # the first is not counted
+            torch.accelerator.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.accelerator.synchronize(device)
+            found[name] = size / (time.perf_counter() - start)
+    return found
+
+
+def description(found: dict[str, Any]) -> str:
+    """The environment for people; the command is not in it."""
+    parts = [
+        found["date"],
+        f"{found['cpu']}; cores: {found['cores']}; threads: {found['threads']} for operations, "
+        f"{found['update_threads']} for the update",
+        f"{size_text(found['host_bytes'])} of host memory ({size_text(found['available_host_bytes'])} available)",
+        f"device {found['device']}",
+    ]
+    if found["device_bytes"] is not None:
+        parts[-1] += f" with {size_text(found['device_bytes'])}"
+    if found["cuda"] is not None:
+        parts.append(f"CUDA {found['cuda']}, driver {found['driver'] or 'not known'}")
+    if found["link_bytes_per_s"] is not None:
+        to_device, to_host = (found["link_bytes_per_s"][way] / 1e9 for way in ("to_device", "to_host"))
+        parts.append(f"link {to_device:.1f} GB/s to the device, {to_host:.1f} GB/s back, page-locked")
+    parts.append(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    return "; ".join(parts) + "."
