@@ -67,8 +67,10 @@ def test_the_file_is_valid_after_every_write(tmp_path):
     assert read(file) == first
     trace.write([Span("above", "ü", 3.0, 4.0)])
     assert read(file) == [*first, ("above", "ü", 3e6, 4e6)]
-    order = [e for e in json.loads(file.read_text())["traceEvents"] if e["name"] == "thread_sort_index"]
-    assert [e["args"]["sort_index"] for e in order] == [0, 1]
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {1}
+    order = [(e["tid"], e["args"]["sort_index"]) for e in events if e["name"] == "thread_sort_index"]
+    assert order == [(1, 1), (2, 2)]  # 0 is an idle processor
 
 
 def test_a_new_run_replaces_the_file(tmp_path):
