@@ -223,26 +223,26 @@ class Timeline:
     def collect(self) -> None:
         """Take in what the device is done with; what it has not come to is left for the next time."""
         spans: list[Span] = []
-        try:
-            base_s = self.clock.base_s()
-            while self._noted:
-                noted = self._noted[0]
-                span = Span(noted.row, noted.name, *(self.clock.seconds(mark, base_s) for mark in noted[2:4]))
-                self._noted.popleft()
-                if span.row == STEPS:
-                    self._count_step(span)
-                spans.append(span := self._waits.count(span, noted.waits_for, noted.since))
-                if noted.waits_for and span.row != WAITS:
-                    spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
-        except RuntimeError:  # torch's, for an event that the device has not come to
-            pass
+        base_s = self.clock.base_s()
+        while self._noted and base_s is not None:
+            noted = self._noted[0]
+            start_s, end_s = (self.clock.seconds(mark, base_s) for mark in (noted.start, noted.end))
+            if start_s is None or end_s is None:
+                break
+            self._noted.popleft()
+            if noted.row == STEPS:
+                self._count_step(noted.name, end_s - start_s)
+            span = self._waits.count(Span(noted.row, noted.name, start_s, end_s), noted.waits_for, noted.since)
+            spans.append(span)
+            if noted.waits_for and span.row != WAITS:
+                spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
         if self._trace is not None:
             self._trace.write(span for span in spans if span.end_s > span.start_s)
 
-    def _count_step(self, span: Span) -> None:
+    def _count_step(self, name: str, step_s: float) -> None:
         """Add a step to the sums when it has ended; at its beginning, the span has no name."""
-        if span.name:
-            seconds = (span.end_s - span.start_s, *self._waits.seconds.values())
+        if name:
+            seconds = (step_s, *self._waits.seconds.values())
             total = (a + b for a, b in zip(self._sum[1:], seconds, strict=True))
             self._sum = Averages(self._sum.steps + 1, *total)
         self._waits = _Waits()
