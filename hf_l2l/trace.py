@@ -26,7 +26,7 @@ class Span(NamedTuple):
 class TraceFile:
     """One process with a row per lane. What is written stays: the file is complete, and valid, after every `write`."""
 
-    def __init__(self, path: str, title: str, rows: Sequence[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], title: str, rows: Sequence[str]) -> None:
         """Start the file anew; what was there is gone.
 
         Raises:
@@ -77,7 +77,7 @@ class TraceFile:
 
 def check_trace_path(path: object) -> None:
     """Raise ValueError unless a file can be written at `path`; nothing is written."""
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ValueError(
             f"trace must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
         )
@@ -90,5 +90,5 @@ def check_trace_path(path: object) -> None:
         raise ValueError(_cannot_be_written(path, "permission denied"))
 
 
-def _cannot_be_written(path: str, reason: object) -> str:
+def _cannot_be_written(path: object, reason: object) -> str:
     return f"the trace must go where a file can be written (got {path!r}: {reason}); give a file in an existing folder"
