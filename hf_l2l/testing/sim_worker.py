@@ -1,4 +1,4 @@
-"""An engine on the virtual clock: its background thread is as fast as `Costs` says, and its timeline tells that time."""
+"""An engine on the virtual clock: its background thread is as fast as `Costs` says, and its timeline tells that."""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ from test_sim_overlap import steps
 from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 
 from families import assert_same_bits
-from hf_l2l import L2LConfig, attach_l2l, watching
+from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
-from hf_l2l.timeline import ROWS, Averages, Timeline
+from hf_l2l.timeline import ROWS, Timeline
 from hf_l2l.trace import TraceFile
+from hf_l2l.waits import Averages
 from training import l2l_trainer, tiny_bert
 
 Row = list[tuple[str, float, float]]
@@ -294,7 +295,6 @@ def test_looking_changes_no_bit(options, tmp_path):
 
 
 def test_nobody_looks_without_being_asked_to(monkeypatch):
-    monkeypatch.setattr(watching, "_watchers", {})  # of other tests' models, which have not been collected
     timed: list[bool] = []
     event = torch.sim.Event
 
