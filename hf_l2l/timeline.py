@@ -9,6 +9,7 @@ than the device does.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections import deque
@@ -141,7 +142,8 @@ class Timeline:
     def start_update(self) -> None:
         """The optimizer begins to update all layers, and everything waits for it."""
         self._update_began = self.clock.now()
-        self._go("the update of all layers")
+        if self._first_step is not None:  # called in a hook of `optimizer.step()`, which may fail
+            self._first_step.go("the update of all layers" + _INTO, call=sys._getframe(2).f_code)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
+from weakref import WeakSet
 
 INTERVAL_S = 10.0
 """Of silence, until a line is logged."""
@@ -23,11 +26,16 @@ class Whereabouts:
     def __init__(self) -> None:
         self.place: str | None = None
         self._before_s, self._since, self._said_s = 0.0, 0.0, 0.0
+        self._call: tuple[int, CodeType] | None = None
 
-    def go(self, place: str | None) -> None:
-        """The program is at `place` now, in which "{seconds}" stands for the time in all places; or it is away."""
+    def go(self, place: str | None, call: CodeType | None = None) -> None:
+        """The program is at `place` now, in which "{seconds}" stands for the time in all places; or it is away.
+
+        With `call`, it is there no longer than this thread's call of that function: an exception may have left it.
+        """
         now = time.monotonic()
         self._before_s, self._since, self.place = self._seconds(now), now, place
+        self._call = None if call is None else (threading.get_ident(), call)
         _Lookout.set(self, looks=place is not None)
 
     @contextmanager
@@ -42,6 +50,8 @@ class Whereabouts:
 
     def say(self) -> None:
         """Log a line if one is due."""
+        if self._call is not None and not _is_in(*self._call):
+            self.go(None)
         place, seconds = self.place, self._seconds(time.monotonic())
         if place is not None and seconds - self._said_s >= INTERVAL_S:
             self._said_s = seconds
@@ -52,11 +62,18 @@ class Whereabouts:
         return self._before_s + (now - self._since if self.place is not None else 0.0)
 
 
+def _is_in(thread: int, call: CodeType) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not call:
+        frame = frame.f_back
+    return frame is not None
+
+
 class _Lookout:
-    """The thread, and what it looks at: text alone, so that it keeps no model alive."""
+    """The thread, and what it looks at, as long as that lives."""
 
     lock = threading.Lock()
-    at: set[Whereabouts] = set()
+    at: WeakSet[Whereabouts] = WeakSet()
     thread: threading.Thread | None = None
 
     @classmethod
@@ -78,5 +95,5 @@ class _Lookout:
                 if idle > 10:
                     cls.thread = None
                     return
-            for whereabouts in at:
-                whereabouts.say()
+            while at:  # and none is kept while this sleeps
+                at.pop().say()

@@ -614,6 +614,20 @@ def test_a_pause_between_forward_and_backward_says_nothing(monkeypatch, caplog):
     assert not caplog.records
 
 
+def test_an_update_that_failed_is_not_said_to_go_on(soon, caplog):
+    def fail() -> None:
+        raise MemoryError("no room for moments")
+
+    model = Blocks(lambda: None)
+    optimizer = attached(model)
+    optimizer.acts = fail
+    model(torch.ones(2, 1)).backward()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    time.sleep(0.5)
+    assert not caplog.records
+
+
 def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch):
     def wait_until_none() -> None:
         end = time.monotonic() + 60.0
