@@ -6,6 +6,7 @@ command line.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -54,7 +55,7 @@ class L2LConfig:
     """Threads inside one operation of an update in the background. None takes all cores but one, which is left to the
     thread that drives the device."""
 
-    trace: str | None = None
+    trace: str | os.PathLike[str] | None = None
     """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,
     what travels, what is waited for. What the file held before is gone; None writes nothing."""
 
@@ -78,6 +79,7 @@ class L2LConfig:
             )
         if self.trace is not None:
             check_trace_path(self.trace)
+            object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
         if self.eps_update not in get_args(EpsUpdate):
             raise ValueError(
                 f"eps_update must be one of {', '.join(map(repr, get_args(EpsUpdate)))} (got {self.eps_update!r}); "

@@ -6,6 +6,8 @@ its point lies in the past; and if it was a real wait, just now.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 
 import torch
@@ -22,10 +24,14 @@ class DeviceClock:
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
         self.device = device
         self.now = now
+        self.is_reached: Callable[[stream.Point], bool] = stream.is_reached
+        self._lock = threading.Lock()  # threads beside the computation wait for the device, too
         self._base: tuple[stream.Point, float] | None = None
         """From which the device's time is counted, and the host's time when it was recorded."""
-        self._reached: list[tuple[stream.Point, float]] = []
-        """Points that the host has waited for since, and its time then."""
+        self._latest_s = math.inf
+        """The base was reached by then: each wait tells such a time, and a real one when it was."""
+        self._waits: list[tuple[stream.Point, float]] = []
+        """What the host has waited for before it was known that the base is reached, and its time then."""
 
     def mark(self) -> Mark:
         """Where the current stream is now; on a device without streams, where the host is."""
@@ -34,37 +40,35 @@ class DeviceClock:
     def begin(self) -> None:
         """Count the device's time from now on, since events tell long times less exactly."""
         base = stream.record(self.device)
-        self._base, self._reached = None if base is None else (base, self.now()), []
+        with self._lock:
+            self._base = None if base is None else (base, self.now())
+            self._latest_s, self._waits = math.inf, []
 
     def host_reached(self, point: stream.Point) -> None:
         """The host has just waited for `point`."""
-        self._reached.append((point, self.now()))
+        with self._lock:
+            self._waits.append((point, self.now()))
+            self._take_in()
 
-    def base_s(self) -> float:
-        """When the base was reached.
+    def base_s(self) -> float | None:
+        """When the base was reached, None if that is not known yet."""
+        with self._lock:
+            if self._base is None:
+                return 0.0
+            self._take_in()
+            return None if self._latest_s == math.inf else max(self._base[1], self._latest_s)
 
-        Raises:
-            RuntimeError: if that is not known yet.
-        """
-        if self._base is None:
-            return 0.0
-        base, recorded_s = self._base
-        # Each is that time or later, and the one of a wait that was real is it.
-        latest = [now - _elapsed_s(base, point) for point, now in self._reached]
-        if not latest:
-            raise RuntimeError("the host has not waited for the device")
-        return max(recorded_s, min(latest))
+    def _take_in(self) -> None:
+        if self._base is not None and self._waits and self.is_reached(self._base[0]):
+            base, waits, self._waits = self._base[0], self._waits, []
+            self._latest_s = min(self._latest_s, *(now - _elapsed_s(base, point) for point, now in waits))
 
-    def seconds(self, mark: Mark, base_s: float) -> float:
-        """When `mark` was reached.
-
-        Raises:
-            RuntimeError: torch's, if the device has not come to it.
-        """
+    def seconds(self, mark: Mark, base_s: float) -> float | None:
+        """When `mark` was reached, None if the device has not come to it."""
         if not isinstance(mark, stream.Point):
             return mark
         assert self._base is not None, "there is one where there are points"
-        return base_s + _elapsed_s(self._base[0], mark)
+        return base_s + _elapsed_s(self._base[0], mark) if self.is_reached(mark) else None
 
 
 def _elapsed_s(start: stream.Point, end: stream.Point) -> float:

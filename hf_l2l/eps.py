@@ -56,6 +56,7 @@ class EagerParamServer:
         self.memory = memory or HostMemory(device, model)
         self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
+        self.backwards.call(at_end=self.timeline.end_backward, at_failure=self.timeline.end_backward)
         self.gradients = Gradients(device, self.memory, self.backwards)
         self.updates = Updates(
             model,

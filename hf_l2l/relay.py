@@ -160,7 +160,7 @@ class _RelayNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        with ctx.relay.eps.backwards.joined():
+        with ctx.relay.eps.backwards.joined(), ctx.relay.eps.timeline.inside("backward"):
             inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
             ctx.relay.backward(ctx.call, inputs, gradients)
         return None, None, None, *inputs.total

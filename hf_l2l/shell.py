@@ -106,7 +106,7 @@ class Shell:
             RuntimeError: if a call from another thread is inside the model, or its backward is under way.
         """
         assert self.call is None, "a call is already inside the model"
-        with self._turnstile.entered():
+        with self._turnstile.entered(), self.eps.timeline.inside("forward"):
             self.eps.backwards.refuse_others(own=self._last_thread in (None, threading.get_ident()))
             self._last_thread = threading.get_ident()
             self.eps.start_forward()

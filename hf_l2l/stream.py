@@ -155,6 +155,11 @@ def record(device: torch.device) -> Point | None:
     return Point(event, module, device, HERE.row, timed)
 
 
+def is_reached(point: Point) -> bool:
+    """Whether the device has come past `point`. Nothing waits; what went wrong on the device is raised."""
+    return bool(point.event.query())
+
+
 def wait(point: Point | None, why: str, *, host: bool = False) -> None:
     """Let what the current stream is given from now on come after `point`, for the reason `why`.
 
@@ -170,7 +175,7 @@ def wait(point: Point | None, why: str, *, host: bool = False) -> None:
         point.event.wait(point.module.current_stream(point.device))
         return
     where = f"waiting for the device, {{seconds}} so far: {why}"
-    with nullcontext() if point.event.query() else Whereabouts().inside(where):
+    with nullcontext() if is_reached(point) else Whereabouts().inside(where):
         point.event.synchronize()
     if watcher is not None:
         watcher.host_reached(point)

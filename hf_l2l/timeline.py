@@ -8,8 +8,10 @@ than the device does.
 
 from __future__ import annotations
 
-import math
+import os
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,38 +24,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_l2l import stream
 from hf_l2l.device_clock import DeviceClock, Mark
 from hf_l2l.trace import Span, TraceFile
-from hf_l2l.watching import unwatch, watch, watcher_of
+from hf_l2l.waits import Averages, Waits
+from hf_l2l.watching import HERE, unwatch, watch, watcher_of
 from hf_l2l.whereabouts import Whereabouts
 
 STEPS, COMPUTE, HOST_UPDATE, WAITS = "steps", "compute", "host update", "waits"
 ROWS = (STEPS, COMPUTE, "upload", "stash upload", "download", "stash download", "norm", HOST_UPDATE, WAITS)
 """Of the trace, from top to bottom."""
 
-COMPUTE_BOUND_BELOW = 0.05
-"""A step is bound by computation if it waits for less than this share of its time."""
-
-
-class Averages(NamedTuple):
-    """Of one optimizer step, in seconds."""
-
-    steps: int
-    """How many were averaged."""
-    step_s: float
-    """From the beginning of its first forward to the end of `optimizer.step()`."""
-    upload_s: float
-    """That the computation waited for weights or layer inputs to arrive."""
-    download_s: float
-    """That it waited for gradients or layer inputs to leave."""
-    eps_s: float
-    """That it waited for the host to update weights, or for uploads that began late because of updates."""
-
-    @property
-    def bound(self) -> str:
-        """What to improve first: "compute" if waits are less than 5 % of the step, else "link" or "host update"."""
-        link_s = self.upload_s + self.download_s
-        if link_s + self.eps_s < COMPUTE_BOUND_BELOW * self.step_s:
-            return "compute"
-        return "link" if link_s >= self.eps_s else "host update"
+_INTO = ", {seconds} into this step"
 
 
 class _Noted(NamedTuple):
@@ -70,7 +49,7 @@ class _Noted(NamedTuple):
 class Timeline:
     """The timeline of one engine. It is kept while somebody looks: a trace file, or who has called `watch`.
 
-    While nobody does, it only tells where the first forward and backward are if they take long.
+    While nobody does, it only tells where the first step is if that takes long.
     """
 
     def __init__(
@@ -78,7 +57,7 @@ class Timeline:
         device: torch.device,
         model: nn.Module | None = None,
         layers: Sequence[nn.Module] = (),
-        trace: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         """For the `layers` of `model`; spans go to the file `trace` as soon as the device is done with them.
 
@@ -90,13 +69,15 @@ class Timeline:
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
         self._names = _names(model, layers)
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
-        self._whereabouts = Whereabouts()
-        self._forwards = 0
+        self._first_step: Whereabouts | None = Whereabouts()
+        """Where it is, until it has ended."""
+        self._has_backward = False
+        """Whether a backward came after the last forward."""
         self._noted: deque[_Noted] = deque()
         """In the order of the program; but what `host_works` notes, in the background, is somewhere in between."""
         self._step_began: float | None = None
         self._update_began: float | None = None
-        self._waits = _Waits()
+        self._waits = Waits()
         """Of the step that has not ended."""
         self._sum = Averages(0, 0.0, 0.0, 0.0, 0.0)
         if trace is not None:
@@ -110,7 +91,18 @@ class Timeline:
         return watcher_of(self.device) is self
 
     def watch(self) -> None:
-        """Keep what `averages` tells, from the next step on."""
+        """Keep what `averages` tells, from the next step on: what was kept, or has begun, does not count."""
+        before = watcher_of(self.device)
+        if before is not self and isinstance(before, Timeline) and before._trace is not None:
+            before.collect()
+            warnings.warn(
+                f"the trace {before._trace.path} ends here: from now on, steps of another model on {self.device} are "
+                "looked at, and a device has one who looks",
+                stacklevel=3,
+            )
+        self.collect()
+        self._sum, self._waits = Averages(0, 0.0, 0.0, 0.0, 0.0), Waits()
+        self._step_began = self._update_began = None
         watch(self.device, self)
         self.clock.begin()
 
@@ -124,6 +116,7 @@ class Timeline:
         """Write what has not been written, and keep nothing any more."""
         self.collect()
         self._trace, self._step_began = None, None
+        self._go(None)
         self._noted.clear()
         unwatch(self.device, self)
 
@@ -137,8 +130,6 @@ class Timeline:
 
     def start_forward(self) -> None:
         """A call enters the model. If it is to train and no step has begun, one begins."""
-        self._forwards += 1
-        self._whereabouts.begin()
         watcher = watcher_of(self.device)
         if isinstance(watcher, Timeline):  # this one, or that of another model on the device
             watcher.collect()
@@ -151,11 +142,13 @@ class Timeline:
     def start_update(self) -> None:
         """The optimizer begins to update all layers, and everything waits for it."""
         self._update_began = self.clock.now()
-        if self._forwards == 1:
-            self._whereabouts.at("update of all layers, {seconds} into this step")
+        if self._first_step is not None:  # called in a hook of `optimizer.step()`, which may fail
+            self._first_step.go("the update of all layers" + _INTO, call=sys._getframe(2).f_code)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
+        self._go(None)
+        self._first_step = None
         if self._step_began is not None:
             if self._update_began is not None:
                 update = self._update_began, self.clock.now()
@@ -167,16 +160,44 @@ class Timeline:
         self._step_began = self._update_began = None
 
     @contextmanager
+    def inside(self, sweep: str) -> Iterator[None]:
+        """Inside, this thread is on the "forward" or "backward" sweep: the computation waits for what it waits for.
+
+        Between those of one backward, autograd computes what is in no layer, until `end_backward`.
+        """
+        before, HERE.is_in_sweep = HERE.is_in_sweep, True
+        if sweep == "backward" or torch.is_grad_enabled():
+            if sweep == "forward" and self._first_step is not None and not self._has_backward:
+                self._first_step = Whereabouts()  # what was before may have been no step at all
+            self._has_backward = sweep == "backward"
+            self._go(f"{sweep}, what is in no layer")
+        try:
+            yield
+        finally:
+            HERE.is_in_sweep = before
+            if sweep == "forward":
+                self._go(None)
+
+    def end_backward(self) -> None:
+        """The backward is over, or has failed."""
+        self._go(None)
+
+    @contextmanager
     def layer(self, sweep: str, layer: nn.Module) -> Iterator[None]:
         """Inside, `layer` computes, on the "forward" or "backward" sweep."""
         name = self._name(layer)
-        place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
-        saying = self._whereabouts.inside(f"{sweep}, {place}, {{seconds}} into this step")
+        place = f"{sweep}, layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
+        first = self._first_step
         with (
-            saying if self._forwards == 1 else nullcontext(),
+            # In an evaluation, the program is nowhere.
+            nullcontext() if first is None or first.place is None else first.inside(place + _INTO),
             self._span(COMPUTE, f"{sweep} {name}") if self.is_watched else nullcontext(),
         ):
             yield
+
+    def _go(self, place: str | None) -> None:
+        if self._first_step is not None:
+            self._first_step.go(None if place is None else place + _INTO)
 
     @contextmanager
     def host_works(self, name: str) -> Iterator[None]:
@@ -188,10 +209,11 @@ class Timeline:
 
     @contextmanager
     def waiting_for_eps(self, why: str) -> Iterator[None]:
-        """Inside, the host waits for an update, and gives the device nothing to compute."""
-        start, since = self.clock.mark() if self.is_watched else 0.0, self.clock.now()
+        """Inside, the host waits for an update; on a sweep, it gives the device nothing to compute meanwhile."""
+        counts = self.is_watched and HERE.is_in_sweep
+        start, since = self.clock.mark() if counts else 0.0, self.clock.now()
         yield
-        if self.is_watched:
+        if counts:
             self._noted.append(_Noted(WAITS, why, start, self.clock.now(), "eps", since))
 
     # ---- what `stream` tells
@@ -223,67 +245,32 @@ class Timeline:
     def collect(self) -> None:
         """Take in what the device is done with; what it has not come to is left for the next time."""
         spans: list[Span] = []
-        try:
-            base_s = self.clock.base_s()
-            while self._noted:
-                noted = self._noted[0]
-                span = Span(noted.row, noted.name, *(self.clock.seconds(mark, base_s) for mark in noted[2:4]))
-                self._noted.popleft()
-                if span.row == STEPS:
-                    self._count_step(span)
-                spans.append(span := self._waits.count(span, noted.waits_for, noted.since))
-                if noted.waits_for and span.row != WAITS:
-                    spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
-        except RuntimeError:  # torch's, for an event that the device has not come to
-            pass
+        base_s = self.clock.base_s()
+        while self._noted and base_s is not None:
+            noted = self._noted[0]
+            start_s, end_s = (self.clock.seconds(mark, base_s) for mark in (noted.start, noted.end))
+            if start_s is None or end_s is None:
+                break
+            self._noted.popleft()
+            if noted.row == STEPS:
+                self._count_step(noted.name, end_s - start_s)
+            span = self._waits.count(Span(noted.row, noted.name, start_s, end_s), noted.waits_for, noted.since)
+            spans.append(span)
+            if noted.waits_for and span.row != WAITS:
+                spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
         if self._trace is not None:
             self._trace.write(span for span in spans if span.end_s > span.start_s)
 
-    def _count_step(self, span: Span) -> None:
+    def _count_step(self, name: str, step_s: float) -> None:
         """Add a step to the sums when it has ended; at its beginning, the span has no name."""
-        if span.name:
-            seconds = (span.end_s - span.start_s, *self._waits.seconds.values())
+        if name:
+            seconds = (step_s, *self._waits.seconds.values())
             total = (a + b for a, b in zip(self._sum[1:], seconds, strict=True))
             self._sum = Averages(self._sum.steps + 1, *total)
-        self._waits = _Waits()
+        self._waits = Waits()
 
     def _name(self, of: object) -> str:
         return str(self._names.get(of, type(of).__name__))
-
-
-class _Waits:
-    """Adds up what the computation waits for, from one span after the other in the order of the program."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("upload", "download", "eps"), 0.0)
-        self._until = -math.inf
-        """Waits that are counted end here."""
-        self._held_up = -math.inf, -math.inf, 0.0
-        """When the host last waited for an update, from and to, and what was counted of that."""
-        self._uploaded = -math.inf
-        """When the lane of uploads had nothing more to do."""
-        self._late_s = 0.0
-        """By which an update made the upload that will be waited for begin late, where that is not counted yet."""
-
-    def count(self, span: Span, waits_for: str, since: float) -> Span:
-        """Return what to draw: a wait goes on where another one that began with it has ended."""
-        if waits_for:
-            span = span._replace(start_s=min(span.end_s, max(span.start_s, self._until)))
-            self._until = max(self._until, span.end_s)
-        seconds = span.end_s - span.start_s
-        if waits_for == "upload":
-            late_s, self._late_s = min(seconds, self._late_s), 0.0
-            self.seconds["eps"] += late_s
-            self.seconds["upload"] += seconds - late_s
-        elif waits_for in self.seconds:
-            self.seconds[waits_for] += seconds
-        if waits_for == "eps":
-            self._held_up = since, span.end_s, seconds
-        elif span.row == "upload" and not waits_for:  # while something may compute
-            begin, end, counted_s = self._held_up
-            self._late_s = max(0.0, min(end, span.start_s) - max(begin, self._uploaded) - counted_s)
-            self._uploaded = span.end_s
-        return span
 
 
 def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:

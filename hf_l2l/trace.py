@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 _END = b"\n]}\n"
+_PROCESS = 1
+"""0 stands for an idle processor, as a process and as a thread, and viewers treat it as such."""
 
 
 class Span(NamedTuple):
@@ -24,7 +26,7 @@ class Span(NamedTuple):
 class TraceFile:
     """One process with a row per lane. What is written stays: the file is complete, and valid, after every `write`."""
 
-    def __init__(self, path: str, title: str, rows: Sequence[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], title: str, rows: Sequence[str]) -> None:
         """Start the file anew; what was there is gone.
 
         Raises:
@@ -32,10 +34,10 @@ class TraceFile:
         """
         self.path = os.path.abspath(path)  # where the program's folder was when the run began
         self._has_ended = False
-        self._rows = {row: number for number, row in enumerate(rows)}
-        named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
+        self._rows = {row: number for number, row in enumerate(rows, start=1)}
+        named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": title}}]
         for row, number in self._rows.items():
-            about = {"ph": "M", "pid": 0, "tid": number}
+            about = {"ph": "M", "pid": _PROCESS, "tid": number}
             named.append({"name": "thread_name", **about, "args": {"name": row}})
             named.append({"name": "thread_sort_index", **about, "args": {"sort_index": number}})
         text = '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, named))
@@ -54,7 +56,7 @@ class TraceFile:
             {
                 "name": span.name,
                 "ph": "X",
-                "pid": 0,
+                "pid": _PROCESS,
                 "tid": self._rows[span.row],
                 "ts": 1e6 * span.start_s,
                 "dur": 1e6 * (span.end_s - span.start_s),
@@ -75,7 +77,7 @@ class TraceFile:
 
 def check_trace_path(path: object) -> None:
     """Raise ValueError unless a file can be written at `path`; nothing is written."""
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ValueError(
             f"trace must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
         )
@@ -88,5 +90,5 @@ def check_trace_path(path: object) -> None:
         raise ValueError(_cannot_be_written(path, "permission denied"))
 
 
-def _cannot_be_written(path: str, reason: object) -> str:
+def _cannot_be_written(path: object, reason: object) -> str:
     return f"the trace must go where a file can be written (got {path!r}: {reason}); give a file in an existing folder"

@@ -8,6 +8,7 @@ why.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -119,6 +120,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         if eps is not None:
             self._warn_of_accumulation()
             eps.timeline.watch()
+            self._tokens = 0  # of a training that was interrupted
             logger.info(self.l2l_summary())
         return prepared
 
@@ -142,6 +144,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
                 check_host_memory(estimate(self.model, self._l2l_config(), inner))
         return optimizer
 
+    @functools.wraps(Trainer.train)
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden because the last update is to be finished, and nobody asks what a step waits for any more."""
         try:

@@ -49,6 +49,8 @@ class _Here(threading.local):
     row = "compute"
     """Of what kind the work is: "compute", or what `stream.Lane.entered` was told."""
     on_compute_stream = True
+    is_in_sweep = False
+    """Whether this thread is inside a forward or backward of an engine."""
     is_aside = False
     """Whether what is waited for holds up something else than the computation."""
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,14 +52,14 @@ class Task:
         """
         assert why and self._worker is not None, "a task is waited for with a reason, and after its submission"
         # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
-        whereabouts = Whereabouts()
-        while not self._over.wait(_POLL_S):
-            whereabouts.at(f"waiting for {self.what}, {{seconds}} so far")
-            if not self._worker.lives:
-                raise EngineFailedError(
-                    f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
-                    "forked from; use the model in the process that trains it"
-                )
+        where = f"waiting for {self.what}, {{seconds}} so far"
+        with nullcontext() if self.done else Whereabouts().inside(where):
+            while not self._over.wait(_POLL_S):
+                if not self._worker.lives:
+                    raise EngineFailedError(
+                        f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
+                        "forked from; use the model in the process that trains it"
+                    )
         self.check()
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 # The tests never look for a Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,15 +19,19 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 
+from hf_l2l import watching
+
 
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """A seed for every test, and no device chosen by an earlier one: accelerate keeps its state for the process."""
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A seed for every test, and no device chosen or watched by an earlier one: accelerate keeps its state for the
+    process, and a model that has not been collected its trace."""
     torch.manual_seed(0)
+    monkeypatch.setattr(watching, "_watchers", WeakValueDictionary())
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

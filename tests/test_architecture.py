@@ -21,6 +21,7 @@ LEVELS = (
         "whereabouts",
         "stream",
         "device_clock",
+        "waits",
         "timeline",
         "autocast",
         "worker",

@@ -363,7 +363,16 @@ def test_both_trainers_see_the_same_tokens(tmp_path):
     assert len({t.args.train_batch_size * t.args.gradient_accumulation_steps for t in made}) == 1
     assert getattr(made[0].args, throughput.CHECKPOINTING)
     assert [getattr(t.args, "eps_update", "trainer") for t in made] == list(throughput.MODES)
-    assert len({t.args.max_steps * t.args.train_batch_size * 16 for t in made[1:]}) == 1
+
+    def first_step(of: hf.Trainer) -> torch.Tensor:
+        torch.manual_seed(0)
+        batches = iter(of.get_train_dataloader())
+        return torch.cat([next(batches)["input_ids"] for _ in range(of.args.gradient_accumulation_steps)])
+
+    plain, *others = (first_step(t) for t in made)
+    assert plain.numel() == 64
+    assert all(torch.equal(plain, other) for other in others)
+    assert len({t.args.max_steps for t in made}) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
+import inspect
 import json
-import logging
 import re
+import sys
 import threading
 import time
 import types
+import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
+from transformers.integrations import integration_utils
 
 from families import batch_for
-from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, stream, timeline, whereabouts, worker
+from hf_l2l import (
+    L2LConfig,
+    L2LTrainer,
+    L2LTrainingArguments,
+    attach_l2l,
+    detach_l2l,
+    stream,
+    timeline,
+    whereabouts,
+    worker,
+)
 from hf_l2l.optimizer import SplitStep
-from hf_l2l.timeline import ROWS, Averages, Timeline
+from hf_l2l.timeline import Timeline
 from hf_l2l.trace import Span, TraceFile
+from hf_l2l.waits import Averages
 from training import assert_same_run, l2l_trainer, plain_trainer, tiny_bert
 
 HOST = torch.device("cpu")
@@ -34,15 +53,11 @@ class Clock:
     def __call__(self) -> float:
         return self.seconds
 
-    def monotonic(self) -> float:
-        return self.seconds
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(whereabouts, "time", types.SimpleNamespace(monotonic=clock))
     return clock
 
 
@@ -67,8 +82,10 @@ def test_the_file_is_valid_after_every_write(tmp_path):
     assert read(file) == first
     trace.write([Span("above", "ü", 3.0, 4.0)])
     assert read(file) == [*first, ("above", "ü", 3e6, 4e6)]
-    order = [e for e in json.loads(file.read_text())["traceEvents"] if e["name"] == "thread_sort_index"]
-    assert [e["args"]["sort_index"] for e in order] == [0, 1]
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {1}
+    order = [(e["tid"], e["args"]["sort_index"]) for e in events if e["name"] == "thread_sort_index"]
+    assert order == [(1, 1), (2, 2)]  # 0 is an idle processor
 
 
 def test_a_new_run_replaces_the_file(tmp_path):
@@ -98,6 +115,13 @@ def test_a_path_that_cannot_be_written_is_refused(path, match, tmp_path, monkeyp
     assert repr(path) in str(refused.value)
     with pytest.raises(ValueError, match=match):
         L2LTrainingArguments(str(tmp_path), l2l_trace=path)
+
+
+def test_a_path_may_be_one_of_pathlib(tmp_path):
+    config = L2LConfig(trace=tmp_path / "trace.json", device="cpu")
+    assert config == L2LConfig(trace=str(tmp_path / "trace.json"), device="cpu")
+    attach_l2l(tiny_bert(), config)
+    assert (tmp_path / "trace.json").exists()
 
 
 def test_no_file_is_written_before_attaching(tmp_path):
@@ -176,13 +200,75 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
             clock.seconds += 2.0
         with line.span("download", "a layer", exposed=False):  # under compute
             clock.seconds += 1.0
-        with line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.inside("forward"), line.waiting_for_eps("a layer is uploaded when it is updated"):
             clock.seconds += update_s
         line.start_update()
         line.end_step()
         clock.seconds += 100.0  # between the steps
     assert line.averages() == Averages(steps=2, step_s=15.0, upload_s=2.0, download_s=0.0, eps_s=2.0)
     assert line.averages() is None
+
+
+def test_who_reads_weights_outside_of_the_computation_does_not_hold_it_up(clock):
+    """Neither the main thread between two sweeps nor another one during a forward."""
+    line = Timeline(HOST)
+    line.watch()
+
+    def read() -> None:
+        with line.waiting_for_eps("a weight is read"):
+            clock.seconds += 1.0
+
+    line.start_forward()
+    with line.inside("forward"):
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join()
+    read()
+    with line.inside("backward"):
+        with line.waiting_for_eps("a layer is uploaded when it is updated"):
+            clock.seconds += 4.0
+    line.end_step()
+    assert line.averages() == Averages(steps=1, step_s=6.0, upload_s=0.0, download_s=0.0, eps_s=4.0)
+
+
+def test_looking_again_forgets_a_step_that_was_interrupted(clock):
+    line = Timeline(HOST)
+    line.watch()
+    for _ in range(2):  # one that ends, and one that does not
+        line.start_forward()
+        with line.inside("forward"), line.waiting_for_eps("a layer is uploaded when it is updated"):
+            clock.seconds += 1.0
+        if _ == 0:
+            line.end_step()
+    clock.seconds += 100.0
+    line.watch()
+    line.start_forward()
+    clock.seconds += 3.0
+    line.end_step()
+    assert line.averages() == Averages(1, 3.0, 0.0, 0.0, 0.0)
+
+
+def test_a_batch_thrown_away_belongs_to_the_step_after_it(clock):
+    line = Timeline(HOST)
+    line.watch()
+    for _ in range(2):
+        line.start_forward()
+        clock.seconds += 10.0
+    line.end_step()
+    assert line.averages() == Averages(1, 20.0, 0.0, 0.0, 0.0)
+
+
+def test_a_trace_that_another_model_ends_says_so(tmp_path):
+    first = Timeline(HOST, trace=str(tmp_path / "first.json"))
+    with pytest.warns(UserWarning, match="first.json ends here"):
+        second = Timeline(HOST)
+        second.watch()
+    assert second.is_watched and not first.is_watched
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.watch()
+        second.unwatch()
+        first.watch()
 
 
 def test_what_is_waited_for_outside_of_a_step_is_not_counted(clock):
@@ -231,7 +317,7 @@ def test_work_in_the_background_is_drawn(tmp_path):
         futures = [threads.submit(work, thread) for thread in range(2)]
         for _ in range(300):
             line.start_forward()
-            with line.waiting_for_eps("a layer"):
+            with line.inside("forward"), line.waiting_for_eps("a layer"):
                 pass
             line.end_step()
         over.set()
@@ -272,10 +358,6 @@ def test_a_trace_that_cannot_be_written_any_more_ends(tmp_path):
 )
 def test_what_bounds_a_step(upload, download, eps, bound):
     assert Averages(1, 1.0, upload, download, eps).bound == bound
-
-
-def test_rows_of_the_trace_are_known():
-    assert len(set(ROWS)) == len(ROWS) and ROWS[-1] == "waits"
 
 
 # ---- under the Trainer
@@ -344,73 +426,65 @@ def test_inputs_that_are_no_tokens_have_no_tokens_per_second(tmp_path):
     assert "l2l_bound" in line and "l2l_tokens_per_s" not in line
 
 
-def test_tensorboard_takes_every_value(tmp_path):
-    """It tells numbers from text, and warns of anything else."""
+def test_tensorboard_takes_every_value(tmp_path, caplog):
+    """It tells numbers from text, and drops anything else with a warning."""
+
+    class Writer:
+        def __init__(self) -> None:
+            self.written: dict[str, Any] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.written[name] = value
+
+        def add_text(self, name: str, value: str, step: int) -> None:
+            self.written[name] = value
+
+        def flush(self) -> None:
+            pass
+
     trainer = l2l_trainer(tmp_path, max_steps=1)
     trainer.train()
     line = next(line for line in trainer.state.log_history if "loss" in line)
-    assert {type(value) for key, value in line.items() if key.startswith("l2l_")} == {float, str}
+    writer = Writer()
+    package = types.SimpleNamespace(SummaryWriter=Writer)  # for where there is none
+    with (
+        mock.patch.object(integration_utils, "is_tensorboard_available", lambda: True),
+        mock.patch.dict(sys.modules, {"tensorboardX": package}),
+    ):
+        board = integration_utils.TensorBoardCallback(tb_writer=writer)
+    board.on_log(trainer.args, trainer.state, trainer.control, logs=dict(line))
+    assert {name: writer.written.get(f"train/{name}") for name in line} == line
+    assert type(writer.written["train/l2l_bound"]) is str
+
+
+def test_a_training_that_was_interrupted_is_not_in_the_log_of_the_next(tmp_path):
+    class Stop(hf.TrainerCallback):
+        at_step = 2
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == self.at_step:
+                raise KeyboardInterrupt
+
+    stop = Stop()
+    trainer = l2l_trainer(tmp_path, max_steps=4, logging_steps=4, callbacks=[stop], l2l_trace=str(tmp_path / "t.json"))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    stop.at_step = -1
+    time.sleep(3.0)
+    trainer.train()
+    line = next(line for line in trainer.state.log_history if "loss" in line)
+    steps_s = sorted(end - start for row, _, start, end in read(tmp_path / "t.json") if row == "steps")
+    assert len(steps_s) == 6 and steps_s[-1] < 3e6
+    # Each row of the data has 8 tokens, 8 rows are a batch.
+    last = [end - start for row, _, start, end in read(tmp_path / "t.json") if row == "steps"][-4:]
+    assert line["l2l_tokens_per_s"] == pytest.approx(4 * 64 / (sum(last) / 1e6), rel=1e-3)
+
+
+def test_train_takes_what_it_takes_in_transformers():
+    assert inspect.signature(L2LTrainer.train) == inspect.signature(hf.Trainer.train)
 
 
 # ---- where the program is
-
-
-class Slow(nn.Module):
-    """A layer whose computation puts the clock forward."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        super().__init__()
-        self.weight, self.clock, self.seconds = nn.Parameter(torch.ones(1)), clock, seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.clock.seconds += self.seconds
-        return x * self.weight
-
-
-def stack_of(layers: list[nn.Module]) -> nn.Module:
-    model = nn.Sequential()
-    model.add_module("blocks", nn.ModuleList(layers))
-    model.forward = lambda x: [x := block(x) for block in model.blocks][-1].sum()
-    attach_l2l(model, L2LConfig(device="cpu", layer_classes=(type(layers[0]).__name__,)))
-    return model
-
-
-def lines_of(caplog: pytest.LogCaptureFixture, clock: Clock, seconds: float, batches: int = 1) -> list[str]:
-    model = stack_of([Slow(clock, seconds) for _ in range(4)])
-    with caplog.at_level(logging.WARNING, "hf_l2l"):
-        for _ in range(batches):
-            model(torch.ones(2, 1)).backward()
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_a_first_step_that_takes_long_says_where_it_is_every_ten_seconds(clock, caplog):
-    lines = lines_of(caplog, clock, 6.0)
-    assert lines == [
-        "hf_l2l: forward, layer 3 of 4 (blocks.2), 12 s into this step",
-        "hf_l2l: backward, layer 4 of 4 (blocks.3), 24 s into this step",
-        "hf_l2l: backward, layer 2 of 4 (blocks.1), 36 s into this step",
-    ]
-
-
-def test_later_steps_and_short_ones_say_nothing(clock, caplog):
-    assert lines_of(caplog, clock, 1.0) == []
-    caplog.clear()
-    assert len(lines_of(caplog, clock, 6.0, batches=3)) == 3
-
-
-def test_the_interval_can_be_changed(clock, caplog, monkeypatch):
-    monkeypatch.setattr(whereabouts, "INTERVAL_S", 30.0)
-    assert len(lines_of(caplog, clock, 31.0)) == 7  # before each layer but the first
-
-
-def test_a_first_update_that_comes_late_says_so(clock, caplog):
-    line = Timeline(HOST)
-    for _ in range(2):
-        line.start_forward()
-        clock.seconds += 11.0
-        line.start_update()
-        line.end_step()
-    assert [record.getMessage() for record in caplog.records] == ["hf_l2l: update of all layers, 11 s into this step"]
 
 
 class Until:
@@ -433,7 +507,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_POLL_S", 0.02)
 
 
-def said_by() -> list[threading.Thread]:
+def watchers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hf_l2l whereabouts"]
 
 
@@ -442,18 +516,146 @@ def assert_lines(caplog: pytest.LogCaptureFixture, pattern: str) -> None:
     assert len(found) >= 2 and all(re.fullmatch(pattern, line) for line in found), found
 
 
-def test_a_layer_that_takes_long_says_so_again_and_again(soon, caplog):
-    class Waiting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+class Block(nn.Module):
+    """A layer that calls `acts` when it computes."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            Until(caplog, 2)()
-            return x * self.weight
+    def __init__(self, acts: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight, self.acts = nn.Parameter(torch.ones(1)), acts
 
-    stack_of([Waiting(), Waiting()])(torch.ones(2, 1))
-    assert_lines(caplog, r"hf_l2l: forward, layer [12] of 2 \(blocks.[01]\), \d+ s into this step")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.acts()
+        return x * self.weight
+
+
+class Blocks(nn.Module):
+    """Two layers, and a head that calls `head`."""
+
+    def __init__(self, acts: Callable[[], None], head: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(acts), Block(acts)]), head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.head()
+        return x.sum()
+
+
+class CallsSGD(torch.optim.SGD):
+    """Calls `acts` when it steps."""
+
+    acts: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.acts()
+        super().step(closure)
+
+
+def attached(model: nn.Module) -> torch.optim.Optimizer:
+    eps = attach_l2l(model, L2LConfig(device="cpu", layer_classes=("Block",)))
+    return eps.wrap(CallsSGD(model.parameters(), lr=0.1))
+
+
+def test_a_first_step_says_where_it_is_and_no_other_does(soon, caplog):
+    waits = True
+
+    def until_said() -> None:
+        if waits:
+            Until(caplog, len(caplog.records) + 2)()
+        else:
+            time.sleep(0.3)
+
+    model = Blocks(until_said, head=until_said)
+    optimizer = attached(model)
+    optimizer.acts = until_said
+    model(torch.ones(2, 1)).backward()
+    optimizer.step()
+    lines = [re.sub(r"\d+ s", "1 s", record.getMessage()) for record in caplog.records]
+    places = [place for place, after in zip(lines, [*lines[1:], ""], strict=True) if place != after]
+    assert places == [
+        f"{place}, 1 s into this step"
+        for place in (
+            "forward, layer 1 of 2 (blocks.0)",
+            "forward, layer 2 of 2 (blocks.1)",
+            "forward, what is in no layer",
+            "backward, layer 2 of 2 (blocks.1)",
+            "backward, layer 1 of 2 (blocks.0)",
+            "the update of all layers",
+        )
+    ]
+    waits = False
+    caplog.clear()
+    model(torch.ones(2, 1)).backward()
+    optimizer.step()
+    assert not caplog.records
+
+
+def test_an_evaluation_says_nothing_and_is_no_first_step(soon, caplog):
+    model = Blocks(lambda: time.sleep(0.3))
+    attached(model)
+    with torch.no_grad():
+        model(torch.ones(2, 1))
+    assert not caplog.records
+    model(torch.ones(2, 1)).backward()
+    assert_lines(caplog, r"(forward|backward), layer [12] of 2 \(blocks.[01]\), \d+ s into this step")
+
+
+def test_a_pause_between_forward_and_backward_says_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.5)
+    model = Blocks(lambda: None)
+    optimizer = attached(model)
+    loss = model(torch.ones(2, 1))
+    time.sleep(0.8)
+    loss.backward()
+    time.sleep(0.8)
+    optimizer.step()
+    time.sleep(0.8)
+    assert not caplog.records
+
+
+def test_an_update_that_failed_is_not_said_to_go_on(soon, caplog):
+    def fail() -> None:
+        raise MemoryError("no room for moments")
+
+    model = Blocks(lambda: None)
+    optimizer = attached(model)
+    optimizer.acts = fail
+    model(torch.ones(2, 1)).backward()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    time.sleep(0.5)
+    assert not caplog.records
+
+
+def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch):
+    def wait_until_none() -> None:
+        end = time.monotonic() + 60.0
+        while watchers() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.2)
+    wait_until_none()
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    model = Blocks(lambda: None)
+    attached(model)
+    for _ in range(3):
+        model(torch.ones(2, 1)).backward()
+    assert len(started) == 1
+    model(torch.ones(2, 1))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    wait_until_none()
+    assert not watchers()
 
 
 def test_a_wait_for_the_device_says_so_again_and_again(soon, caplog):
@@ -462,17 +664,17 @@ def test_a_wait_for_the_device_says_so_again_and_again(soon, caplog):
         return stream.Point(event, types.ModuleType("device"), torch.device("meta"))
 
     stream.wait(point(Until(caplog, 2)), "gradients are there", host=True)
-    assert_lines(caplog, r"hf_l2l: waiting for the device, \d+ s so far: gradients are there")
-    for thread in said_by():
-        thread.join(60.0)  # it ends with the wait
+    assert_lines(caplog, r"waiting for the device, \d+ s so far: gradients are there")
+    for thread in watchers():
+        thread.join(60.0)  # it ends a moment after the wait
     threads: list[threading.Thread] = []
-    stream.wait(point(lambda: threads.extend(said_by()), True), "gradients are there", host=True)
-    assert not said_by() and not threads  # there is none for a point that has been reached
+    stream.wait(point(lambda: threads.extend(watchers()), True), "gradients are there", host=True)
+    assert not watchers() and not threads  # there is none for a point that has been reached
 
 
 def test_a_wait_for_an_update_says_so_again_and_again(soon, caplog):
     background, task = worker.Worker(), worker.Task("the update of blocks.3")
     background.submit(task, Until(caplog, 2))
     task.wait("a layer is used when it is updated")
-    assert_lines(caplog, r"hf_l2l: waiting for the update of blocks.3, \d+ s so far")
+    assert_lines(caplog, r"waiting for the update of blocks.3, \d+ s so far")
     background.close()

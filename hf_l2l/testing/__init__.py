@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hf_l2l.testing.sim_clock import Costs, Moment, Task, VirtualClock, virtual_clock
 from hf_l2l.testing.sim_pages import page_lock_limit, page_locked_bytes
-from hf_l2l.testing.sim_worker import worker_on_clock
+from hf_l2l.testing.sim_worker import engine_on_clock
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +29,10 @@ __all__ = [
     "Task",
     "VirtualClock",
     "enable_simulated_accelerator",
+    "engine_on_clock",
     "page_lock_limit",
     "page_locked_bytes",
     "virtual_clock",
-    "worker_on_clock",
 ]
 
 

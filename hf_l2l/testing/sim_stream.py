@@ -102,15 +102,15 @@ class Event:
         if not all(event._timed and event._clock is not None for event in events):
             raise ValueError("both events must be made with enable_timing=True and recorded before time is measured")
         with LOCK:
-            if not all(event._is_done() for event in events):
+            if not all(event.is_reached() for event in events):
                 raise RuntimeError("both events must be completed before time is measured between them")
             if self._moment is None and end_event._moment is None:
                 return 1e3 * (end_event._recorded_at - self._recorded_at)
             start, end = (0.0 if event._moment is None else event._moment.seconds for event in events)
             return 1e3 * (end - start)
 
-    def _is_done(self) -> bool:
-        """Whether all before this point is done, without the host having waited for it by asking."""
+    def is_reached(self) -> bool:
+        """Whether all before this point is done, without the host having waited for it by asking, as by `query`."""
         recorder = Running.recorder
         if recorder is not None and self._moment is not None and self._moment.recorder is recorder:
             return self._moment.seconds <= Moment(recorder, recorder.host.node).seconds

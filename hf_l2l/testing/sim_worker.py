@@ -1,4 +1,4 @@
-"""The background thread of the engine on the virtual clock, where it is as fast as `Costs` says."""
+"""An engine on the virtual clock: its background thread is as fast as `Costs` says, and its timeline tells that."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ class _Lane:
 
 
 @contextlib.contextmanager
-def worker_on_clock(clock: VirtualClock, worker: Any) -> Iterator[None]:
-    """Inside, what is submitted to `worker` (`eps.updates.worker`) takes virtual time, beside the other threads'.
+def engine_on_clock(clock: VirtualClock, eps: Any) -> Iterator[None]:
+    """Inside, the updates in the background of `eps` take virtual time, beside the other threads', and its timeline
+    tells virtual times.
 
     No thread is used: a piece of work is done, on the worker's own time, when somebody waits for it or a later one.
+    A timeline that is watched begins anew, since other times do not compare with these.
     """
-    lane = _Lane(clock)
+    lane, worker, times = _Lane(clock), eps.updates.worker, eps.timeline.clock
+    before = times.now, times.is_reached
 
     def submit(task: Any, run: Callable[[], None]) -> None:
         worker.check()
@@ -65,9 +68,14 @@ def worker_on_clock(clock: VirtualClock, worker: Any) -> Iterator[None]:
         lane.jobs.append(task._over)
 
     worker.submit = submit
+    times.now = lambda: clock.now
+    times.is_reached = lambda point: point.event.is_reached()  # on this clock, `query` is a wait
+    if eps.timeline.is_watched:
+        eps.timeline.watch()
     try:
         yield
     finally:
         del worker.submit
+        times.now, times.is_reached = before
         while lane.jobs:
             lane.jobs.pop(0).do()

@@ -14,10 +14,11 @@ from test_sim_overlap import steps
 from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 
 from families import assert_same_bits
-from hf_l2l import L2LConfig, attach_l2l, watching
-from hf_l2l.testing import Costs, VirtualClock, virtual_clock, worker_on_clock
-from hf_l2l.timeline import ROWS, Averages, Timeline
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
+from hf_l2l.timeline import ROWS, Timeline
 from hf_l2l.trace import TraceFile
+from hf_l2l.waits import Averages
 from training import l2l_trainer, tiny_bert
 
 Row = list[tuple[str, float, float]]
@@ -57,8 +58,7 @@ def watched_step(
     eps.synchronize()
     eps.timeline.averages()
     first = rows_of(file) if file is not None else {}
-    with virtual_clock(machine.costs()) as clock:
-        eps.timeline.clock.now = lambda: clock.now
+    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
         eps.timeline.watch()
         model(x).backward()
         optimizer.step()
@@ -82,9 +82,8 @@ def background_step(machine: Machine, file: Path, mode: str) -> tuple[float, Ave
     model(x).backward()
     optimizer.step()
     eps.synchronize()
-    with virtual_clock(machine.costs()) as clock, worker_on_clock(clock, eps.updates.worker):
+    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
         eps.timeline._trace = TraceFile(str(file), "", ROWS)  # without the step that was not on the clock
-        eps.timeline.clock.now = lambda: clock.now
         eps.timeline.watch()
         model(x).backward()
         optimizer.step()
@@ -220,8 +219,7 @@ def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
     optimizer.step()
     eps.synchronize()
     costs = Costs(link_bytes_per_s=1e3, flop_per_s=1e7, host_bytes_per_s=2e3)
-    with virtual_clock(costs) as clock, worker_on_clock(clock, eps.updates.worker):
-        eps.timeline.clock.now = lambda: clock.now
+    with virtual_clock(costs) as clock, engine_on_clock(clock, eps):
         eps.timeline.watch()
         for _ in range(2):
             begun = clock.now
@@ -297,7 +295,6 @@ def test_looking_changes_no_bit(options, tmp_path):
 
 
 def test_nobody_looks_without_being_asked_to(monkeypatch):
-    monkeypatch.setattr(watching, "_watchers", {})  # of other tests' models, which have not been collected
     timed: list[bool] = []
     event = torch.sim.Event
 
@@ -332,6 +329,43 @@ def test_what_waits_for_the_device_keeps_nothing_of_earlier_steps(tmp_path):
     assert len(eps.timeline._noted) < 60
 
 
+def test_an_evaluation_that_runs_ahead_of_the_device_keeps_no_more_with_every_forward(monkeypatch):
+    model = Stack(4)
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    x = torch.randn(2, WIDTH, device="sim")
+    asked = 0
+    elapsed = torch.sim.Event.elapsed_time
+
+    def counting(*events: Any) -> float:
+        nonlocal asked
+        asked += 1
+        return elapsed(*events)
+
+    monkeypatch.setattr(torch.sim.Event, "elapsed_time", counting)
+    found = []
+    with virtual_clock(Machine(4, 2, 1.0, 0.5, 1.0).costs()) as clock, engine_on_clock(clock, eps), torch.no_grad():
+        eps.timeline.watch()
+        for _ in range(60):
+            asked = 0
+            model(x)
+            found.append((asked, len(eps.timeline._noted), len(eps.timeline.clock._waits)))
+    assert found[3:] == [found[3]] * 57
+    assert found[3][1] > 0  # it does run ahead
+
+
+def test_what_is_wrong_with_the_device_is_said(monkeypatch):
+    eps = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",)))
+    eps.timeline.watch()
+    eps.model(torch.randn(2, WIDTH, device="sim")).sum()
+
+    def fail(*_: Any) -> bool:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.sim.Event, "query", fail)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        eps.timeline.averages()
+
+
 def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
     resting = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",), trace=str(tmp_path / "t.json")))
     lengths = []
@@ -342,30 +376,27 @@ def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
 
 
 def test_a_training_log_says_what_a_step_waited_for(tmp_path):
-    trainer = l2l_trainer(tmp_path, max_steps=3, stash="host", ubatch_size=4)
+    file = tmp_path / "trace.json"
+    trainer = l2l_trainer(tmp_path, max_steps=3, stash="host", ubatch_size=4, l2l_trace=str(file))
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    assert len(lines) == 3
-    for line in lines:
+    rows = rows_of(file)
+    for line, (_, start, end) in zip(lines, rows["steps"], strict=True):
+        # Each row of the data has 8 tokens, 8 rows are a batch.
+        assert line["l2l_tokens_per_s"] == pytest.approx(64 / (end - start), rel=1e-3)
         waits = [line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")]
-        assert all(seconds >= 0 for seconds in waits)
-        assert line["l2l_bound"] in ("compute", "link", "host update")
-        assert line["l2l_tokens_per_s"] > 0
-    assert not trainer.eps.timeline.is_watched
+        drawn = busy([span for span in rows["waits"] if start <= span[1] < end])
+        assert sum(waits) == pytest.approx(drawn, rel=0.05) and drawn > 0
+        assert line["l2l_bound"] == Averages(1, end - start, *waits).bound
+    trainer.eps.timeline.close()
 
 
-def test_a_training_log_on_the_clock(tmp_path, monkeypatch):
+def test_a_training_log_on_the_clock(tmp_path):
     """Waits, tokens and what bounds a step, in virtual seconds."""
     with virtual_clock(Machine(4, 1, 1e-3, 1.0, 1e-3).costs()) as clock:
-        init = Timeline.__init__
-
-        def on_the_clock(self: Timeline, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            self.clock.now = lambda: clock.now
-
-        monkeypatch.setattr(Timeline, "__init__", on_the_clock)
         trainer = l2l_trainer(tmp_path, max_steps=2, eps_update="serial")
-        trainer.train()
+        with engine_on_clock(clock, trainer.eps):
+            trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     # Each row of the data has 8 tokens, 8 rows are a batch.
     steps_s = [8 * 8 / line["l2l_tokens_per_s"] for line in lines]

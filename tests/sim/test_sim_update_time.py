@@ -12,7 +12,7 @@ import transformers as hf
 from test_sim_time import V100, WIDTH, Machine, Stack
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.testing import VirtualClock, virtual_clock, worker_on_clock
+from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
 from training import l2l_trainer, tiny_bert
 
 
@@ -46,7 +46,7 @@ def step_s(machine: Machine, mode: str, *, clips: bool = True, model: torch.nn.M
 
     step()  # the first one learns the order of the layers
     eps.synchronize()
-    with virtual_clock(machine.costs()) as clock, worker_on_clock(clock, eps.updates.worker):
+    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
         step()  # and this one leaves an update behind
         begun = clock.now
         step()
@@ -132,7 +132,7 @@ def run_on_clock(folder: Path, mode: str) -> _Moments:
     with virtual_clock(slow) as clock:
         moments.clock = clock
         assert made.eps is not None
-        with worker_on_clock(clock, made.eps.updates.worker):
+        with engine_on_clock(clock, made.eps):
             made.train()
     return moments
 
