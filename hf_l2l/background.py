@@ -1,12 +1,10 @@
-"""An update in the background: its parts, what readers of its weights wait for, and what the worker does."""
+"""An update in the background: what readers of its weights wait for, and what the worker does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
-from torch import nn
 
 from hf_l2l import stream
 from hf_l2l.optimizer import Part
@@ -14,22 +12,6 @@ from hf_l2l.pending import Pending, let_go
 from hf_l2l.timeline import Timeline
 from hf_l2l.watching import aside
 from hf_l2l.worker import Task
-
-
-def parts(
-    layers: Mapping[nn.Module, str], masters: Iterable[torch.Tensor]
-) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """`masters` in the order in which the next forward needs them: what is in no layer, then the layers by name."""
-    left = dict.fromkeys(masters)
-    found: list[tuple[str, list[torch.Tensor]]] = []
-    for layer, name in layers.items():
-        part: list[torch.Tensor] = [p for p in layer.parameters() if p in left]
-        for p in part:
-            del left[p]  # what is tied belongs to the first
-        found.append((name, part))
-    for name, part in (("what is in no layer", list(left)), *found):
-        if part:
-            yield name, part
 
 
 class Update(Pending):

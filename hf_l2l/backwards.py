@@ -43,7 +43,7 @@ class HookErrors:
 class RaisedIn:
     """Lets an exception that leaves the block say where it was raised: in a note, so that its type stays."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: Callable[[], str]) -> None:
         self.what = what
 
     def __enter__(self) -> None:
@@ -51,7 +51,7 @@ class RaisedIn:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            error.add_note(f"raised in {self.what}")
+            error.add_note(f"raised in {self.what()}")
 
 
 class Backwards:
@@ -63,12 +63,13 @@ class Backwards:
         """By whether the backward has failed."""
         self._under_way: dict[int, weakref.ref[_End]] = {}
 
-    def call(self, *, at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
+    def call(self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None) -> None:
         """Call these bound methods when a backward is over, or has failed, as long as their objects live.
 
         This keeps nothing alive: what a detached engine holds on the device is given back at once.
         """
-        self._calls[False].append(weakref.WeakMethod(at_end))
+        if at_end is not None:
+            self._calls[False].append(weakref.WeakMethod(at_end))
         self._calls[True].append(weakref.WeakMethod(at_failure))
 
     def join(self) -> None:
@@ -121,6 +122,9 @@ class _End:
 
     def __call__(self) -> None:
         self._tell(failed=False)
+        # A Ctrl-C that came while the main thread was in C++ is raised in the first Python code that it runs; in
+        # `__del__`, it would be swallowed.
+        self.__class__ = _Over  # type: ignore[assignment]
 
     def __del__(self) -> None:
         self._tell(failed=True)
@@ -129,6 +133,10 @@ class _End:
         backwards = self._backwards()
         if backwards is not None:
             backwards.over(self._task, failed=failed)
+
+
+class _Over:
+    """An `_End` that has told."""
 
 
 ONE_THREAD = (

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
-from hf_l2l.backwards import Backwards
+from hf_l2l.backwards import Backwards, RaisedIn
 from hf_l2l.clipping import clip
 from hf_l2l.config import EpsUpdate, size_text
 from hf_l2l.gradients import Gradients
@@ -84,7 +84,7 @@ class EagerParamServer:
         self.backwards.errors.raise_first()
         self.updates.check()
         if torch.is_grad_enabled():
-            self.updates.check_masters()
+            self.updates.start_forward()
         self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
@@ -97,7 +97,8 @@ class EagerParamServer:
 
     def receive_in_hook(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
         """`receive` for hooks of autograd; an exception is raised later."""
-        with self.backwards.errors:
+        place = RaisedIn(lambda: f"the download of {self.updates.masters.name(master)}")
+        with self.backwards.errors, self.updates.eager.failing(), place:
             self.receive([(master, gradient)])
 
     @torch.no_grad()
@@ -122,7 +123,7 @@ class EagerParamServer:
         self.updates.check()
         pairs = list(gradients)
         masters = [master for master, _ in pairs] if masters is None else list(masters)
-        self.updates.refuse_second(master for master, _ in pairs)
+        self.updates.eager.refuse_second(master for master, _ in pairs)
         self.gradients.receive(pairs)
         self.updates.arrived(masters)
 

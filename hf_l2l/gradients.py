@@ -16,7 +16,7 @@ from hf_l2l import stream
 from hf_l2l.backwards import Backwards
 from hf_l2l.host_memory import HostMemory, Room
 from hf_l2l.layout import elements, is_dense
-from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, untouched
+from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, settle, untouched
 
 _CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
 
@@ -71,7 +71,10 @@ class Gradients:
         if total is None:
             total = self._arriving[master] = self.memory.gradient_like(master)
         else:
-            let_go(total)
+            settle(total)  # it may still have to be scaled
+            if total is master.grad:
+                # Off p.grad until it is complete: autograd adds there what a loss makes of a master itself.
+                master.grad, self._arriving[master] = None, total
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(self.device, non_blocking=True))
         total.copy_(gradient, non_blocking=True)
@@ -106,9 +109,10 @@ class Gradients:
         """
         taken: dict[torch.Tensor, torch.Tensor] = {}
         for master in masters:
+            on_its_way = master in self._arriving
             total = self._arriving.pop(master, master.grad)
             if total is not None:
-                if not self.lane.is_stream:
+                if not on_its_way:
                     self._taken[master] = norm_of(total)
                 taken[master], master.grad = total, None
         return taken, self.lane.record()
@@ -120,6 +124,7 @@ class Gradients:
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
         arrived, self._arriving = self._arriving, {}
+        shared = {master for master in arrived if master.grad is not None}
         for master, gradient in arrived.items():
             _add_to_grad(master, gradient)
         with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
@@ -127,8 +132,8 @@ class Gradients:
                 for master, norm in zip(masters, landing.clone().unbind(), strict=True):
                     if master.grad is None:
                         self._taken[master] = norm
-                    elif can_hold(master.grad):
-                        hold(master.grad, _NormKnown(norm))
+                    elif can_hold(master.grad) and master not in shared:
+                        hold(master.grad, _NormKnown(master.grad, norm))
 
     def _discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""
@@ -160,8 +165,9 @@ class Gradients:
 class _NormKnown(Pending):
     """A gradient whose norm is known as long as nobody has used it."""
 
-    def __init__(self, norm: torch.Tensor) -> None:
+    def __init__(self, gradient: torch.Tensor, norm: torch.Tensor) -> None:
         self.norm = norm
+        self.version = gradient._version  # autograd itself writes to gradients without a word
 
     def before_values(self, tensor: torch.Tensor) -> None:
         let_go(tensor, self)
@@ -170,7 +176,12 @@ class _NormKnown(Pending):
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     """The norm of one gradient, as it is now: a 0-dim host tensor."""
     pending = pending_of(gradient)
-    return pending.norm if isinstance(pending, _NormKnown) else torch.linalg.vector_norm(gradient)
+    with untouched():
+        version = gradient._version
+    if isinstance(pending, _NormKnown) and pending.version == version:
+        return pending.norm
+    values: torch.Tensor = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return values
 
 
 def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -19,6 +19,19 @@ _OF_THE_PARAMETERS = ("params", "param_names")
 """What a group holds one of per parameter; the rest are hyper-parameters."""
 
 
+Places = dict[torch.Tensor, tuple[tuple[int, int], str | None]]
+"""Master -> the number of its group, and its own number there; and its name, for an optimizer that has names."""
+
+
+def places_of(optimizer: torch.optim.Optimizer) -> Places:
+    """Where the parameters of an optimizer stand."""
+    return {
+        p: ((number, index), name)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, (p, name) in enumerate(zip(group["params"], group.get("param_names", repeat(None)), strict=False))
+    }
+
+
 @dataclass
 class _Share:
     """What one master has in the step."""
@@ -44,7 +57,12 @@ class SplitStep:
     Whoever reads the masters or the optimizer's state, or makes the next step, waits for all parts first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        places: Places | None = None,
+    ) -> None:
         """Take what the step needs, so that a scheduler may change the hyper-parameters right after this.
 
         To be called on the thread that the optimizer belongs to.
@@ -53,6 +71,7 @@ class SplitStep:
             optimizer: the one whose step this is; accelerate's wrapper is to be taken off.
             gradients: by master, of its shape, dtype and device, dense or sparse. Parameters without one are left
                 alone. No gradient is held longer than until its part has run.
+            places: what `places_of` finds, where that is known.
         """
         self._state = optimizer.state
         self._base = _another(optimizer, [], defaultdict(dict))
@@ -61,16 +80,11 @@ class SplitStep:
             for group in optimizer.param_groups
         ]
         self._shares: dict[torch.Tensor, _Share] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for index, (p, name) in enumerate(
-                zip(group["params"], group.get("param_names", repeat(None)), strict=False)
-            ):
-                if (gradient := gradients.get(p)) is None:
-                    continue
-                has_state = p in self._state
-                # In group order and before any part runs: the state dict then has the order of one whole step.
-                state = self._state.setdefault(p, {})
-                self._shares[p] = _Share(gradient, (number, index), name, state, has_state)
+        places = places_of(optimizer) if places is None else places
+        # In group order and before any part runs: the state dict then has the order of one whole step.
+        for p in sorted((p for p in gradients if p in places), key=lambda p: places[p][0]):
+            has_state = p in self._state
+            self._shares[p] = _Share(gradients[p], *places[p], self._state.setdefault(p, {}), has_state)
 
     def part(self, masters: Iterable[torch.Tensor]) -> Part:
         """The update of those of `masters` that have a gradient in this step and are in no part yet."""

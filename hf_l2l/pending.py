@@ -99,9 +99,9 @@ def hold(tensor: torch.Tensor, pending: Pending) -> None:
 def let_go(tensor: torch.Tensor, pending: Pending | None = None) -> None:
     """Make `tensor` an ordinary one again; with `pending`, only if that is what it is held for."""
     held: Any = tensor
-    if type(tensor) in _ORDINARY and (pending is None or held._l2l_pending is pending):
-        held.__class__ = _ORDINARY[type(tensor)]
+    if type(tensor) in _ORDINARY and (pending is None or pending_of(tensor) is pending):
         held.__dict__.pop("_l2l_pending", None)
+        held.__class__ = _ORDINARY[type(tensor)]
 
 
 def pending_of(tensor: torch.Tensor) -> Pending | None:

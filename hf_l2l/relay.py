@@ -293,7 +293,7 @@ class Relay:
             yield
 
     def _naming(self, what: str, layer: nn.Module) -> RaisedIn:
-        return RaisedIn(f"{what} {self.eps.updates.names.get(layer, type(layer).__name__)}")
+        return RaisedIn(lambda: f"{what} {self.eps.updates.masters.layers.get(layer, type(layer).__name__)}")
 
 
 def _trained(layer: nn.Module) -> list[torch.Tensor]:

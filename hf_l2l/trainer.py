@@ -118,6 +118,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         eps = self._attach()
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
+            eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
             self._warn_of_accumulation()
             eps.timeline.watch()
             self._tokens = 0  # of a training that was interrupted

@@ -25,15 +25,17 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.arrivals import Arrivals
-from hf_l2l.background import Update, carry_out, parts
+from hf_l2l.background import Update, carry_out
 from hf_l2l.clipping import taken_factor
 from hf_l2l.config import EpsUpdate
+from hf_l2l.eager import EagerStep
 from hf_l2l.gradients import Gradients
 from hf_l2l.locality import why_not_layer_local
-from hf_l2l.optimizer import SplitStep, gradient_hook_error, hyperparameters_of, parameters_of
+from hf_l2l.masters import Masters
+from hf_l2l.optimizer import Places, SplitStep, parameters_of, places_of
 from hf_l2l.pending import can_hold, hold, let_go, pending_of, settle, untouched
 from hf_l2l.timeline import Timeline
-from hf_l2l.worker import Task, Worker
+from hf_l2l.worker import Modes, Task, Worker
 
 Mode = Literal["serial", "deferred", "eager"]
 
@@ -63,20 +65,17 @@ class Updates:
         self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
+        self._modes = Modes.current()
         self._gradients = gradients
         self._timeline = timeline
-        names = {module: name for name, module in model.named_modules()}
-        self.names = {layer: names[layer] for layer in layers}
+        self.masters = Masters(model, layers)
+        self._places: WeakKeyDictionary[torch.optim.Optimizer, Places] = WeakKeyDictionary()
         self.arrivals = Arrivals(goes_on)
         self._last: Task | None = None
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
-        self._shapes: dict[torch.Tensor, torch.Size] = {}
-        """Of the parameters that the optimizers have states for."""
-        # Of the step that is under way, in eager mode:
-        self._updated: dict[torch.Tensor, Update] = {}
-        self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
-        gradients.backwards.call(at_end=self._nothing, at_failure=self._fail_half_updated)
+        self.eager = EagerStep(self.masters, self.worker)
+        gradients.backwards.call(at_failure=self.eager.fail_half_updated)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -98,7 +97,7 @@ class Updates:
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
-        self._shapes.update((p, p.shape) for p in parameters_of(optimizer))
+        self.masters.know(optimizer)
 
     def _can_split(self, optimizer: torch.optim.Optimizer) -> bool:
         reason = why_not_layer_local(optimizer)
@@ -116,21 +115,6 @@ class Updates:
     def check(self) -> None:
         """Raise what went wrong in the background, or EngineFailedError if that has been raised before."""
         self.worker.check()
-
-    def check_masters(self) -> None:
-        """Raise ValueError if a parameter is not what its optimizer knows any more."""
-        for p, shape in self._shapes.items():
-            if p.shape != shape:
-                raise ValueError(
-                    f"a parameter keeps its shape as long as an optimizer has a state for it (got "
-                    f"{list(p.shape)} for {self._name(p)}, which was {list(shape)}); make a new optimizer from "
-                    "model.parameters() and pass it to eps.wrap"
-                )
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                raise ValueError(gradient_hook_error(self._name(p)))
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        return next((name for name, p in self.model.named_parameters() if p is parameter), "a parameter")
 
     def is_under_way(self, masters: Iterable[torch.Tensor]) -> bool:
         """Whether anybody who used one of `masters` now would have to wait."""
@@ -151,51 +135,61 @@ class Updates:
                 if p in optimizer.state:
                     optimizer.state[p] = optimizer.state.pop(p)
 
+    def start_forward(self) -> None:
+        """A forward begins that a backward may follow.
+
+        Raises:
+            ValueError: if a parameter is not what its optimizer knows any more.
+        """
+        self.masters.check()
+        # Eager updates are given to the worker by a thread of torch's, which has other modes.
+        self._modes = Modes.current()
+
     # ---- in optimizer.step()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._gradients.backwards.errors.raise_first()
         self.check()
-        self.check_masters()
+        self.masters.check()
         parameters = parameters_of(optimizer)
-        self._end_eager_step(optimizer, parameters)
+        self.eager.end(optimizer, parameters, later_hooks=self._later_hooks(optimizer))
+        self.arrivals.forget(parameters)
+        self._gradients.forget(parameters)
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-        if not self._split[optimizer] or has_closure:
+        # A hook that comes later than ours finds every gradient in its place, this time; from now on it comes before.
+        if not self._split[optimizer] or has_closure or self._later_hooks(optimizer):
             for gradient in gradients.values():
                 settle(gradient)
             self._timeline.start_update()
             return
         taken = {p: gradient for p, gradient in gradients.items() if can_hold(p)}
-        for p in taken:
-            p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
-        self._begin(optimizer, taken)
+        with self.worker.failing_with_errors():  # half a step must not be taken for one
+            for p in taken:
+                p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
+            self._begin(optimizer, taken)
+
+    def _later_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether other hooks of the step run after ours, which takes the gradients."""
+        hooks = list(optimizer._optimizer_step_pre_hooks)
+        later = hooks[hooks.index(self._hooks[optimizer][0].id) + 1 :]
+        return any(
+            # The virtual clock only looks, and must see what the step itself will find.
+            not getattr(optimizer._optimizer_step_pre_hooks[hook], "__module__", "").startswith("hf_l2l.testing")
+            for hook in later
+        )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         with untouched():
             for p in parameters_of(optimizer):
                 p.grad = None
+        self.masters.end_step()
+        self._places.pop(optimizer, None)
+        if self._later_hooks(optimizer):
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(self._hooks[optimizer][0].id)
         self._timeline.end_step()
-
-    def _end_eager_step(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        used = self._used.pop(optimizer, None)
-        for p in parameters:
-            update = self._updated.pop(p, None)
-            if update is not None:
-                update.in_step = False
-                if update.task.done:
-                    let_go(p, update)
-        self.arrivals.forget(parameters)
-        self._gradients.forget(parameters)
-        if used is not None and used != hyperparameters_of(optimizer):
-            self.worker.fail(
-                error := RuntimeError(
-                    "hyper-parameters must be set before backward with eps_update='eager', which uses them there "
-                    f"(they were {used}, and are {hyperparameters_of(optimizer)} in step()); use eps_update='deferred'"
-                )
-            )
-            raise error
 
     # ---- in the background
 
@@ -208,20 +202,27 @@ class Updates:
         in_step: bool = False,
     ) -> None:
         """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
-        with self.worker.failing_with_errors():  # half a step must not be taken for one
+        with self.worker.failing_with_errors():
             with untouched():
-                step = SplitStep(optimizer, gradients)
-            for what, masters in parts(self.names, gradients):
+                step = SplitStep(optimizer, gradients, self._places_of(optimizer))
+            for what, masters in self.masters.parts(gradients):
                 factors = [(gradients[m], f) for m in masters if (f := taken_factor(gradients[m])) is not None]
                 update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
                 with untouched(), torch.no_grad():
                     part = step.part(masters)
                 for master in masters:
                     hold(master, update)
-                    if in_step:
-                        self._updated[master] = update
-                self.worker.submit(update.task, partial(carry_out, part, masters, factors, landed, update))
+                if in_step:
+                    self.eager.begin(optimizer, masters, update)
+                run = partial(carry_out, part, masters, factors, landed, update)
+                self.worker.submit(update.task, run, self._modes if in_step else Modes.current())
                 self._last = update.task
+
+    def _places_of(self, optimizer: torch.optim.Optimizer) -> Places:
+        """Found once per step: an eager one takes a part of it for every layer."""
+        if optimizer not in self._places:
+            self._places[optimizer] = places_of(optimizer)
+        return self._places[optimizer]
 
     # ---- eager
 
@@ -230,42 +231,21 @@ class Updates:
         if self.mode == "eager":
             self.arrivals.expect(masters)
 
-    def refuse_second(self, masters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError if a gradient comes for a master that has been updated in this step."""
-        late = next((master for master in masters if master in self._updated), None)
-        if late is not None:
-            self.worker.fail(
-                error := RuntimeError(
-                    f"eps_update='eager' has updated {self._name(late)} with the gradients of a backward, and got "
-                    "more before optimizer.step(); put every backward but the last of a step in `with "
-                    "eps.accumulate():`, or use eps_update='deferred'"
-                )
-            )
-            raise error
-
     def arrived(self, masters: Sequence[torch.Tensor]) -> None:
         """The gradients of one call have been received; update the masters for which there will be no more."""
         if self.mode != "eager":
             return
-        complete = {m for m in self.arrivals.count(masters) if can_hold(m)}
-        owners = {optimizer: [p for p in parameters_of(optimizer) if p in complete] for optimizer in self._hooks}
+        complete = [m for m in self.arrivals.count(masters) if can_hold(m)]
         if complete and not self._hooks:
             raise RuntimeError(
                 "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
                 "eps.wrap(optimizer) first"
             )
-        for optimizer, parameters in owners.items():
-            gradients, landed = self._gradients.take(parameters)
+        for optimizer in self._hooks:
+            places = self._places_of(optimizer)
+            gradients, landed = self._gradients.take(p for p in complete if p in places)
             if gradients:
-                self._used.setdefault(optimizer, hyperparameters_of(optimizer))
                 self._begin(optimizer, gradients, landed=landed, in_step=True)
-
-    def _fail_half_updated(self) -> None:
-        if self._updated:
-            self.worker.fail(RuntimeError("a backward failed after some layers had been updated with its gradients"))
-
-    def _nothing(self) -> None:
-        pass
 
     def release(self) -> None:
         """Finish what was begun, and let the optimizers step as they did before."""

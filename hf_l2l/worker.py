@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,11 @@ class Task:
             EngineFailedError: if it failed, or did not run because another one had.
         """
         assert why and self._worker is not None, "a task is waited for with a reason, and after its submission"
+        if self._worker.is_current and not self.done:
+            raise RuntimeError(
+                f"{self.what} uses weights that it is to update itself, or that are updated after it; an optimizer or "
+                "a hook of its step that reads other parameters than its own needs eps_update='serial'"
+            )
         # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
         where = f"waiting for {self.what}, {{seconds}} so far"
         with nullcontext() if self.done else Whereabouts().inside(where):
@@ -66,6 +72,20 @@ class Task:
         """Raise what has gone wrong in it or in another task of its worker; see `Worker.check`."""
         assert self._worker is not None, "a task belongs to who does it"
         self._worker.check()
+
+
+class Modes(NamedTuple):
+    """How a thread computes."""
+
+    grad_enabled: bool
+    autocast: AutocastState
+    flushes: bool
+    """Whether it takes numbers that are too small to be normal for zero."""
+
+    @classmethod
+    def current(cls) -> Modes:
+        """Those of this thread."""
+        return cls(torch.is_grad_enabled(), AutocastState.current(HOST), _flushes_denormals())
 
 
 @dataclass
@@ -95,24 +115,28 @@ class Worker:
         return self._thread is not None and self._thread.is_alive() and os.getpid() == self._process
 
     @property
+    def is_current(self) -> bool:
+        """Whether this is called by the worker's own thread."""
+        return self._thread is threading.current_thread()
+
+    @property
     def has_failed(self) -> bool:
         """Whether a task has raised, or `fail` was called."""
         return self._state.failure is not None
 
-    def submit(self, task: Task, run: Callable[[], None]) -> None:
-        """Let the thread call `run` when it is done with what it was given before.
+    def submit(self, task: Task, run: Callable[[], None], modes: Modes | None = None) -> None:
+        """Let the thread call `run` under `modes` (None: those of now) when it is done with what it was given before.
 
         Raises:
             Exception: what an earlier task raised, if nobody has been told of that yet.
             EngineFailedError: if an earlier task has failed.
         """
         self.check()
-        flushes = _flushes_denormals()
-        if self._thread is None or flushes != self._flushes:
-            self._start(flushes)
+        modes = modes or Modes.current()
+        if self._thread is None or modes.flushes != self._flushes:
+            self._start(modes.flushes)
         task._worker = self
-        modes = (torch.is_grad_enabled(), AutocastState.current(HOST))
-        self._tasks.put(_Job(task, run, *modes))
+        self._tasks.put(_Job(task, run, modes))
 
     def check(self) -> None:
         """Tell of a failure, once as it was and then as what it means.
@@ -172,8 +196,7 @@ class Worker:
 class _Job:
     task: Task
     run: Callable[[], None]
-    grad_enabled: bool
-    autocast: AutocastState
+    modes: Modes
 
 
 class _Reporting:
@@ -203,7 +226,7 @@ def _work(
     while (job := tasks.get()) is not None:
         with _Reporting(job.task, state):
             if state.failure is None and not state.closing:
-                with torch.set_grad_enabled(job.grad_enabled), job.autocast.entered():
+                with torch.set_grad_enabled(job.modes.grad_enabled), job.modes.autocast.entered():
                     job.run()
         del job  # with all that it refers to, before the wait for the next one
 

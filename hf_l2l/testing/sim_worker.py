@@ -62,7 +62,7 @@ def engine_on_clock(clock: VirtualClock, eps: Any) -> Iterator[None]:
     lane, worker, times = _Lane(clock), eps.updates.worker, eps.timeline.clock
     before = times.now, times.is_reached
 
-    def submit(task: Any, run: Callable[[], None]) -> None:
+    def submit(task: Any, run: Callable[[], None], modes: Any = None) -> None:
         worker.check()
         task._worker, task._over = worker, _Job(lane, run)
         lane.jobs.append(task._over)
