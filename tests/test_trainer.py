@@ -275,3 +275,18 @@ def test_arguments_are_left_as_they_are(tmp_path):
     before = made.args.to_dict()
     made.train()
     assert made.args.to_dict() == before
+
+
+class Mine(L2LTrainer):
+    """Makes its optimizer itself, and does not ask its base class."""
+
+    def create_optimizer(self, *args, **kwargs):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def test_the_optimizer_of_a_subclass_is_updated_in_the_background_too(tmp_path):
+    made = trainer(Mine, tmp_path, eps_update="deferred", max_steps=2)
+    made.train()
+    assert made.eps.updates.optimizers == [inner_optimizer(made)]
+    assert made.eps.updates.worker.lives

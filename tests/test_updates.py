@@ -18,6 +18,17 @@ from torch import nn
 from families import attached, batch_for, train_once
 from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l, updates
 from training import tiny_bert
+from update_cases import (
+    assert_same as assert_same_runs,
+)
+from update_cases import (
+    check_clipping_between_backwards,
+    check_hooks_of_a_step,
+    check_penalty,
+    result,
+    toy,
+    toy_under,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
@@ -352,11 +363,14 @@ def test_an_optimizer_that_cannot_be_split_steps_as_a_whole():
 def test_parameters_that_changed_shape_are_refused(mode):
     model = tiny_bert(layers=2)
     eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode))
-    eps.wrap(torch.optim.AdamW(model.parameters()))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
     with torch.no_grad():
         model.classifier.bias.set_(torch.zeros(5))
     with pytest.raises(ValueError, match=r"keeps its shape.*classifier\.bias"):
         model(**batch_for(model))
+    del optimizer
+    model.classifier.bias = nn.Parameter(torch.zeros(2))
+    model(**batch_for(model))  # with no optimizer that would be wrong
 
 
 def test_gradient_hooks_that_come_later_are_refused():
@@ -380,3 +394,100 @@ def test_a_closure_makes_the_step_a_whole_one():
 
     assert optimizer.step(closure) > 0
     assert not torch.equal(model.classifier.weight, before)
+
+
+def test_what_was_clipped_is_added_to():
+    check_clipping_between_backwards("cpu")
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, together):
+    check_penalty("cpu", mode, together=together)
+
+
+def test_hooks_of_a_step_see_the_gradients():
+    check_hooks_of_a_step("cpu")
+    model, _, optimizer, batch = toy_under("cpu", "eager")
+    optimizer.register_step_pre_hook(lambda *args: None)
+    model(**batch).loss.backward()
+    with pytest.raises(RuntimeError, match="a hook that was registered after eps.wrap"):
+        optimizer.step()
+
+
+def test_an_eager_update_cannot_miss_a_gradient_that_comes_around_the_eps():
+    model, _, optimizer, batch = toy_under("cpu", "eager")
+    model(**batch).loss.backward()
+    next(model.blocks[0].parameters()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has updated blocks\.0\.norm\.weight with the gradients of a backward"):
+        optimizer.step()
+    with pytest.raises(EngineFailedError):
+        model(**batch)
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+@pytest.mark.parametrize("name", ["embed.weight", "head.bias"])
+def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode, monkeypatch):
+    model, eps, optimizer, batch = toy_under("cpu", mode)
+    victim, receive = dict(model.named_parameters())[name], eps.gradients.receive
+
+    def broken(pairs: Any) -> None:
+        if any(master is victim for master, _ in pairs):
+            raise BrokenError("no download")
+        receive(pairs)
+
+    monkeypatch.setattr(eps.gradients, "receive", broken)
+    with pytest.raises(BrokenError) as told:
+        model(**batch).loss.backward()
+        optimizer.step()
+    assert f"raised in the download of {name}" in told.value.__notes__
+    if mode == "eager" and name == "embed.weight":  # the last that comes
+        with pytest.raises(EngineFailedError):
+            optimizer.step()
+
+
+class Curious(torch.optim.SGD):
+    """Reads a parameter that is not its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if Curious.other is not None:
+            Curious.other.sum()
+
+    other: torch.Tensor | None = None
+
+
+def test_the_worker_does_not_wait_for_itself(monkeypatch):
+    model, eps, optimizer, batch = toy_under("cpu", "deferred", lambda ps: Curious(ps, lr=0.1))
+    monkeypatch.setattr(Curious, "other", model.blocks[2].down.weight)
+    model(**batch).loss.backward()
+    with pytest.raises(RuntimeError, match="uses weights that it is to update itself"):
+        optimizer.step()
+        eps.synchronize()
+
+
+def test_hooks_on_gradients_are_refused_without_an_optimizer_too():
+    """As LOMO has it, and optimizers that step in backward."""
+    model = toy()
+    attach_l2l(model, L2LConfig(device="cpu", layer_classes=("Block",)))
+    model.head.bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match=r"gradient hooks.*head\.bias"):
+        model(**batch_for(model, masked=False))
+
+
+def test_eager_updates_take_sparse_gradients():
+    found = []
+    for mode in ("serial", "eager"):
+        model = toy()
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # no ties
+        model.embed.sparse = True
+        eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode, layer_classes=("Block",)))
+        optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(0)
+        for _ in range(2):
+            model(**batch_for(model, masked=False)).loss.backward()
+            norm = eps.grad_norm()
+            optimizer.step()
+        found.append(result(model, optimizer, [norm.item()]))
+    assert_same_runs(found[1], found[0])

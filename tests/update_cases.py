@@ -195,3 +195,69 @@ def trainer_loop(
         warnings.filterwarnings("ignore", message=".*moves the weights")
         made.train()
     return result(made.model, inner_optimizer(made), logs(made))
+
+
+def toy_under(device: str, mode: str, make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["AdamW"]) -> Any:
+    """A model, its EPS, an optimizer and a batch."""
+    model = toy()
+    eps = attach_l2l(model, L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",)))
+    _seed(device)
+    return model.train(), eps, eps.wrap(make(model.parameters())), batch_for(model, masked=False)
+
+
+def check_clipping_between_backwards(device: str) -> None:
+    """Gradients that were clipped are what the next backward adds to."""
+    runs = []
+    for mode in ("serial", "deferred"):
+        model, eps, optimizer, batch = toy_under(device, mode)
+        norms = []
+        for _ in range(2):
+            model(**batch).loss.backward()
+            norms.append(eps.clip_grad_norm_(0.01).item())
+            model(**batch).loss.backward()
+            norms.append(eps.grad_norm().item())
+            optimizer.step()
+        runs.append(result(model, optimizer, norms))
+    assert_same(runs[1], runs[0])
+    first, second = runs[0].logged[:2]
+    assert 0.5 * first < second < 1.5 * first
+
+
+def check_penalty(device: str, mode: str, *, together: bool) -> None:
+    """A loss may use masters themselves: autograd writes to their gradients without telling anybody."""
+    model, eps, optimizer, batch = toy_under(device, mode)
+    for _ in range(2):
+        loss = model(**batch).loss
+        penalty = sum(100.0 * p.square().sum() for p in model.parameters())
+        if together:
+            (loss.cpu() + penalty).backward()
+        else:
+            loss.backward()
+            penalty.backward()
+        norm = eps.grad_norm()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        assert torch.equal(norm, torch.nn.utils.get_total_norm(gradients))
+        assert norm > 100.0
+        optimizer.step()
+
+
+def check_hooks_of_a_step(device: str) -> None:
+    """Whenever they were registered, they find the gradients, and what they make of them counts."""
+    runs = []
+    for mode in ("serial", "deferred"):
+        model, _, optimizer, batch = toy_under(device, mode)
+        found: list[int] = []
+
+        def sign(each: torch.optim.Optimizer, args: Any, kwargs: Any, found: list[int] = found) -> None:
+            given = [p for group in each.param_groups for p in group["params"] if p.grad is not None]
+            found.append(len(given))
+            for p in given:
+                p.grad.sign_()
+
+        optimizer.register_step_pre_hook(sign)
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+        runs.append(result(model, optimizer, found))
+    assert_same(runs[1], runs[0])
+    assert runs[0].logged == [len(runs[0].weights)] * 3

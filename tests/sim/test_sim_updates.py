@@ -16,7 +16,17 @@ from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, gradients, stream, transit, updates
 from hf_l2l.testing import sim_stream
 from hf_l2l.worker import Task
-from update_cases import Toy, assert_same, raw_loop, result, toy
+from update_cases import (
+    Toy,
+    assert_same,
+    check_clipping_between_backwards,
+    check_hooks_of_a_step,
+    check_penalty,
+    raw_loop,
+    result,
+    toy,
+    toy_under,
+)
 
 SEEDS = [seed if seed < 5 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
 
@@ -203,3 +213,42 @@ def test_the_step_after_a_fault_has_the_bits_of_one_without(monkeypatch):
             optimizer.step()
         runs.append(result(model, optimizer, []))
     assert_same(*runs)
+
+
+# ---- what else may happen to gradients
+
+
+def test_what_was_clipped_is_added_to():
+    check_clipping_between_backwards("sim")
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, together):
+    check_penalty("sim", mode, together=together)
+
+
+def test_hooks_of_a_step_see_the_gradients():
+    check_hooks_of_a_step("sim")
+
+
+def test_small_numbers_are_treated_alike_in_all_modes():
+    """Eager updates are begun by a thread of torch's, whose mode is not the program's."""
+    left = {}
+    for mode in ("serial", "deferred", "eager"):
+        model, eps, optimizer, batch = toy_under("sim", mode)
+        train_once(model, batch)
+        optimizer.step()
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor flushes nothing to zero")
+        try:
+            for state in optimizer.state_dict()["state"].values():
+                state["exp_avg_sq"].fill_(0.0)
+            (model(**batch).loss * 1e-19).backward()
+            optimizer.step()
+            eps.synchronize()
+        finally:
+            torch.set_flush_denormal(False)
+        moments = [state["exp_avg_sq"] for state in optimizer.state_dict()["state"].values()]
+        left[mode] = sum(int(((m != 0) & (m < 1.2e-38)).sum()) for m in moments)
+    assert left == {"serial": 0, "deferred": 0, "eager": 0}
