@@ -48,12 +48,12 @@ class L2LConfig:
     eps_update: EpsUpdate = "auto"
     """When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the background
     after it, as the next forward needs them; "eager", layer by layer in the background during backward, without
-    clipping (L2L-p, first text, figure 2c). The bits are the same. "auto" is
-    deferred on a device that computes beside the host, and serial on the CPU."""
+    clipping (L2L-p, first text, figure 2c). The bits are the same. "auto" is deferred on a
+    device that computes beside the host, and serial on the CPU."""
 
     num_threads: int | None = None
-    """Threads inside one operation of an update in the background. None takes all cores but one, which is left to the
-    thread that drives the device."""
+    """Threads inside one operation of an update in the background; a serial one has those of the program. None takes as
+    many as the program has, at most all cores but one, which is left to the thread that drives the device."""
 
     trace: str | os.PathLike[str] | None = None
     """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,

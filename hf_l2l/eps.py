@@ -152,7 +152,10 @@ class EagerParamServer:
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients of this step as one vector: a 0-dim host tensor, as torch's own to the bit."""
+        """The norm of all gradients of this step as one vector: a 0-dim host tensor.
+
+        On the CPU to the bit as torch takes it; on an accelerator of norms that were taken there.
+        """
         return self.gradients.total_norm(self.model.parameters())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -56,7 +56,9 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     )
     l2l_num_threads: int | None = field(
         default=None,
-        metadata={"help": "Threads of an update in the background. Default: all cores but one."},
+        metadata={
+            "help": "Threads of an update in the background. Default: those torch uses, at most all cores but one."
+        },
     )
     l2l_optimizer: Literal["lamb"] | None = field(
         default=None,

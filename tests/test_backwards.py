@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_l2l import backwards
-from hf_l2l.backwards import Backwards, HookErrors
+from hf_l2l.backwards import Backwards, HookErrors, _End
 from test_threads import REFUSAL, in_another_thread
 
 
@@ -165,9 +164,9 @@ def test_an_error_at_the_end_is_kept_and_the_others_are_told():
 def test_what_is_over_is_let_go_of_without_any_code():
     """A Ctrl-C that came during a backward is raised in the first Python code after it; a `__del__` swallows it."""
     of = Backwards()
-    end = backwards._End(of, 1)
+    end = _End(of, 1)
     of._under_way[1] = weakref.ref(end)
     end()
     assert not hasattr(type(end), "__del__")
-    failed = backwards._End(of, 2)
+    failed = _End(of, 2)
     assert hasattr(type(failed), "__del__")
