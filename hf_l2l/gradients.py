@@ -31,6 +31,8 @@ class Gradients:
         self.backwards = backwards
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
         """Master -> the host tensor that will be its `grad` when this backward is over."""
+        self._off: set[torch.Tensor] = set()
+        """Masters whose sum of earlier backwards is arriving again, with more."""
         self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are there when this backward is over."""
         self._rooms: list[Room] = []
@@ -75,6 +77,7 @@ class Gradients:
             if total is master.grad:
                 # Off p.grad until it is complete: autograd adds there what a loss makes of a master itself.
                 master.grad, self._arriving[master] = None, total
+                self._off.add(master)
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(self.device, non_blocking=True))
         total.copy_(gradient, non_blocking=True)
@@ -124,6 +127,7 @@ class Gradients:
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
         arrived, self._arriving = self._arriving, {}
+        self._off.clear()
         shared = {master for master in arrived if master.grad is not None}
         for master, gradient in arrived.items():
             _add_to_grad(master, gradient)
@@ -138,6 +142,10 @@ class Gradients:
     def _discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""
         stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
+        for master in self._off:
+            if master in self._arriving:
+                master.grad = self._arriving[master]
+        self._off.clear()
         self._arriving.clear()
         self._norms.clear()
 

@@ -218,6 +218,15 @@ def test_the_step_after_a_fault_has_the_bits_of_one_without(monkeypatch):
 # ---- what else may happen to gradients
 
 
+def test_a_sum_is_in_its_place_again_after_a_backward_that_failed():
+    model, _, _, batch = toy_under("sim", "deferred")
+    train_once(model, batch)
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch, FAULTS["norm"](model, 0, patch), pytest.raises(FaultError):
+        train_once(model, batch)
+    assert all(p.grad is kept[name] for name, p in model.named_parameters())
+
+
 def test_what_was_clipped_is_added_to():
     check_clipping_between_backwards("sim")
 
