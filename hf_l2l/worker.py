@@ -62,6 +62,7 @@ class Task:
         with nullcontext() if self.done else Whereabouts().inside(where):
             while not self._over.wait(_POLL_S):
                 if not self._worker.lives:
+                    self.check()  # it ends after a failure
                     raise EngineFailedError(
                         f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
                         "forked from; use the model in the process that trains it"
@@ -94,7 +95,6 @@ class _State:
 
     failure: BaseException | None = None
     reported: bool = False
-    closing: bool = False
 
 
 class Worker:
@@ -105,6 +105,7 @@ class Worker:
         self.num_threads = num_threads or default_num_threads()
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._state = _State()
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._flushes = False
         self._process = os.getpid()
@@ -181,7 +182,7 @@ class Worker:
         if previous is not None:
             self._tasks.put(None)
             previous.join()
-        arguments = tasks, self._state, self.num_threads, flushes, ready
+        arguments = tasks, self._state, self._closing, self.num_threads, flushes, ready
         self._tasks, self._flushes = tasks, flushes
         self._thread = threading.Thread(target=_work, args=arguments, name="hf_l2l worker", daemon=True)
         self._thread.start()
@@ -189,7 +190,8 @@ class Worker:
         # Each thread has a number of its own, but those born later take the one that was set last.
         torch.set_num_threads(before)
         # Also at the end of the process, before what a thread needs is taken down around it.
-        self._end = weakref.finalize(self, _end, tasks, self._state, self._thread)
+        # What it is given lives as long as the worker, so that must not lead to a failure and its traceback.
+        self._end = weakref.finalize(self, _end, tasks, self._closing, self._thread)
 
 
 @dataclass
@@ -217,7 +219,12 @@ class _Reporting:
 
 
 def _work(
-    tasks: queue.SimpleQueue[_Job | None], state: _State, num_threads: int, flushes: bool, ready: threading.Event
+    tasks: queue.SimpleQueue[_Job | None],
+    state: _State,
+    closing: threading.Event,
+    num_threads: int,
+    flushes: bool,
+    ready: threading.Event,
 ) -> None:
     torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
     torch.set_num_threads(num_threads)
@@ -225,14 +232,20 @@ def _work(
     ready.set()
     while (job := tasks.get()) is not None:
         with _Reporting(job.task, state):
-            if state.failure is None and not state.closing:
+            if state.failure is None and not closing.is_set():
                 with torch.set_grad_enabled(job.modes.grad_enabled), job.modes.autocast.entered():
                     job.run()
         del job  # with all that it refers to, before the wait for the next one
+        if state.failure is not None:
+            # The thread ends here: it would keep the failure alive, and with it all that its traceback refers to.
+            while not tasks.empty():
+                if (left := tasks.get()) is not None:
+                    left.task._over.set()
+            return
 
 
-def _end(tasks: queue.SimpleQueue[_Job | None], state: _State, thread: threading.Thread) -> None:
-    state.closing = True
+def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, thread: threading.Thread) -> None:
+    closing.set()
     tasks.put(None)
     if thread is not threading.current_thread():
         thread.join(_CLOSES_WITHIN_S)

@@ -289,6 +289,7 @@ throughput.main(["--tiny", "--model", "bert-large", "--tokens", "64", "--modes",
 """
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_the_link_and_the_peaks_are_measured():
     """In a process of its own: the accelerator is simulated."""
     done = subprocess.run([sys.executable, "-c", ON_AN_ACCELERATOR], capture_output=True, text=True, timeout=300)
@@ -301,6 +302,7 @@ def test_on_an_accelerator_the_link_and_the_peaks_are_measured():
     assert all(row["is_measured"] for row in found["rows"])
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_from_anywhere(tmp_path):
     script = Path(throughput.__file__).resolve()
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

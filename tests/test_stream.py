@@ -149,6 +149,9 @@ class FakeModule:
             def synchronize(self) -> None:
                 told.append(("synchronize",))
 
+            def query(self) -> bool:
+                return False
+
         self.Event, self.Stream, self.stream = Event, object, nullcontext
 
     def current_stream(self, device: torch.device) -> str:

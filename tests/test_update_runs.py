@@ -148,7 +148,11 @@ while True:
 
 @pytest.mark.parametrize(
     ("mode", "seconds", "sent"),
-    [("deferred", 1000.0, signal.SIGINT), ("deferred", 1000.0, signal.SIGTERM), ("eager", 0.5, signal.SIGINT)],
+    [
+        ("deferred", 1000.0, signal.SIGINT),
+        pytest.param("deferred", 1000.0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("eager", 0.5, signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_the_program(mode, seconds, sent):
     """Also while an update takes for ever."""

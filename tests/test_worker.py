@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -111,6 +112,29 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
         submitted(worker, lambda: ran.append(2))
     worker.close()
     assert not ran, "nothing runs after a failure"
+
+
+def test_a_failure_keeps_nothing_alive():
+    """The exception refers to the frames it went through."""
+
+    class Held:
+        pass
+
+    worker, held = Worker(), Held()
+
+    def broken(of: Held = held, by: Worker = worker) -> None:
+        raise KeyError(f"{of} {by}")
+
+    task = submitted(worker, broken)
+    with pytest.raises(KeyError):
+        task.wait("it fails")
+    thread, gone = worker._thread, weakref.ref(held)
+    assert thread is not None
+    thread.join(5.0)
+    assert not thread.is_alive()
+    del worker, held, task, broken
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_has_not_begun_when_it_is_closed_never_runs():

@@ -18,7 +18,7 @@ enable_simulated_accelerator()
 def _nothing_of_other_modules() -> Iterator[None]:
     """Models of other test modules are gone, with their page-locked memory, and so are copies nobody waited for."""
     torch.sim.synchronize()
-    for _ in range(50):
+    for _ in range(10):
         gc.collect()
         if page_locked_bytes() == 0:
             break

@@ -67,7 +67,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_prefetch_changes_no_bit(stash, accumulation):
     same = {"stash": stash, "accumulation": accumulation, "ubatch_size": 3}
