@@ -182,7 +182,7 @@ class Worker:
         if previous is not None:
             self._tasks.put(None)
             previous.join()
-        arguments = tasks, self._state, self._closing, self.num_threads, flushes, ready
+        arguments = tasks, [self._state], self._closing, self.num_threads, flushes, ready
         self._tasks, self._flushes = tasks, flushes
         self._thread = threading.Thread(target=_work, args=arguments, name="hf_l2l worker", daemon=True)
         self._thread.start()
@@ -220,12 +220,13 @@ class _Reporting:
 
 def _work(
     tasks: queue.SimpleQueue[_Job | None],
-    state: _State,
+    box: list[_State],
     closing: threading.Event,
     num_threads: int,
     flushes: bool,
     ready: threading.Event,
 ) -> None:
+    state = box.pop()  # what a thread is started with it keeps until it ends
     torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
@@ -237,11 +238,14 @@ def _work(
                     job.run()
         del job  # with all that it refers to, before the wait for the next one
         if state.failure is not None:
-            # The thread ends here: it would keep the failure alive, and with it all that its traceback refers to.
-            while not tasks.empty():
-                if (left := tasks.get()) is not None:
-                    left.task._over.set()
-            return
+            break
+    else:
+        return
+    # From here on the thread does nothing, and holds neither the failure nor all that its traceback refers to.
+    del state
+    while (job := tasks.get()) is not None:
+        job.task._over.set()
+        del job
 
 
 def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, thread: threading.Thread) -> None:

@@ -130,11 +130,10 @@ def test_a_failure_keeps_nothing_alive():
         task.wait("it fails")
     thread, gone = worker._thread, weakref.ref(held)
     assert thread is not None
-    thread.join(5.0)
-    assert not thread.is_alive()
     del worker, held, task, broken
     gc.collect()
-    assert gone() is None
+    thread.join(5.0)
+    assert gone() is None and not thread.is_alive()
 
 
 def test_what_has_not_begun_when_it_is_closed_never_runs():
