@@ -62,7 +62,6 @@ class Task:
         with nullcontext() if self.done else Whereabouts().inside(where):
             while not self._over.wait(_POLL_S):
                 if not self._worker.lives:
-                    self.check()  # it ends after a failure
                     raise EngineFailedError(
                         f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
                         "forked from; use the model in the process that trains it"
@@ -101,7 +100,7 @@ class Worker:
     """One thread, started by the first task and ended by `close` or with the last reference to the worker."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """With `num_threads` threads inside one operation of torch (None: all cores but one)."""
+        """With `num_threads` threads inside one operation of torch (None: `default_num_threads`)."""
         self.num_threads = num_threads or default_num_threads()
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._state = _State()
