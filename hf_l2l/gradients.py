@@ -113,6 +113,8 @@ class Gradients:
         taken: dict[torch.Tensor, torch.Tensor] = {}
         for master in masters:
             on_its_way = master in self._arriving
+            if on_its_way and master.grad is not None:
+                continue  # what autograd itself put there is added when this one has landed; `step()` finds the sum
             total = self._arriving.pop(master, master.grad)
             if total is not None:
                 if not on_its_way:

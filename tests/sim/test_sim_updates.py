@@ -218,6 +218,28 @@ def test_the_step_after_a_fault_has_the_bits_of_one_without(monkeypatch):
 # ---- what else may happen to gradients
 
 
+def test_an_eager_update_leaves_a_gradient_that_autograd_put_there_to_the_step(monkeypatch):
+    """It comes while the sum of the layers is on its way."""
+    runs = []
+    for mode in ("serial", "eager"):
+        model, eps, optimizer, batch = toy_under("sim", mode)
+        master, arrived = master_of(model, 1), eps.updates.arrived
+
+        def meanwhile(masters: Any, master: Any = master, arrived: Any = arrived) -> None:
+            if any(each is master for each in masters):
+                master.grad = torch.ones_like(master)
+            arrived(masters)
+
+        if mode == "eager":
+            monkeypatch.setattr(eps.updates, "arrived", meanwhile)
+        train_once(model, batch)
+        if mode == "serial":
+            master.grad += 1.0
+        optimizer.step()
+        runs.append(result(model, optimizer, []))
+    assert_same(runs[1], runs[0])
+
+
 def test_a_sum_is_in_its_place_again_after_a_backward_that_failed():
     model, _, _, batch = toy_under("sim", "deferred")
     train_once(model, batch)
