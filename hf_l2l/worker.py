@@ -92,8 +92,15 @@ class Modes(NamedTuple):
 class _State:
     """What a worker and its thread share, so that the thread does not keep the worker alive."""
 
-    failure: BaseException | None = None
-    reported: bool = False
+    failure: str | None = None
+    """What has failed, in words."""
+    untold: BaseException | None = None
+    """The failure itself, until somebody is told: its traceback refers to graphs, which refer to the model."""
+
+    def fail(self, failure: BaseException) -> None:
+        """Keep the first failure."""
+        if self.failure is None:
+            self.failure, self.untold = f"{type(failure).__name__}: {failure}", failure
 
 
 class Worker:
@@ -145,20 +152,25 @@ class Worker:
             Exception: what a task raised.
             EngineFailedError: if that has been told of before.
         """
-        failure = self._state.failure
-        if failure is None:
+        if not self.has_failed:
             return
-        if not self._state.reported:
-            self._state.reported = True
-            raise failure
+        if self._state.untold is not None:
+            raise self._tell()
         raise EngineFailedError(
-            f"the weights are between two steps and the engine has stopped: {type(failure).__name__}: {failure}. Load "
-            "the last checkpoint into a new model"
-        ) from failure
+            f"the weights are between two steps and the engine has stopped: {self._state.failure}. Load the last "
+            "checkpoint into a new model"
+        )
 
     def fail(self, failure: BaseException) -> None:
         """Do nothing more; `failure` has been told of."""
-        self._state.failure, self._state.reported = self._state.failure or failure, True
+        self._state.fail(failure)
+        self._state.untold = None
+
+    def _tell(self) -> BaseException:
+        """The failure that nobody has been told of, which is kept no longer."""
+        failure, self._state.untold = self._state.untold, None
+        assert failure is not None
+        return failure
 
     @contextmanager
     def failing_with_errors(self) -> Iterator[None]:
@@ -210,9 +222,9 @@ class _Reporting:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if error is not None and self.state.failure is None:
+        if error is not None:
             error.add_note(f"raised in {self.task.what}")
-            self.state.failure = error
+            self.state.fail(error)
         self.task._over.set()
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, gradients, stream, transit, updates
 from hf_l2l.testing import sim_stream
 from hf_l2l.worker import Task
+from training import settled_memory
 from update_cases import (
     Toy,
     assert_same,
@@ -192,6 +194,23 @@ def test_a_fault_is_told_with_its_layer(fault, mode, index, monkeypatch):
     lost = fault == "update" or (mode == "eager" and fault in ("download", "norm"))
     with pytest.raises(EngineFailedError, match="Load the last checkpoint") if lost else nullcontext():
         step()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_model_whose_engine_has_failed_can_be_collected(fault):
+    """The error refers to frames of the backward, and those to its graph: nothing of the engine may refer to it."""
+
+    def failed() -> weakref.ref[nn.Module]:
+        model, eps, optimizer, batch = toy_under("sim", "eager")
+        with pytest.MonkeyPatch.context() as patch, FAULTS[fault](model, 1, patch), pytest.raises(FaultError):
+            for _ in range(2):
+                train_once(model, batch)
+                optimizer.step()
+        return weakref.ref(model)
+
+    gone = failed()
+    settled_memory()
+    assert gone() is None
 
 
 def test_the_step_after_a_fault_has_the_bits_of_one_without(monkeypatch):
