@@ -23,12 +23,6 @@ def _nothing_of_other_modules() -> Iterator[None]:
         if page_locked_bytes() == 0:
             break
         time.sleep(0.02)
-    yield
-
-
-@pytest.fixture(scope="module")
-def quick_garbage_collection(_nothing_of_other_modules: None) -> Iterator[None]:
-    """What is there before the first test of the module is not looked at again and again."""
-    gc.freeze()
+    gc.freeze()  # what is there before the first test of a module is not looked at again and again
     yield
     gc.unfreeze()

@@ -27,8 +27,6 @@ from hf_l2l.stacks import tensor_bytes
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 from training import tiny_bert
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
-
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_locked() -> Iterator[None]:

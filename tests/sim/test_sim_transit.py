@@ -21,8 +21,6 @@ from hf_l2l.testing import page_locked_bytes, sim_copies
 from hf_l2l.transit import WeightSlots
 from training import settled_memory, tiny_bert
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
-
 
 def relay_of(model: nn.Module) -> Relay:
     relay = model.bert.encoder.layer[0]._hf_hook.runner
