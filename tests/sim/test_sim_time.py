@@ -5,7 +5,7 @@ The machine is scaled to the model, so that a layer and a ubatch take the times 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -125,7 +125,13 @@ def test_the_example_without_overlap():
     assert clock.end == pytest.approx(2.94, rel=0.02)
 
 
-@pytest.mark.parametrize("machine", [V100, Machine(8, 2, 1.0, 1.5, 0.5)], ids=["V100", "a slower link"])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param(V100, id="V100", marks=pytest.mark.slow),
+        pytest.param(Machine(8, 2, 1.0, 1.5, 0.5), id="a slower link"),
+    ],
+)
 def test_doing_without_prefetch_costs_every_transfer(machine):
     """As long as a layer travels in less time than another computes."""
     saved = timed_step(machine, prefetch=False).end - timed_step(machine).end
@@ -142,7 +148,13 @@ def test_doing_without_prefetch_costs_the_computation_where_the_link_sets_the_pa
     assert saved == pytest.approx(forward + backward, rel=0.01)
 
 
-@pytest.mark.parametrize("machine", [V100, Machine(8, 2, 1.0, 1.9, 0.5)], ids=["V100", "a slower link"])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param(V100, id="V100", marks=pytest.mark.slow),
+        pytest.param(Machine(8, 2, 1.0, 1.9, 0.5), id="a slower link"),
+    ],
+)
 def test_layers_that_make_the_host_wait_lose_no_overlap(machine):
     assert timed_step(machine, Asking).end == pytest.approx(timed_step(machine).end, rel=0.005)
 
@@ -174,12 +186,13 @@ def test_one_gradient_slot_waits_only_where_a_transfer_outlasts_a_recompute():
 
 
 def test_memory_that_is_not_locked_holds_up_the_host():
+    short = replace(V100, ubatches=4)
     with page_lock_limit(0), pytest.warns(UserWarning, match="page-locked"):
-        pageable = timed_step(V100)
+        pageable = timed_step(short)
     # An upload is given to the link when another layer's computation has been given to the device, and travels under
     # it; but the host waits for it, and for every gradient.
-    locked = timed_step(V100)
-    assert locked.end + 0.05 < pageable.end < timed_step(V100, prefetch=False).end
+    locked = timed_step(short)
+    assert locked.end + 0.05 < pageable.end < timed_step(short, prefetch=False).end
 
 
 def test_the_stash_travels_under_compute(monkeypatch):
