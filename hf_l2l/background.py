@@ -46,7 +46,7 @@ def carry_out(
     landed: stream.Point | None,
     update: Update,
 ) -> None:
-    """Update `masters`, on the worker's thread."""
+    """Update `masters`, on a thread of the worker."""
     if landed is not None:
         with aside():
             stream.wait(landed, "a layer is updated when its gradients have landed", host=True)

@@ -23,14 +23,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.device_clock import DeviceClock, Mark
-from hf_l2l.trace import Span, TraceFile
+from hf_l2l.trace import FreeRows, Span, TraceFile
 from hf_l2l.waits import Averages, Waits
 from hf_l2l.watching import HERE, unwatch, watch, watcher_of
 from hf_l2l.whereabouts import Whereabouts
 
-STEPS, COMPUTE, HOST_UPDATE, WAITS = "steps", "compute", "host update", "waits"
-ROWS = (STEPS, COMPUTE, "upload", "stash upload", "download", "stash download", "norm", HOST_UPDATE, WAITS)
-"""Of the trace, from top to bottom."""
+STEPS, COMPUTE, HOST_UPDATE, SECOND_UPDATE, WAITS = "steps", "compute", "host update", "host update 2", "waits"
+ROWS = (
+    STEPS,
+    COMPUTE,
+    "upload",
+    "stash upload",
+    "download",
+    "stash download",
+    "norm",
+    HOST_UPDATE,
+    SECOND_UPDATE,
+    WAITS,
+)
+"""Of the trace, from top to bottom. What is updated while another update runs has a row of its own."""
 
 _INTO = ", {seconds} into this step"
 
@@ -75,6 +86,7 @@ class Timeline:
         """Whether a backward came after the last forward."""
         self._noted: deque[_Noted] = deque()
         """In the order of the program; but what `host_works` notes, in the background, is somewhere in between."""
+        self._host_rows = FreeRows([HOST_UPDATE, SECOND_UPDATE])
         self._step_began: float | None = None
         self._update_began: float | None = None
         self._waits = Waits()
@@ -202,10 +214,11 @@ class Timeline:
     @contextmanager
     def host_works(self, name: str) -> Iterator[None]:
         """Inside, the host updates weights, in whatever thread."""
-        start = self.clock.now()
-        yield
-        if self.is_watched:
-            self._noted.append(_Noted(HOST_UPDATE, name, start, self.clock.now()))
+        with self._host_rows.taken() as row:
+            start = self.clock.now()
+            yield
+            if self.is_watched:
+                self._noted.append(_Noted(row, name, start, self.clock.now()))
 
     @contextmanager
     def waiting_for_eps(self, why: str) -> Iterator[None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 _END = b"\n]}\n"
@@ -21,6 +23,27 @@ class Span(NamedTuple):
     name: str
     start_s: float
     end_s: float
+
+
+class FreeRows:
+    """Rows for what may be under way at once, in several threads: spans of one row must not overlap."""
+
+    def __init__(self, rows: Iterable[str]) -> None:
+        """With as many `rows` as there may be threads."""
+        self._rows = list(rows)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[str]:
+        """Inside, the row is nobody else's: the first that is free."""
+        with self._lock:
+            row = self._rows.pop(0)
+        try:
+            yield row
+        finally:
+            with self._lock:
+                self._rows.append(row)
+                self._rows.sort()
 
 
 class TraceFile:

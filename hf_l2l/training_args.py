@@ -57,7 +57,7 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     l2l_num_threads: int | None = field(
         default=None,
         metadata={
-            "help": "Threads of an update in the background. Default: those torch uses, at most all cores but one."
+            "help": "Threads of updates in the background. Default: those torch uses, at most all cores but one."
         },
     )
     l2l_optimizer: Literal["lamb"] | None = field(

@@ -1,7 +1,7 @@
 """When the masters are updated: `eps_update`.
 
 - "serial" (L2L, arXiv:2002.05645, first text, figure 2b): in `optimizer.step()`, all layers.
-- "deferred": `optimizer.step()` takes the gradients and returns; a background thread updates layer after layer in the
+- "deferred": `optimizer.step()` takes the gradients and returns; background threads update layer after layer in the
   order of the next forward, which waits for each layer as it comes to it. The norm is known by then, so clipping is
   exact; the gradients are scaled there, too.
 - "eager" (L2L-p, figure 2c): during the backward, each layer as soon as the gradients of all its calls in this step
@@ -71,7 +71,8 @@ class Updates:
         self.masters = Masters(model, layers)
         self._places: WeakKeyDictionary[torch.optim.Optimizer, Places] = WeakKeyDictionary()
         self.arrivals = Arrivals(goes_on)
-        self._last: Task | None = None
+        self._begun: list[Task] = []
+        """Those of the last step, and what was not over by then."""
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         self.eager = EagerStep(self.masters, self.worker)
@@ -123,9 +124,10 @@ class Updates:
 
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished."""
-        if self._last is not None:  # they are done in order
-            with self._timeline.waiting_for_eps("an optimizer's state is used when all updates are finished"):
-                self._last.wait("an optimizer's state is used when all updates are finished")
+        why = "an optimizer's state is used when all updates are finished"
+        with self._timeline.waiting_for_eps(why):
+            for task in list(self._begun):
+                task.wait(why)
         self.check()
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
@@ -203,6 +205,9 @@ class Updates:
     ) -> None:
         """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
         with self.worker.failing_with_errors():
+            for master in gradients:
+                settle(master)  # two updates of one master may be under way only one after the other
+            self._begun = [task for task in self._begun if not task.done]
             with untouched():
                 step = SplitStep(optimizer, gradients, self._places_of(optimizer))
             for what, masters in self.masters.parts(gradients):
@@ -216,7 +221,7 @@ class Updates:
                     self.eager.begin(optimizer, masters, update)
                 run = partial(carry_out, part, masters, factors, landed, update)
                 self.worker.submit(update.task, run, self._modes if in_step else Modes.current())
-                self._last = update.task
+                self._begun.append(update.task)
 
     def _places_of(self, optimizer: torch.optim.Optimizer) -> Places:
         """Found once per step: an eager one takes a part of it for every layer."""

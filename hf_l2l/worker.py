@@ -1,7 +1,7 @@
-"""A background thread for the host's work: one piece after the other, whose exceptions reach whoever waits.
+"""Background threads for the host's work, whose exceptions reach whoever waits for it.
 
-The thread computes as its submitter would: under the same grad mode, autocast and treatment of denormal numbers (which
-threads do not share). It leaves a core to the thread that drives the device. After a failure it does nothing more.
+They compute as their submitter would: under the same grad mode, autocast and treatment of denormal numbers (which
+threads do not share). They leave a core to the thread that drives the device. After a failure they do nothing more.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +24,9 @@ from hf_l2l.whereabouts import Whereabouts
 
 _POLL_S = 0.5  # how often a wait looks whether the thread that it waits for still lives
 _CLOSES_WITHIN_S = 5.0
+_AT_ONCE = 2
+"""Tasks under way at once: while Python prepares one, memory is busy with the other, and threads that do not wait for
+each other at every tensor get more of it. With more of them the first task, which is needed first, would be late."""
 
 
 class EngineFailedError(RuntimeError):
@@ -90,7 +93,7 @@ class Modes(NamedTuple):
 
 @dataclass
 class _State:
-    """What a worker and its thread share, so that the thread does not keep the worker alive."""
+    """How a worker's tasks went. No idle thread refers to it, or to the worker."""
 
     failure: str | None = None
     """What has failed, in words."""
@@ -104,27 +107,31 @@ class _State:
 
 
 class Worker:
-    """One thread, started by the first task and ended by `close` or with the last reference to the worker."""
+    """A few threads, started by the first task and ended by `close` or with the last reference to the worker.
+
+    Tasks begin in the order in which they were submitted, and may end in another: at most two are under way.
+    """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """With `num_threads` threads inside one operation of torch (None: `default_num_threads`)."""
+        """With `num_threads` in all, those inside operations of torch included (None: `default_num_threads`)."""
         self.num_threads = num_threads or default_num_threads()
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._state = _State()
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._flushes = False
         self._process = os.getpid()
 
     @property
     def lives(self) -> bool:
-        """Whether there is a thread in this process that works."""
-        return self._thread is not None and self._thread.is_alive() and os.getpid() == self._process
+        """Whether there are threads in this process that work."""
+        alive = [thread.is_alive() for thread in self._threads]
+        return os.getpid() == self._process and bool(alive) and all(alive)
 
     @property
     def is_current(self) -> bool:
-        """Whether this is called by the worker's own thread."""
-        return self._thread is threading.current_thread()
+        """Whether this is called by one of the worker's own threads."""
+        return threading.current_thread() in self._threads
 
     @property
     def has_failed(self) -> bool:
@@ -132,7 +139,7 @@ class Worker:
         return self._state.failure is not None
 
     def submit(self, task: Task, run: Callable[[], None], modes: Modes | None = None) -> None:
-        """Let the thread call `run` under `modes` (None: those of now) when it is done with what it was given before.
+        """Let a thread call `run` under `modes` (None: those of now) when it is done with what it was given before.
 
         Raises:
             Exception: what an earlier task raised, if nobody has been told of that yet.
@@ -140,10 +147,10 @@ class Worker:
         """
         self.check()
         modes = modes or Modes.current()
-        if self._thread is None or modes.flushes != self._flushes:
+        if not self._threads or modes.flushes != self._flushes:
             self._start(modes.flushes)
         task._worker = self
-        self._tasks.put(_Job(task, run, modes))
+        self._tasks.put(_Job(task, run, modes, self._state, self._closing))
 
     def check(self) -> None:
         """Tell of a failure, once as it was and then as what it means.
@@ -180,29 +187,38 @@ class Worker:
             yield
 
     def close(self) -> None:
-        """End the thread; tasks that have not begun never run."""
-        if self._thread is not None:
+        """End the threads; tasks that have not begun never run."""
+        if self._threads:
             self._end()
-            self._thread = None
+            self._threads = []
 
     def _start(self, flushes: bool) -> None:
-        """Start a thread, in the place of one that does not treat denormals as they are treated now."""
-        before = torch.get_num_threads()
-        ready = threading.Event()
-        previous, tasks = self._thread, queue.SimpleQueue[_Job | None]()
-        if previous is not None:
+        """Start threads, in the place of those that do not treat denormals as they are treated now."""
+        for _ in self._threads:
             self._tasks.put(None)
-            previous.join()
-        arguments = tasks, [self._state], self._closing, self.num_threads, flushes, ready
-        self._tasks, self._flushes = tasks, flushes
-        self._thread = threading.Thread(target=_work, args=arguments, name="hf_l2l worker", daemon=True)
-        self._thread.start()
+        for thread in self._threads:
+            thread.join()
+        before = torch.get_num_threads()
+        self._tasks, self._flushes = queue.SimpleQueue[_Job | None](), flushes
+        count = min(_AT_ONCE, self.num_threads)
+        ready = threading.Barrier(count + 1)
+        self._threads = [
+            threading.Thread(
+                target=_work,
+                args=(self._tasks, (self.num_threads + number) // count, flushes, ready),
+                name="hf_l2l worker",
+                daemon=True,
+            )
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
         ready.wait()
         # Each thread has a number of its own, but those born later take the one that was set last.
         torch.set_num_threads(before)
         # Also at the end of the process, before what a thread needs is taken down around it.
         # What it is given lives as long as the worker, so that must not lead to a failure and its traceback.
-        self._end = weakref.finalize(self, _end, tasks, self._closing, self._thread)
+        self._end = weakref.finalize(self, _end, self._tasks, self._closing, self._threads)
 
 
 @dataclass
@@ -210,6 +226,8 @@ class _Job:
     task: Task
     run: Callable[[], None]
     modes: Modes
+    state: _State
+    closing: threading.Event
 
 
 class _Reporting:
@@ -229,41 +247,26 @@ class _Reporting:
         return True
 
 
-def _work(
-    tasks: queue.SimpleQueue[_Job | None],
-    box: list[_State],
-    closing: threading.Event,
-    num_threads: int,
-    flushes: bool,
-    ready: threading.Event,
-) -> None:
-    state = box.pop()  # what a thread is started with it keeps until it ends
+def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool, ready: threading.Barrier) -> None:
     torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
-    ready.set()
+    ready.wait()
     while (job := tasks.get()) is not None:
-        with _Reporting(job.task, state):
-            if state.failure is None and not closing.is_set():
+        with _Reporting(job.task, job.state):
+            if job.state.failure is None and not job.closing.is_set():
                 with torch.set_grad_enabled(job.modes.grad_enabled), job.modes.autocast.entered():
                     job.run()
         del job  # with all that it refers to, before the wait for the next one
-        if state.failure is not None:
-            break
-    else:
-        return
-    # From here on the thread does nothing, and holds neither the failure nor all that its traceback refers to.
-    del state
-    while (job := tasks.get()) is not None:
-        job.task._over.set()
-        del job
 
 
-def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, thread: threading.Thread) -> None:
+def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, threads: Iterable[threading.Thread]) -> None:
     closing.set()
-    tasks.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_CLOSES_WITHIN_S)
+    for _ in threads:
+        tasks.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_CLOSES_WITHIN_S)
 
 
 def default_num_threads() -> int:

@@ -14,6 +14,8 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -327,8 +329,11 @@ def test_work_in_the_background_is_drawn(tmp_path):
     assert averages is not None and averages.steps == 300
     spans = read(file)
     assert len([row for row, *_ in spans if row == "steps"]) == 300
-    assert sorted(name for row, name, *_ in spans if row == "host update") == sorted(done)
-    assert len(done) > 100
+    rows = {row: [span for span in spans if span[0] == row] for row in ("host update", "host update 2")}
+    assert sorted(name for found in rows.values() for _, name, *_ in found) == sorted(done)
+    assert len(done) > 100 and rows["host update 2"]
+    for found in rows.values():
+        assert all(end <= start for (_, _, _, end), (_, _, start, _) in pairwise(sorted(found, key=itemgetter(2))))
 
 
 def test_a_trace_that_cannot_be_written_any_more_ends(tmp_path):

@@ -273,6 +273,27 @@ def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, mode
     assert not eps.updates.worker.lives
 
 
+def test_weights_are_updated_in_the_order_of_the_steps(monkeypatch):
+    """Also where nobody uses them in between, and another thread is free."""
+    original, delays = updates.carry_out, [0.3, 0.0, 0.0]
+
+    def late(*args: Any) -> None:
+        time.sleep(delays.pop(0))
+        original(*args)
+
+    monkeypatch.setattr(updates, "carry_out", late)
+    found = []
+    for mode in ("serial", "deferred"):
+        model = tiny_bert(layers=2)
+        eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode, num_threads=2))
+        optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(3):
+            model.classifier.weight.grad = torch.full([2, 16], 10.0**step)
+            optimizer.step()
+        found.append(model.classifier.weight.detach().clone())
+    assert torch.equal(*found) and not delays
+
+
 def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hf_l2l worker"]
 

@@ -1,4 +1,4 @@
-"""The background thread: order, modes of its submitter, failures, its end."""
+"""The background threads: order, modes of their submitter, failures, their end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def submitted(worker: Worker, run, what: str = "some work") -> Task:
     return task
 
 
-def test_work_is_done_in_order_by_one_thread(worker):
+def test_one_thread_works_in_order(worker):
     done: list[tuple[int, int]] = []
     for i in range(20):
         last = submitted(worker, lambda i=i: done.append((i, threading.get_ident())))
@@ -74,12 +74,19 @@ def test_a_core_is_left_to_the_driver(monkeypatch):
     assert default_num_threads() == 1
 
 
-@pytest.mark.parametrize("asked", [1, 2])
+@pytest.mark.parametrize("asked", [1, 2, 3])
 def test_threads_within_an_operation_are_bounded_and_the_callers_stay(asked):
-    before, found = torch.get_num_threads(), []
-    worker = Worker(asked)
-    submitted(worker, lambda: found.append(torch.get_num_threads())).wait("its threads")
-    assert found == [asked] and torch.get_num_threads() == before
+    before, found = torch.get_num_threads(), {}
+    worker, at_once = Worker(asked), threading.Barrier(min(asked, 2))
+
+    def look() -> None:
+        at_once.wait(10.0)
+        found[threading.get_ident()] = torch.get_num_threads()
+
+    for task in [submitted(worker, look) for _ in range(min(asked, 2))]:
+        task.wait("its threads")
+    assert len(found) == min(asked, 2) and sum(found.values()) == asked
+    assert torch.get_num_threads() == before
     born: list[int] = []
     later = threading.Thread(target=lambda: born.append(torch.get_num_threads()))
     later.start()
@@ -114,13 +121,33 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
     assert not ran, "nothing runs after a failure"
 
 
-def test_a_failure_keeps_nothing_alive():
+def test_a_failure_ends_the_work_of_both_threads():
+    worker, failed, ran = Worker(2), threading.Event(), []
+
+    def goes_on() -> None:
+        assert failed.wait(10.0)
+        ran.append("begun before")
+
+    beside = submitted(worker, goes_on)
+    with pytest.raises(KeyError):
+        submitted(worker, fail).wait("it fails")
+    failed.set()
+    with pytest.raises(EngineFailedError):
+        beside.wait("it was under way")
+    with pytest.raises(EngineFailedError):
+        submitted(worker, lambda: ran.append("begun after"))
+    worker.close()
+    assert ran == ["begun before"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_failure_keeps_nothing_alive(count):
     """The exception refers to the frames it went through."""
 
     class Held:
         pass
 
-    worker, held = Worker(), Held()
+    worker, held = Worker(count), Held()
 
     def broken(of: Held = held, by: Worker = worker) -> None:
         raise KeyError(f"{of} {by}")
@@ -128,12 +155,13 @@ def test_a_failure_keeps_nothing_alive():
     task = submitted(worker, broken)
     with pytest.raises(KeyError):
         task.wait("it fails")
-    thread, gone = worker._thread, weakref.ref(held)
-    assert thread is not None
+    threads, gone = worker._threads, weakref.ref(held)
+    assert len(threads) == count
     del worker, held, task, broken
     gc.collect()
-    thread.join(5.0)
-    assert gone() is None and not thread.is_alive()
+    for thread in threads:
+        thread.join(5.0)
+    assert gone() is None and not any(thread.is_alive() for thread in threads)
 
 
 def test_what_has_not_begun_when_it_is_closed_never_runs():
@@ -145,15 +173,16 @@ def test_what_has_not_begun_when_it_is_closed_never_runs():
     assert not worker.lives and not ran
 
 
-def test_the_thread_ends_with_the_worker():
-    worker = Worker()
+@pytest.mark.parametrize("count", [1, 2])
+def test_threads_end_with_the_worker(count):
+    worker = Worker(count)
     assert not worker.lives, "none before there is work"
     submitted(worker, lambda: None).wait("it has begun")
-    thread = worker._thread
-    assert thread is not None and thread.is_alive() and thread.daemon
+    threads = worker._threads
+    assert len(threads) == count and all(thread.is_alive() and thread.daemon for thread in threads)
     del worker
     gc.collect()
-    assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_who_waits_for_a_thread_that_is_gone_is_told(worker, monkeypatch):
