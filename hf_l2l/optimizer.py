@@ -50,8 +50,8 @@ class SplitStep:
     """One step of an optimizer, to be carried out a part at a time, on any thread.
 
     When every parameter that has a gradient has been in a part, weights and state have the bits that one `step()`
-    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`), of which parts may
-    also run at once, each in a thread. `p.grad` is neither read nor written, and the hooks of the optimizer do not run;
+    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`), whose parts may also
+    run at once, each in a thread. `p.grad` is neither read nor written, and the hooks of the optimizer do not run;
     those that torch keeps for all optimizers run once per part, in its thread.
 
     Whoever reads the masters or the optimizer's state, or makes the next step, waits for all parts first.
