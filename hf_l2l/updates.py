@@ -173,14 +173,13 @@ class Updates:
             self._begin(optimizer, taken)
 
     def _later_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether other hooks of the step run after ours, which takes the gradients."""
+        """Whether other hooks of the step run after ours, which takes the gradients.
+
+        One that is marked `only_looks`, as that of the virtual clock, does not count: it is to see what is left.
+        """
         hooks = list(optimizer._optimizer_step_pre_hooks)
         later = hooks[hooks.index(self._hooks[optimizer][0].id) + 1 :]
-        return any(
-            # The virtual clock only looks, and must see what the step itself will find.
-            not getattr(optimizer._optimizer_step_pre_hooks[hook], "__module__", "").startswith("hf_l2l.testing")
-            for hook in later
-        )
+        return any(not getattr(optimizer._optimizer_step_pre_hooks[hook], "only_looks", False) for hook in later)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         with untouched():

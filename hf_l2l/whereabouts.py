@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -85,6 +86,11 @@ class _Lookout:
                 cls.thread.start()
 
     @classmethod
+    def renew(cls) -> None:
+        """Begin anew, in a forked process: the thread is not there, and may have held the lock."""
+        cls.lock, cls.at, cls.thread = threading.Lock(), WeakSet(), None
+
+    @classmethod
     def look(cls) -> None:
         idle = 0
         while True:
@@ -97,3 +103,7 @@ class _Lookout:
                     return
             while at:  # and none is kept while this sleeps
                 at.pop().say()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Lookout.renew)

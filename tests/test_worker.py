@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -11,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from hf_l2l import EngineFailedError
+from hf_l2l import EngineFailedError, whereabouts
 from hf_l2l.worker import Task, Worker, default_num_threads
 
 
@@ -183,6 +184,28 @@ def test_threads_end_with_the_worker(count):
     del worker
     gc.collect()
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX systems")
+def test_a_forked_process_is_told_soon(worker):
+    """Whatever the thread that says where a program is held at that moment."""
+    task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
+    with whereabouts._Lookout.lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                task.wait("it has no thread")
+            except EngineFailedError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+    until = time.monotonic() + 10.0
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
 def test_who_waits_for_a_thread_that_is_gone_is_told(worker, monkeypatch):

@@ -185,6 +185,8 @@ class _OptimizerSteps:
         """Note which parameters have a gradient, that no hook has taken away."""
         self._gradients[id(optimizer)] = _gradients(optimizer)
 
+    before.only_looks = True  # type: ignore[attr-defined]  # so that it may come last; see `updates.Updates`
+
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count what the step has read and written; a closure may have made gradients within it."""
         found = self._gradients.pop(id(optimizer), {}) | _gradients(optimizer)
