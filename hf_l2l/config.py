@@ -52,9 +52,9 @@ class L2LConfig:
     device that computes beside the host, and serial on the CPU."""
 
     num_threads: int | None = None
-    """Threads of the updates in the background, of which two run at once and share them; a serial one has those of the
-    program. None takes as many as the program has, at most all cores but one, which is left to the thread that drives
-    the device."""
+    """Threads of the updates in the background: two updates run at once, each with half of them (one, with one). None
+    takes as many as the program has, at most all cores but one, which is left to the thread that drives the device. A
+    serial update has those of the program."""
 
     trace: str | os.PathLike[str] | None = None
     """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,

@@ -7,10 +7,12 @@ holds only the parameters of that part. `locality.why_not_layer_local` tells for
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ import torch
 _OF_THE_PARAMETERS = ("params", "param_names")
 """What a group holds one of per parameter; the rest are hyper-parameters."""
 
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, FunctionType, MethodType)
+"""Of these, a copy is no other thing; a method is taken for what it does, and not for what it belongs to."""
 
 Places = dict[torch.Tensor, tuple[tuple[int, int], str | None]]
 """Master -> the number of its group, and its own number there; and its name, for an optimizer that has names."""
@@ -50,9 +55,10 @@ class SplitStep:
     """One step of an optimizer, to be carried out a part at a time, on any thread.
 
     When every parameter that has a gradient has been in a part, weights and state have the bits that one `step()`
-    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`), whose parts may also
-    run at once, each in a thread. `p.grad` is neither read nor written, and the hooks of the optimizer do not run;
-    those that torch keeps for all optimizers run once per part, in its thread.
+    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`). Parts may run at
+    once, each in a thread, since they share nothing that a step may write to. `p.grad` is neither read nor written,
+    and the hooks of the optimizer do not run; those that torch keeps for all optimizers run once per part, in its
+    thread.
 
     Whoever reads the masters or the optimizer's state, or makes the next step, waits for all parts first.
     """
@@ -74,13 +80,13 @@ class SplitStep:
             places: what `places_of` finds, where that is known.
         """
         self._state = optimizer.state
-        self._base = _another(optimizer, [], defaultdict(dict))
+        self._places = places = places_of(optimizer) if places is None else places
+        self._base = _another(optimizer, [], defaultdict(dict), places)
         self._groups = [
             {key: _snapshot(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
             for group in optimizer.param_groups
         ]
         self._shares: dict[torch.Tensor, _Share] = {}
-        places = places_of(optimizer) if places is None else places
         # In group order and before any part runs: the state dict then has the order of one whole step.
         for p in sorted((p for p in gradients if p in places), key=lambda p: places[p][0]):
             has_state = p in self._state
@@ -110,7 +116,12 @@ class Part:
         groups: dict[int, dict[str, Any]] = {}
         for (_, share), stand_in in zip(self._shares, self._stand_ins, strict=True):
             number = share.place[0]
-            group = groups.setdefault(number, {"params": [], **step._groups[number]})
+            if number not in groups:
+                groups[number] = {
+                    "params": [],
+                    **{key: _snapshot(value) for key, value in step._groups[number].items()},
+                }
+            group = groups[number]
             group["params"].append(stand_in)
             if share.name is not None:
                 group.setdefault("param_names", []).append(share.name)
@@ -128,7 +139,7 @@ class Part:
         pairs = list(zip(shares, stand_ins, strict=True))
         # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
         state = defaultdict(dict, {stand_in: share.state for (_, share), stand_in in pairs if share.has_state})
-        optimizer = _another(self._step._base, self._groups, state)
+        optimizer = _another(self._step._base, self._groups, state, self._step._places)
         self._groups = []
         self._step._step(optimizer)
         for (master, share), stand_in in pairs:
@@ -142,14 +153,36 @@ class Part:
 
 
 def _another(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: defaultdict[torch.Tensor, Any],
+    parameters: Iterable[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """An optimizer with the attributes of this one (`copy.copy` would lose most of them), and without its hooks."""
+    """An optimizer with the attributes of this one, and without its hooks (`copy.copy` would lose most attributes).
+
+    What a step may write to is copied, since other steps may be under way: a list, say, in which it collects what it
+    then empties. The `parameters` are not.
+    """
     other = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
+    mutable = [
+        name
+        for name, value in vars(optimizer).items()
+        if not (name in ("param_groups", "state", "defaults") or name.endswith("_hooks") or _is_immutable(value))
+    ]
+    if mutable:
+        memo: dict[int, Any] = {id(p): p for p in parameters}
+        memo |= {id(optimizer): other, id(optimizer.param_groups): groups, id(optimizer.state): state}
+        vars(other).update({name: copy.deepcopy(vars(optimizer)[name], memo) for name in mutable})
     other.param_groups, other.state = groups, state
     other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return other
+
+
+def _is_immutable(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_immutable, value))
+    return value is None or isinstance(value, _IMMUTABLE)
 
 
 def _stand_in(master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

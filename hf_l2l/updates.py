@@ -167,6 +167,8 @@ class Updates:
             self._timeline.start_update()
             return
         taken = {p: gradient for p, gradient in gradients.items() if can_hold(p)}
+        for p in taken:
+            settle(p)  # of two updates of a master, the second begins when the first is over
         with self.worker.failing_with_errors():  # half a step must not be taken for one
             for p in taken:
                 p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
@@ -204,8 +206,6 @@ class Updates:
     ) -> None:
         """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
         with self.worker.failing_with_errors():
-            for master in gradients:
-                settle(master)  # two updates of one master may be under way only one after the other
             self._begun = [task for task in self._begun if not task.done]
             with untouched():
                 step = SplitStep(optimizer, gradients, self._places_of(optimizer))
@@ -245,6 +245,8 @@ class Updates:
                 "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
                 "eps.wrap(optimizer) first"
             )
+        for master in complete:
+            settle(master)  # of two updates of a master, the second begins when the first is over
         for optimizer in self._hooks:
             places = self._places_of(optimizer)
             gradients, landed = self._gradients.take(p for p in complete if p in places)

@@ -10,8 +10,10 @@ import os
 import queue
 import sys
 import threading
+import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,8 +59,8 @@ class Task:
         assert why and self._worker is not None, "a task is waited for with a reason, and after its submission"
         if self._worker.is_current and not self.done:
             raise RuntimeError(
-                f"{self.what} uses weights that it is to update itself, or that are updated after it; an optimizer or "
-                "a hook of its step that reads other parameters than its own needs eps_update='serial'"
+                f"an update in the background needs weights that {self.what} has not finished; an optimizer or a hook "
+                "of its step that reads other parameters than its own needs eps_update='serial'"
             )
         # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
         where = f"waiting for {self.what}, {{seconds}} so far"
@@ -91,19 +93,28 @@ class Modes(NamedTuple):
         return cls(torch.is_grad_enabled(), AutocastState.current(HOST), _flushes_denormals())
 
 
-@dataclass
 class _State:
     """How a worker's tasks went. No idle thread refers to it, or to the worker."""
 
-    failure: str | None = None
-    """What has failed, in words."""
-    untold: BaseException | None = None
-    """The failure itself, until somebody is told: its traceback refers to graphs, which refer to the model."""
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        """What has failed, in words."""
+        self._untold: BaseException | None = None
+        """The failure itself, until somebody is told: its traceback refers to graphs, which refer to the model."""
+        self._lock = threading.Lock()
 
     def fail(self, failure: BaseException) -> None:
         """Keep the first failure."""
-        if self.failure is None:
-            self.failure, self.untold = f"{type(failure).__name__}: {failure}", failure
+        words = traceback.format_exception_only(failure)[0].strip()  # also of one that cannot be made a string
+        with self._lock:
+            if self.failure is None:
+                self.failure, self._untold = words, failure
+
+    def take_untold(self) -> BaseException | None:
+        """The failure, if nobody has been told of it; it is kept no longer."""
+        with self._lock:
+            untold, self._untold = self._untold, None
+            return untold
 
 
 class Worker:
@@ -119,6 +130,7 @@ class Worker:
         self._state = _State()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._end: weakref.finalize[..., Worker] | None = None
         self._flushes = False
         self._process = os.getpid()
 
@@ -161,8 +173,12 @@ class Worker:
         """
         if not self.has_failed:
             return
-        if self._state.untold is not None:
-            raise self._tell()
+        untold = self._state.take_untold()
+        try:
+            if untold is not None:
+                raise untold
+        finally:
+            del untold  # whose traceback refers to this frame, too
         raise EngineFailedError(
             f"the weights are between two steps and the engine has stopped: {self._state.failure}. Load the last "
             "checkpoint into a new model"
@@ -171,13 +187,7 @@ class Worker:
     def fail(self, failure: BaseException) -> None:
         """Do nothing more; `failure` has been told of."""
         self._state.fail(failure)
-        self._state.untold = None
-
-    def _tell(self) -> BaseException:
-        """The failure that nobody has been told of, which is kept no longer."""
-        failure, self._state.untold = self._state.untold, None
-        assert failure is not None
-        return failure
+        self._state.take_untold()
 
     @contextmanager
     def failing_with_errors(self) -> Iterator[None]:
@@ -188,37 +198,37 @@ class Worker:
 
     def close(self) -> None:
         """End the threads; tasks that have not begun never run."""
-        if self._threads:
+        if self._end is not None:
             self._end()
-            self._threads = []
+        self._threads = []
 
     def _start(self, flushes: bool) -> None:
         """Start threads, in the place of those that do not treat denormals as they are treated now."""
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+        if self._end is not None:  # those there are do first what they were given
+            self._end.detach()
+            _end_after_work(self._tasks, self._threads)
         before = torch.get_num_threads()
-        self._tasks, self._flushes = queue.SimpleQueue[_Job | None](), flushes
         count = min(_AT_ONCE, self.num_threads)
-        ready = threading.Barrier(count + 1)
+        tasks, ready = queue.SimpleQueue[_Job | None](), threading.Semaphore(0)
+        self._tasks, self._flushes = tasks, flushes
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(self._tasks, (self.num_threads + number) // count, flushes, ready),
+                args=(tasks, (self.num_threads + number) // count, flushes, ready),
                 name="hf_l2l worker",
                 daemon=True,
             )
             for number in range(count)
         ]
+        # Also at the end of the process, before what a thread needs is taken down around it; and already now, in case
+        # that one cannot be started. What threads are given must not lead to the worker, or to a failure.
+        self._end = weakref.finalize(self, _end, tasks, self._closing, self._threads)
         for thread in self._threads:
             thread.start()
-        ready.wait()
+        for _ in self._threads:
+            ready.acquire()
         # Each thread has a number of its own, but those born later take the one that was set last.
         torch.set_num_threads(before)
-        # Also at the end of the process, before what a thread needs is taken down around it.
-        # What it is given lives as long as the worker, so that must not lead to a failure and its traceback.
-        self._end = weakref.finalize(self, _end, self._tasks, self._closing, self._threads)
 
 
 @dataclass
@@ -240,18 +250,20 @@ class _Reporting:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if error is not None:
-            error.add_note(f"raised in {self.task.what}")
-            self.state.fail(error)
-        self.task._over.set()
+        try:
+            if error is not None:
+                error.add_note(f"raised in {self.task.what}")
+                self.state.fail(error)
+        finally:
+            self.task._over.set()
         return True
 
 
-def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool, ready: threading.Barrier) -> None:
+def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool, ready: threading.Semaphore) -> None:
     torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
-    ready.wait()
+    ready.release()
     while (job := tasks.get()) is not None:
         with _Reporting(job.task, job.state):
             if job.state.failure is None and not job.closing.is_set():
@@ -260,13 +272,20 @@ def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool
         del job  # with all that it refers to, before the wait for the next one
 
 
-def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, threads: Iterable[threading.Thread]) -> None:
+def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, threads: list[threading.Thread]) -> None:
     closing.set()
+    _end_after_work(tasks, threads, within_s=_CLOSES_WITHIN_S)
+
+
+def _end_after_work(
+    tasks: queue.SimpleQueue[_Job | None], threads: list[threading.Thread], within_s: float = threading.TIMEOUT_MAX
+) -> None:
+    until = time.monotonic() + within_s
     for _ in threads:
         tasks.put(None)
     for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(_CLOSES_WITHIN_S)
+        if thread.is_alive() and thread is not threading.current_thread():  # it may not have been started
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def default_num_threads() -> int:

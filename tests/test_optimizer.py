@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import io
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers.optimization import Adafactor as HFAdafactor
 
 from hf_l2l.lamb import Lamb
+from hf_l2l.locality import why_not_layer_local
 from hf_l2l.optimizer import SplitStep
 
 STEPS = 5
@@ -332,3 +334,42 @@ def test_an_error_of_the_optimizer_reaches_who_runs_the_part():
         split.run(parameters[:1])
     split.run(parameters)
     assert (parameters[0] == 1).all() and (parameters[1] != 1).all()
+
+
+class Collecting(torch.optim.SGD):
+    """Collects what it then empties, in lists and in tensors of its own; refers to itself and to its parameters."""
+
+    found: ClassVar[set[int]] = set()
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.todo: list[tuple[Any, torch.Tensor]] = []
+        self.scale = torch.zeros(())
+        self.itself, self.first = self, [self.param_groups[0]["params"][0]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.itself is self
+        self.found.add(self.first[0].data_ptr())
+        for group in self.param_groups:
+            self.scale.fill_(-group["lr"])
+            time.sleep(0.002)
+            self.todo += [(p, p.grad * self.scale) for p in group["params"] if p.grad is not None]
+        for p, change in self.todo:
+            p += change
+        self.todo.clear()
+        self.scale.zero_()
+
+
+def test_parts_that_run_at_once_share_nothing_that_a_step_writes_to():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(8)]
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.5}]
+    optimizer = Collecting(groups)
+    assert why_not_layer_local(optimizer) is None
+    Collecting.found.clear()
+    split = SplitStep(optimizer, {p: torch.ones(2) for p in parameters})
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(split.run, parameters[i : i + 2]) for i in range(0, 8, 2)]:
+            done.result()
+    assert [p[0].item() for p in parameters] == pytest.approx([0.9, 0.5] * 4)
+    assert optimizer.todo == [] and Collecting.found == {parameters[0].data_ptr()}

@@ -307,7 +307,9 @@ def test_work_in_the_background_is_drawn(tmp_path):
     file = tmp_path / "trace.json"
     line = Timeline(HOST, trace=str(file))
     over = threading.Event()
-    done: list[str] = []
+    done = ["one", "beside it"]
+    with line.host_works(done[0]), line.host_works(done[1]):
+        pass
 
     def work(thread: int) -> None:
         while not over.is_set():

@@ -117,7 +117,7 @@ def test_forked_data_loaders_live_with_the_worker(tmp_path):
     """They are forked while an update is under way; the second epoch's, too."""
     runs = {}
     for mode in ("serial", "deferred"):
-        options = {"dataloader_num_workers": 2, "max_steps": 14, "logging_steps": 7}
+        options = {"dataloader_num_workers": 2, "max_steps": 14, "logging_steps": 7, "l2l_num_threads": 2}
         runs[mode] = l2l_trainer(tmp_path / mode, eps_update=mode, **options)
         runs[mode].train()
     assert_same_run(runs["deferred"], runs["serial"])
@@ -138,7 +138,7 @@ def slow(*args):
     original(*args)
 updates.carry_out = slow
 model = tiny_bert(layers=2)
-eps = attach_l2l(model, L2LConfig(device="cpu", eps_update={mode!r}))
+eps = attach_l2l(model, L2LConfig(device="cpu", eps_update={mode!r}, num_threads=2))
 optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
 while True:
     model(**batch_for(model)).loss.backward()

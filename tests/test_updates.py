@@ -249,10 +249,10 @@ class Broken(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, mode):
+@pytest.mark.parametrize(("index", "num_threads"), [(0, 1), (0, 2), (1, 2), (2, 2)])
+def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, num_threads, mode):
     model = tiny_bert(dropout=0.0, layers=3)
-    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode))
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode, num_threads=num_threads))
     optimizer = eps.wrap(Broken(model.parameters()))
     address = model.bert.encoder.layer[index].output.dense.bias.data_ptr()
     optimizer.victim = address
@@ -294,19 +294,47 @@ def test_weights_are_updated_in_the_order_of_the_steps(monkeypatch):
     assert torch.equal(*found) and not delays
 
 
+class Collecting(torch.optim.SGD):
+    """Keeps what it is busy with, for the length of a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.busy: list[Any] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.busy.append(self.param_groups)
+        super().step(closure)
+        time.sleep(0.01)
+        [mine] = self.busy
+        assert mine is self.param_groups, "another step has come in between"
+        self.busy.clear()
+
+
+def test_updates_share_nothing_that_a_step_writes_to():
+    """Neither with each other nor with `optimizer.step()`, which goes on meanwhile."""
+    model = tiny_bert(layers=3)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred", num_threads=2))
+    optimizer = eps.wrap(Collecting(model.parameters()))
+    for _ in range(2):
+        train_once(model, batch_for(model))
+        optimizer.step()
+    eps.synchronize()
+
+
 def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hf_l2l worker"]
 
 
-def test_no_thread_is_left():
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_no_thread_is_left(num_threads):
     gc.collect()
     before = len(workers())
-    model, _, _ = run("deferred", count=2)
+    model, _, _ = run("deferred", count=2, num_threads=num_threads)
     gc.collect()
-    assert len(workers()) == before + 1
+    assert len(workers()) == before + num_threads
     detach_l2l(model)
     assert len(workers()) == before
-    model, optimizer, _ = run("eager", count=2)
+    model, optimizer, _ = run("eager", count=2, num_threads=num_threads)
     del model, optimizer
     until = time.monotonic() + 5.0  # the last reference may be dropped by the thread itself, which then ends by itself
     while len(workers()) > before and time.monotonic() < until:
@@ -483,7 +511,7 @@ def test_the_worker_does_not_wait_for_itself(monkeypatch):
     model, eps, optimizer, batch = toy_under("cpu", "deferred", lambda ps: Curious(ps, lr=0.1))
     monkeypatch.setattr(Curious, "other", model.blocks[2].down.weight)
     model(**batch).loss.backward()
-    with pytest.raises(RuntimeError, match="uses weights that it is to update itself"):
+    with pytest.raises(RuntimeError, match=r"needs weights that the update of blocks\.2 has not finished"):
         optimizer.step()
         eps.synchronize()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -120,6 +122,92 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
         submitted(worker, lambda: ran.append(2))
     worker.close()
     assert not ran, "nothing runs after a failure"
+
+
+@pytest.fixture
+def quick_switches():
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_of_many_who_wait_one_is_told_of_the_failure_as_it_was(quick_switches):
+    for _ in range(100):
+        worker, told, start = Worker(2), [], threading.Barrier(3)
+
+        def wait(task: Task, told: list[type] = told, start: threading.Barrier = start) -> None:
+            start.wait(10.0)
+            try:
+                task.wait("all of them")
+            except (KeyError, EngineFailedError, AssertionError) as error:
+                told.append(type(error))
+
+        tasks = [submitted(worker, fail)]
+        with contextlib.suppress(KeyError, EngineFailedError):
+            tasks.append(submitted(worker, fail))
+            told.append(None)
+        if not told:
+            worker.close()
+            continue  # the first was over, and this test was told
+        threads = [threading.Thread(target=wait, args=(tasks[i % 2],)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+        worker.close()
+        assert sorted(map(str, told)) == sorted(map(str, [None, KeyError, EngineFailedError, EngineFailedError]))
+
+
+def test_an_exception_without_words_is_told_too(worker):
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def fail() -> None:
+        raise Unprintable
+
+    with pytest.raises(Unprintable):
+        submitted(worker, fail).wait("it fails")
+    with pytest.raises(EngineFailedError, match="Unprintable"):
+        worker.check()
+
+
+def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch):
+    worker, original, started = Worker(2), threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        original(thread)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", start)
+        submitted(worker, lambda: None)
+    assert not worker.lives
+    worker.close()
+    assert not started[0].is_alive()
+
+
+def test_both_threads_together_are_given_some_seconds_to_end(monkeypatch):
+    monkeypatch.setattr("hf_l2l.worker._CLOSES_WITHIN_S", 1.5)
+    worker, over = Worker(2), threading.Event()
+    began = threading.Barrier(3)
+
+    def last() -> None:
+        began.wait(10.0)
+        over.wait(60.0)
+
+    for _ in range(2):
+        submitted(worker, last)
+    began.wait(10.0)
+    start = time.monotonic()
+    worker.close()
+    took = time.monotonic() - start
+    over.set()
+    assert 1.5 <= took < 3.0
 
 
 def test_a_failure_ends_the_work_of_both_threads():

@@ -197,10 +197,13 @@ def trainer_loop(
     return result(made.model, inner_optimizer(made), logs(made))
 
 
-def toy_under(device: str, mode: str, make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["AdamW"]) -> Any:
+def toy_under(
+    device: str, mode: str, make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["AdamW"], **options: Any
+) -> Any:
     """A model, its EPS, an optimizer and a batch."""
     model = toy()
-    eps = attach_l2l(model, L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",)))
+    config = L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",), **options)
+    eps = attach_l2l(model, config)
     _seed(device)
     return model.train(), eps, eps.wrap(make(model.parameters())), batch_for(model, masked=False)
 

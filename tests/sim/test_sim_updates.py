@@ -173,7 +173,8 @@ CASES.remove(("update", "serial"))  # there the optimizer's own step raises
 def test_a_fault_is_told_with_its_layer(fault, mode, index, monkeypatch):
     """Within 5 seconds, with its type; then the step can be made again, or the engine says that it has failed."""
     model = toy()
-    eps = attach_l2l(model, L2LConfig(device="sim", eps_update=mode, ubatch_size=3, layer_classes=("Block",)))
+    options: dict[str, Any] = {"eps_update": mode, "ubatch_size": 3, "num_threads": 1 + index % 2}
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     batch = batch_for(model, masked=False)
 
@@ -201,7 +202,7 @@ def test_a_model_whose_engine_has_failed_can_be_collected(fault):
     """The error refers to frames of the backward, and those to its graph: nothing of the engine may refer to it."""
 
     def failed() -> weakref.ref[nn.Module]:
-        model, eps, optimizer, batch = toy_under("sim", "eager")
+        model, eps, optimizer, batch = toy_under("sim", "eager", num_threads=2)
         with pytest.MonkeyPatch.context() as patch, FAULTS[fault](model, 1, patch), pytest.raises(FaultError):
             for _ in range(2):
                 train_once(model, batch)
