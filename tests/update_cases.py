@@ -111,7 +111,7 @@ def raw_loop(
     """A loop in plain torch, with dropout, groups and a scheduler; a `max_norm` of 0 does not clip."""
     model = toy()
     eps = attach_l2l(
-        model, L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",), **options)
+        model, L2LConfig(device=device, eps_update=mode, ubatch_size=5, layer_classes=("Block",), **options)
     )
     made = eps.wrap(OPTIMIZERS[optimizer](groups_of(model)))
     scheduler = LinearLR(made, 1.0, 0.1, steps)

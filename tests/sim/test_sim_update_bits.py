@@ -46,7 +46,7 @@ def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefe
 @pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 3), ("SGD", 1), ("LAMB", 3)])
 @pytest.mark.parametrize("steps", COUNTS)
 def test_a_loop_with_accelerate_trains_as_with_serial_updates(steps, optimizer, accumulation, mode):
-    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode], "ubatch_size": 3}
+    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode], "ubatch_size": 5}
     expected = accelerate_loop("sim", "serial", optimizer, **same)
     assert_same(accelerate_loop("sim", mode, optimizer, **same, **AT_ONCE, stash="host"), expected)
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_l2l.testing import enable_simulated_accelerator
+from training import settled_memory
 
 SIM = torch.device("sim", 0)
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -177,10 +178,9 @@ def test_out_of_memory_in_backward_arrives_and_leaves_the_account_right() -> Non
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward()
     del loss
-    gc.collect()
     assert x.grad is None
     enable_simulated_accelerator(None)
-    assert torch.sim.memory_allocated() < live
+    assert settled_memory() < live  # the device's thread lets go of a graph that failed a moment later
 
 
 # Devices
