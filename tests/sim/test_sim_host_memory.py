@@ -422,7 +422,7 @@ def steps(model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}], ids=str)
-@pytest.mark.parametrize("limit", [0, 1000, 20_000, 60_000])
+@pytest.mark.parametrize("limit", [0, pytest.param(1000, marks=pytest.mark.slow), 20_000, 60_000])
 def test_with_less_page_locked_memory_the_bits_are_the_same_and_one_warning_says_so(limit, options):
     expected, no_warnings = trained(None, **options)
     assert no_warnings == []
