@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from hf_l2l import stream
+from hf_l2l.copies import Copies
 from hf_l2l.optimizer import Part
 from hf_l2l.pending import Pending, let_go
 from hf_l2l.timeline import Timeline
@@ -45,8 +46,9 @@ def carry_out(
     factors: list[tuple[torch.Tensor, torch.Tensor]],
     landed: stream.Point | None,
     update: Update,
+    copies: Copies,
 ) -> None:
-    """Update `masters`, on a thread of the worker."""
+    """Update `masters` and what travels in their place, on a thread of the worker."""
     if landed is not None:
         with aside():
             stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
@@ -55,6 +57,7 @@ def carry_out(
             with torch.no_grad():
                 torch._foreach_mul_(*(list(each) for each in zip(*factors, strict=True)))
         part.run()
+        copies.renew(masters)
     if not update.in_step:
         for master in masters:
             let_go(master, update)

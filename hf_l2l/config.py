@@ -16,6 +16,7 @@ from hf_l2l.trace import check_trace_path
 
 StashPlace = Literal["device", "host"]
 EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
+Cmp = Literal["auto", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class L2LConfig:
     stash: StashPlace = "device"
     """Where layer inputs wait for the backward sweep: on the device, or in host memory (constant device memory in
     depth, arXiv:2002.05645 first text, equation 4)."""
+
+    cmp: Cmp | None = None
+    """Cross mixed precision (section 2.3): weights travel and layers compute in "bf16" or "fp16", and masters, sums of
+    gradients and moments are fp32 in host memory. "auto" takes bf16 where the device computes in it, fp16 elsewhere;
+    None computes as the masters are, or as autocast says."""
 
     device: torch.device | str | None = None
     """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
@@ -69,6 +75,11 @@ class L2LConfig:
             raise ValueError(
                 f"stash must be one of {', '.join(map(repr, get_args(StashPlace)))} (got {self.stash!r}); "
                 "use 'host' when the layer inputs do not fit the device"
+            )
+        if self.cmp is not None and self.cmp not in get_args(Cmp):
+            raise ValueError(
+                f"cmp must be None or one of {', '.join(map(repr, get_args(Cmp)))} (got {self.cmp!r}); use 'auto' for "
+                "what the device is good at"
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(

@@ -19,6 +19,7 @@ from hf_l2l import stream
 from hf_l2l.backwards import Backwards, RaisedIn
 from hf_l2l.clipping import clip
 from hf_l2l.config import EpsUpdate, size_text
+from hf_l2l.copies import Copies
 from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.optimizer import gradient_hook_error
@@ -57,12 +58,14 @@ class EagerParamServer:
         self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
         self.backwards.call(at_end=self.timeline.end_backward, at_failure=self.timeline.end_backward)
+        self.copies = Copies(self.memory.precision, self.memory)
         self.gradients = Gradients(device, self.memory, self.backwards)
         self.updates = Updates(
             model,
             self.memory.layers,
             self.gradients,
             self.timeline,
+            self.copies,
             mode=update_mode(update, device),
             num_threads=num_threads,
             goes_on=goes_on,

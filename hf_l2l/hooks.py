@@ -15,12 +15,14 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.state import GradientState
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.fitness import move_to_host, refuse_placed, turn_off_activation_checkpointing, warn_of_short_masters
 from hf_l2l.host_memory import HostMemory
+from hf_l2l.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.progress import with_progress_bar
 from hf_l2l.relay import Relay
 from hf_l2l.shell import Shell
@@ -142,6 +144,7 @@ class Attachment:
     stacks: list[LayerStack]
     eps: EagerParamServer
     hooked: list[nn.Module]
+    handles: list[RemovableHandle]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -195,7 +198,8 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
 def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
     timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
-    memory = HostMemory(device, model, layers, with_progress_bar)
+    precision = Precision(model, computing_dtype(config.cmp, device))
+    memory = HostMemory(device, model, layers, with_progress_bar, precision)
     memory.adopt()
     eps = EagerParamServer(
         model,
@@ -214,7 +218,8 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
         _add_hook(module, ShellHook(shell), device)
     for layer in layers:
         _add_hook(layer, LayerHook(relay), device)
-    setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers]))
+    handles = let_heads_return_fp32(model) if precision.is_mixed else []
+    setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers], handles))
     return eps
 
 
@@ -231,6 +236,8 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     if attached is None:
         return model
     attached.eps.release()
+    for handle in attached.handles:
+        handle.remove()
     later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), _L2LHook)]  # resized embeddings
     for module in dict.fromkeys([*attached.hooked, *later]):
         remove_hook_from_module(module)

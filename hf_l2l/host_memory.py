@@ -24,6 +24,7 @@ from hf_l2l import stream
 from hf_l2l.config import size_text
 from hf_l2l.layout import Layout, shaped_like
 from hf_l2l.pending import untouched
+from hf_l2l.precision import Precision
 from hf_l2l.stacks import tensor_bytes
 
 T = TypeVar("T")
@@ -104,9 +105,15 @@ class HostMemory:
     """The registered memory of one engine: its masters, their gradients, and the stash where it is on the host."""
 
     def __init__(
-        self, device: torch.device, model: nn.Module, layers: Sequence[nn.Module] = (), watch: Watch = _unwatched
+        self,
+        device: torch.device,
+        model: nn.Module,
+        layers: Sequence[nn.Module] = (),
+        watch: Watch = _unwatched,
+        precision: Precision | None = None,
     ) -> None:
         self.device = device
+        self.precision = precision or Precision(model)
         self.model = model
         self.layers = layers
         self.watch = watch
@@ -117,6 +124,8 @@ class HostMemory:
         """Master -> bytes, for those that stayed in ordinary memory."""
         self._gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Master -> the room of its gradient."""
+        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Master -> the room of the copy that travels in its place."""
         self._warned = False
 
     @property
@@ -144,7 +153,8 @@ class HostMemory:
             return
         sharing = _sharing_memory(self.model)
         for unit in self.watch(self._units(new), "Moving master weights to page-locked memory"):
-            layout = Layout(p for p in unit if _is_plain(p) and p not in sharing)
+            travels = {p: self.precision.of(p) == p.dtype for p in unit}
+            layout = Layout(p for p in unit if travels[p] and _is_plain(p) and p not in sharing)
             pages = Pages(layout.num_bytes)
             if layout.num_bytes and pages.lock(self.device):
                 self._pages.add(pages)
@@ -152,8 +162,29 @@ class HostMemory:
                     _move(master, room.tensor_like(master))
             else:
                 self._refused.update({p: tensor_bytes([p]) for p in layout.offsets})
+            self._take_copies([p for p in unit if not travels[p]])
             self._addresses.update({p: p.data_ptr() for p in unit})
         self.warn_once()
+
+    def _take_copies(self, masters: Sequence[torch.Tensor]) -> None:
+        """Take the memory for what travels in the place of `masters`, which themselves stay where they are."""
+        likes = {p: on_meta(p, self.precision.of(p)) for p in masters}
+        layout = Layout(likes.values())
+        if layout.num_bytes:
+            pages = self._new_pages(layout.num_bytes)
+            rooms = _rooms(pages, layout)
+            self._copies.update({p: rooms[like] for p, like in likes.items()})
+            if not pages.locked:
+                self._refused.update({p: tensor_bytes([like]) for p, like in likes.items()})
+
+    def copy_like(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor for a copy of `master` in `dtype`, with any values: registered where `adopt` found that."""
+        like = on_meta(master, dtype)
+        room: Room | None = self._copies.get(master)
+        if room is not None and room.is_free and room.num_bytes >= tensor_bytes([like]):
+            return room.tensor_like(like)
+        with torch.inference_mode(False):
+            return torch.empty_like(like, device=stream.HOST)
 
     def take_gradients(self) -> None:
         """Take the memory for one gradient per trainable parameter, where that has not been done."""
@@ -221,12 +252,18 @@ class HostMemory:
     def release(self) -> None:
         """Give the registered memory back: masters move to ordinary memory of their own."""
         for master, address in list(self._addresses.items()):
-            if master.data_ptr() == address and master not in self._refused:
+            if master.data_ptr() == address and master not in self._refused and master not in self._copies:
                 _move(master, torch.empty_like(master, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
-        for known in (self._addresses, self._refused, self._gradients):
+        for known in (self._addresses, self._refused, self._gradients, self._copies):
             known.clear()
+
+
+def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Shape and strides of `tensor` with another dtype."""
+    with untouched():
+        return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
 
 
 def _move(master: torch.Tensor, to: torch.Tensor) -> None:

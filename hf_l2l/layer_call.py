@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from hf_l2l import stream
 from hf_l2l.autocast import AutocastState
 from hf_l2l.capture import CapturedOutputs
+from hf_l2l.copies import Copies
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.splitting import Split, Ubatch
 from hf_l2l.stacks import flatten, is_cache, narrow
@@ -36,6 +37,7 @@ class LayerCall:
     spec: pytree.TreeSpec
     device: torch.device
     autocast: AutocastState
+    travelling: Copies
     before: LayerCall | None = None
     """The call before, which is the next one of the backward sweep."""
     in_graph: bool = False
@@ -60,11 +62,12 @@ class LayerCall:
         arguments: list[Any],
         spec: pytree.TreeSpec,
         device: torch.device,
+        travelling: Copies,
     ) -> LayerCall:
         """A call with these flattened arguments, under the autocast settings of now."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
-        return cls(layer, forward, static, positions, spec, device, AutocastState.current(device))
+        return cls(layer, forward, static, positions, spec, device, AutocastState.current(device), travelling)
 
     @property
     def input_dims(self) -> Sequence[int | None]:
@@ -125,7 +128,7 @@ class LayerCall:
         In training mode where the layer draws no random numbers, so that what rows do to each other shows; otherwise
         in evaluation mode, since dropout would make results differ that are the same.
         """
-        weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False)
+        weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False, travelling=self.travelling)
         with (
             torch.no_grad(),
             stream.rng_state_kept(self.device),

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_l2l import stream
+from hf_l2l.copies import Copies
+from hf_l2l.precision import Precision
 
 
 class Place(NamedTuple):
@@ -40,9 +42,12 @@ class DeviceWeights:
         device: torch.device,
         *,
         requires_grad: bool,
+        travelling: Copies | None = None,
         copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Upload the parameters of `modules`, but for those whose device copies are given."""
+        """Upload the parameters of `modules`, or what travels in their place, but for those whose device copies are
+        given."""
+        self.travelling = travelling
         self.modules = list(modules)
         self.device = device
         self.places = [
@@ -58,7 +63,9 @@ class DeviceWeights:
                 if place.tensor in self.leaves:
                     continue
                 given = None if copies is None else copies.get(place.tensor)
-                self.leaves[place.tensor] = stream.upload(place.tensor, device) if given is None else given.detach()
+                if given is None:
+                    given = stream.upload(place.tensor if travelling is None else travelling.of(place.tensor), device)
+                self.leaves[place.tensor] = given.detach()
         if requires_grad:
             for master, leaf in self.leaves.items():
                 leaf.requires_grad_(master.requires_grad)
@@ -68,7 +75,7 @@ class DeviceWeights:
         """(master, gradient sum on the device) for every master that a gradient reached."""
         for master, leaf in self.leaves.items():
             if leaf.grad is not None:
-                yield master, leaf.grad
+                yield master, leaf.grad.to(master.dtype)
 
     @contextmanager
     def resident(self, *, keep_buffers: bool = True) -> Iterator[None]:
@@ -77,7 +84,8 @@ class DeviceWeights:
         Buffers come along. What the modules write into them goes back to the host when `keep_buffers` is True (a
         forward), and is thrown away otherwise (a recompute, whose writes have already happened once).
         """
-        buffers = self.buffers = _DeviceBuffers(self.modules, self.device, keep=keep_buffers)
+        precision = None if self.travelling is None else self.travelling.precision
+        buffers = self.buffers = _DeviceBuffers(self.modules, self.device, keep=keep_buffers, precision=precision)
         try:
             for slots, name, master in self.places:
                 slots[name] = self.leaves[master]
@@ -105,11 +113,14 @@ class DeviceWeights:
 class _DeviceBuffers:
     """Device copies of the buffers of some modules."""
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, keep: bool) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], device: torch.device, *, keep: bool, precision: Precision | None = None
+    ) -> None:
         self.keep = keep
+        mixed = precision is not None and precision.is_mixed
         self.copies: list[_BufferCopy] = []
         # A kept buffer in shared memory is written where it lies: there is nothing to trade.
-        if keep and stream.shares_host_memory(device):
+        if keep and stream.shares_host_memory(device) and not mixed:
             return
         made: dict[torch.Tensor | None, torch.Tensor | None] = {None: None}
         with torch.inference_mode(False), torch.no_grad():
@@ -119,7 +130,10 @@ class _DeviceBuffers:
                 for name, buffer in module._buffers.items():
                     if buffer not in made:
                         assert buffer is not None
-                        made[buffer] = buffer.detach().to(device, copy=True)
+                        # As transformers loads a checkpoint in 16 bits: what is in none keeps its dtype.
+                        short = precision is not None and name not in module._non_persistent_buffers_set
+                        dtype = precision.of(buffer) if precision is not None and short else buffer.dtype
+                        made[buffer] = buffer.detach().to(device, dtype, copy=True)
                     place = Place(module._buffers, name, buffer)
                     self.copies.append(_BufferCopy(place, made[buffer], _version(made[buffer]), unseen))
 

@@ -194,7 +194,7 @@ class Relay:
         if torch.is_grad_enabled():
             args, kwargs = without_caches(layer, args, kwargs)
         arguments, spec = flatten((args, kwargs))
-        call = LayerCall.of(layer, forward, arguments, spec, self.device)
+        call = LayerCall.of(layer, forward, arguments, spec, self.device, self.eps.copies)
         call.before = root.layer_calls[-1][0] if root.layer_calls else None
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
@@ -253,7 +253,7 @@ class Relay:
         if torch.autograd._is_checkpoint_valid():
             with self._naming("the download of", call.layer):
                 self.eps.receive([*sums.items(), *weights.gradients], _trained(call.layer))
-            if sums:
+            if sums and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 
     def _settle(self) -> None:
@@ -262,17 +262,17 @@ class Relay:
             self._slots.settle()
 
     def _summing(self, weights: DeviceWeights) -> AbstractContextManager[dict[torch.Tensor, torch.Tensor]]:
-        if stream.shares_host_memory(self.device):
+        if stream.shares_host_memory(self.device) and not self.eps.copies.precision.is_mixed:
             return nullcontext({})  # the gradients of the leaves are in their place already
         return self._gradient_slots.summing(weights)
 
     @contextmanager
     def _weights(self, layer: nn.Module, *, requires_grad: bool) -> Iterator[DeviceWeights]:
         if stream.shares_host_memory(self.device):
-            yield DeviceWeights(layer.modules(), self.device, requires_grad=requires_grad)
+            yield DeviceWeights(layer.modules(), self.device, requires_grad=requires_grad, travelling=self.eps.copies)
             return
         if self._slots is None:
-            self._slots = WeightSlots(list(self.shell.layers), self.device, overlap=self.prefetch)
+            self._slots = WeightSlots(list(self.shell.layers), self.device, self.eps.copies, overlap=self.prefetch)
         with self._slots.weights(layer, requires_grad=requires_grad) as weights:
             yield weights
 

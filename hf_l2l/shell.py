@@ -126,7 +126,12 @@ class Shell:
                 call.on_exit()
 
     def _upload(self, module: nn.Module) -> DeviceWeights:
-        weights = DeviceWeights(shell_modules(module, self.layers), self.device, requires_grad=torch.is_grad_enabled())
+        weights = DeviceWeights(
+            shell_modules(module, self.layers),
+            self.device,
+            requires_grad=torch.is_grad_enabled(),
+            travelling=self.eps.copies,
+        )
         for master, leaf in weights.leaves.items():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._sender(master))
@@ -136,7 +141,7 @@ class Shell:
     def _sender(self, master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def send(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            self.eps.receive_in_hook(master, leaf.grad)
+            self.eps.receive_in_hook(master, leaf.grad.to(master.dtype))
             leaf.grad = None
 
         return send

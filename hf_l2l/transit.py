@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_l2l import stream
 from hf_l2l.backwards import HookErrors
+from hf_l2l.copies import Copies
 from hf_l2l.layout import Layout
 from hf_l2l.placement import DeviceWeights
 
@@ -60,11 +61,15 @@ class WeightSlots:
     backward sweep. The memory is that of the largest layer.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device, *, overlap: bool = True) -> None:
-        """Without `overlap` weights travel in the order of computation, on its own stream."""
+    def __init__(
+        self, layers: Sequence[nn.Module], device: torch.device, travelling: Copies, *, overlap: bool = True
+    ) -> None:
+        """For what `travelling` has in the place of masters. Without `overlap` weights travel in the order of
+        computation, on its own stream."""
         self.device = device
+        self.travelling = travelling
         self.lane = stream.Lane(device, "upload", beside=overlap)
-        num_bytes = max(Layout(layer.parameters()).num_bytes for layer in layers)
+        num_bytes = max(Layout(map(travelling.like, layer.parameters())).num_bytes for layer in layers)
         self.slots = [_WeightSlot(num_bytes, device) for _ in range(2)]
 
     def forget(self) -> None:
@@ -80,7 +85,13 @@ class WeightSlots:
         stream.wait(slot.arrived, "a layer computes when its weights have arrived")
         assert slot.copies is not None
         try:
-            yield DeviceWeights(layer.modules(), self.device, requires_grad=requires_grad, copies=slot.copies)
+            yield DeviceWeights(
+                layer.modules(),
+                self.device,
+                requires_grad=requires_grad,
+                travelling=self.travelling,
+                copies=slot.copies,
+            )
         finally:
             slot.left = stream.record(self.device)
 
@@ -98,22 +109,23 @@ class WeightSlots:
         return next((slot for slot in self.slots if slot.holds(layer)), None)
 
     def _fill(self, layer: nn.Module) -> _WeightSlot:
-        slot, layout = self.slots[-1], Layout(layer.parameters())
+        # First: it waits for an update that is under way, which is not to hold up the lane.
+        sent: dict[torch.Tensor, torch.Tensor] = {p: self.travelling.of(p) for p in layer.parameters()}
+        slot, layout = self.slots[-1], Layout(sent.values())
         if layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters for one
             self.settle()
             slot = self.slots[-1] = _WeightSlot(layout.num_bytes, self.device)
         slot.copies = None  # until all of it is on its way
-        # First: it waits for an update that is under way, which is not to hold up the lane.
-        slot.versions = [master._version for master in layout.offsets]
+        slot.versions = [master._version for master in sent]
         # A slot made under inference mode could never be trained with.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered():
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
             stream.released(slot.memory)
-            copies = {master: layout.view(slot.memory, master) for master in layout.offsets}
+            copies = {master: layout.view(slot.memory, host) for master, host in sent.items()}
             try:
                 with stream.span(self.device, "upload", layer):
                     for master, copy in copies.items():
-                        copy.copy_(master, non_blocking=self.lane.is_stream)
+                        copy.copy_(sent[master], non_blocking=self.lane.is_stream)
             finally:  # what was sent before an error is waited for, too
                 slot.arrived = stream.record(self.device)
         slot.copies = copies
@@ -142,13 +154,13 @@ class GradientSlots:
         leaves = {master: leaf for master, leaf in weights.leaves.items() if leaf.requires_grad}
         layout = Layout(leaves)
         sums: dict[torch.Tensor, torch.Tensor] = {}
-        if slot.memory.numel() < layout.num_bytes:
+        if slot.memory.numel() < layout.num_bytes and not stream.shares_host_memory(self.device):
             slot = self.slots[0] = _Slot(layout.num_bytes, self.device)
 
         def add(master: torch.Tensor, leaf: torch.Tensor) -> None:
             gradient = leaf.grad
             # A sparse one is left to its leaf.
-            if gradient is None or gradient.layout is not torch.strided or gradient.dtype != master.dtype:
+            if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
                 return
             leaf.grad = None
             with errors:
@@ -157,7 +169,7 @@ class GradientSlots:
                 if master in sums:
                     sums[master].add_(gradient)
                 else:
-                    sums[master] = layout.view(slot.memory, master).copy_(gradient)
+                    sums[master] = self._place(slot, layout, master).copy_(gradient)
 
         handles = [
             leaf.register_post_accumulate_grad_hook(lambda leaf, master=master: add(master, leaf))
@@ -169,6 +181,11 @@ class GradientSlots:
             for handle in handles:
                 handle.remove()
         errors.raise_first()
+
+    def _place(self, slot: _Slot, layout: Layout, master: torch.Tensor) -> torch.Tensor:
+        if stream.shares_host_memory(self.device):  # it is to stay: nothing leaves from here
+            return torch.empty_like(master, requires_grad=False)
+        return layout.view(slot.memory, master)
 
     def leave(self, lane: stream.Lane) -> None:
         """All that the slot in use held has been given to `lane`; the next layer takes the other slot."""

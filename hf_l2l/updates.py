@@ -28,6 +28,7 @@ from hf_l2l.arrivals import Arrivals
 from hf_l2l.background import Update, carry_out
 from hf_l2l.clipping import taken_factor
 from hf_l2l.config import EpsUpdate
+from hf_l2l.copies import Copies
 from hf_l2l.eager import EagerStep
 from hf_l2l.gradients import Gradients
 from hf_l2l.locality import why_not_layer_local
@@ -56,6 +57,7 @@ class Updates:
         layers: Sequence[nn.Module],
         gradients: Gradients,
         timeline: Timeline,
+        copies: Copies,
         *,
         mode: Mode,
         num_threads: int | None,
@@ -68,6 +70,7 @@ class Updates:
         self._modes = Modes.current()
         self._gradients = gradients
         self._timeline = timeline
+        self._copies = copies
         self.masters = Masters(model, layers)
         self._places: WeakKeyDictionary[torch.optim.Optimizer, Places] = WeakKeyDictionary()
         self.arrivals = Arrivals(goes_on)
@@ -218,7 +221,7 @@ class Updates:
                     hold(master, update)
                 if in_step:
                     self.eager.begin(optimizer, masters, update)
-                run = partial(carry_out, part, masters, factors, landed, update)
+                run = partial(carry_out, part, masters, factors, landed, update, self._copies)
                 self.worker.submit(update.task, run, self._modes if in_step else Modes.current())
                 self._begun.append(update.task)
 

@@ -1,0 +1,125 @@
+"""Cross mixed precision: 16 bits on the device, fp32 in the EPS, against plain torch that does the same by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers.utils import ModelOutput
+
+from hf_l2l import L2LConfig, attach_l2l, stream
+
+VOCAB, WIDTH, LAYERS, ROWS, STEPS = 11, 8, 3, 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Classifying(nn.Module):
+    """Embedding, layers, and a head whose logits are to be fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.classifier = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return ModelOutput(loss=nn.functional.cross_entropy(self.classifier(x).flatten(0, 1), labels.flatten()))
+
+
+def made() -> Classifying:
+    torch.manual_seed(0)
+    return Classifying()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids, labels = (torch.randint(VOCAB, (ROWS, 6), generator=generator) for _ in range(2))
+    return {"input_ids": ids, "labels": labels}
+
+
+def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float], nn.Module]:
+    """Fp32 masters; a 16-bit model computes, layer by layer, and its gradients are summed over ubatches in fp32."""
+    masters = made()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        ids, labels = batch(step).values()
+        short = copy.deepcopy(masters).to(dtype)
+        x = short.embed(ids)
+        used: list[list[dict[str, torch.Tensor]]] = []  # layer, ubatch: leaves of their own
+        for block in short.blocks:
+            parts = [x] if rows == ROWS else x.split(rows)
+            used.append([{n: p.detach().clone().requires_grad_() for n, p in block.named_parameters()} for _ in parts])
+            x = torch.cat(
+                [functional_call(block, leaves, (part,)) for leaves, part in zip(used[-1], parts, strict=True)]
+            )
+        loss = nn.functional.cross_entropy(short.classifier(x).float().flatten(0, 1), labels.flatten())
+        loss.backward()
+        for master, p in zip(masters.parameters(), short.parameters(), strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        for block, leaves in zip(masters.blocks, used, strict=True):
+            for name, master in block.named_parameters():
+                master.grad = torch.zeros_like(master)
+                for turn, ubatch in enumerate(leaves):
+                    gradient = ubatch[name].grad.float()
+                    master.grad = gradient if turn == 0 else master.grad + gradient
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, masters
+
+
+def layer_to_layer(mode: str, rows: int, max_norm: float, device: str = "cpu", **options: Any) -> Any:
+    model = made()
+    config = {"device": device, "eps_update": mode, "ubatch_size": rows, "layer_classes": ("Block",), **options}
+    eps = attach_l2l(model, L2LConfig(**config))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for step in range(STEPS):
+        loss = model(**batch(step)).loss
+        assert loss.dtype == torch.float32
+        loss.backward()
+        if max_norm:
+            eps.clip_grad_norm_(max_norm)
+        losses.append(loss.item())
+        optimizer.step()
+    eps.synchronize()
+    return losses, model
+
+
+@pytest.fixture(params=["views", "copies"])
+def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    with stream.forced_copies() if request.param == "copies" else nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+@pytest.mark.parametrize("rows", [ROWS, 2])
+@pytest.mark.parametrize("cmp", ["bf16", "fp16"])
+def test_losses_and_masters_are_those_of_plain_torch(cmp, rows, mode):
+    max_norm = 0.0 if mode == "eager" else 0.5
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cmp]
+    expected, masters = by_hand(dtype, rows, max_norm)
+    losses, model = layer_to_layer(mode, rows, max_norm, cmp=cmp)
+    assert losses == expected
+    for (name, p), q in zip(model.named_parameters(), masters.parameters(), strict=True):
+        assert torch.equal(p, q), name
