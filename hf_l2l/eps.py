@@ -22,6 +22,7 @@ from hf_l2l.config import EpsUpdate, size_text
 from hf_l2l.copies import Copies
 from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
+from hf_l2l.loss_scale import LossScale
 from hf_l2l.optimizer import gradient_hook_error
 from hf_l2l.pending import untouched
 from hf_l2l.stacks import tensor_bytes
@@ -49,9 +50,16 @@ class EagerParamServer:
         timeline: Timeline | None = None,
         update: EpsUpdate = "auto",
         num_threads: int | None = None,
+        loss_scale: LossScale | None = None,
         goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With `goes_on`, which says in a backward whether another one follows before the step."""
+        """With `goes_on`, which says in a backward whether another one follows before the step.
+
+        With a `loss_scale`, a step whose gradients are not all finite is not made.
+        """
+        self.loss_scale = loss_scale
+        self._may_step: bool | None = None
+        """Whether the gradients of now may be used, once that has been voted on."""
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
@@ -68,6 +76,7 @@ class EagerParamServer:
             self.copies,
             mode=update_mode(update, device),
             num_threads=num_threads,
+            may_step=self.may_step,
             goes_on=goes_on,
         )
 
@@ -125,6 +134,10 @@ class EagerParamServer:
         self.backwards.errors.raise_first()
         self.updates.check()
         pairs = list(gradients)
+        self._may_step = None
+        if self.loss_scale is not None:
+            for _, gradient in pairs:
+                gradient.mul_(1 / self.loss_scale.value)  # a power of two: exact
         masters = [master for master, _ in pairs] if masters is None else list(masters)
         self.updates.eager.refuse_second(master for master, _ in pairs)
         self.gradients.receive(pairs)
@@ -153,6 +166,17 @@ class EagerParamServer:
         """
         return self.updates.arrivals.accumulate()
 
+    def may_step(self) -> bool:
+        """Whether the gradients of this step may be used: with a loss scale, if all of them are finite.
+
+        One that is not anywhere vetoes the step for every layer and every optimizer, and changes the scale once.
+        """
+        if self.loss_scale is None:
+            return True
+        if self._may_step is None:
+            self._may_step = self.loss_scale.vote(finite=bool(self.grad_norm().isfinite()))
+        return self._may_step
+
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of this step as one vector: a 0-dim host tensor.
@@ -178,6 +202,8 @@ class EagerParamServer:
                 "not clip, or use eps_update='deferred'"
             )
         norm = self.grad_norm()
+        if not self.may_step():
+            return norm
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         clip(gradients, norm, float(max_norm), later=self.updates.mode == "deferred")
         return norm

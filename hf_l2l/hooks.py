@@ -22,6 +22,7 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.fitness import move_to_host, refuse_placed, turn_off_activation_checkpointing, warn_of_short_masters
 from hf_l2l.host_memory import HostMemory
+from hf_l2l.loss_scale import LossScale
 from hf_l2l.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.progress import with_progress_bar
 from hf_l2l.relay import Relay
@@ -208,6 +209,7 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
         timeline=timeline,
         update=config.eps_update,
         num_threads=config.num_threads,
+        loss_scale=LossScale() if precision.dtype is torch.float16 else None,
         # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
         goes_on=lambda: not GradientState().sync_gradients,
     )

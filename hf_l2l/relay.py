@@ -188,7 +188,7 @@ class Relay:
         if self.shell.call is not None:
             return self._run(self.shell.call, layer, forward, args, kwargs)
         with self.shell.entered(layer, forward, args, kwargs) as root:  # the layer itself is called from outside
-            return self._run(root, layer, forward, root.args, root.kwargs)
+            return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
     def _run(self, root: RootCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():

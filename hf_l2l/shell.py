@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from hf_l2l import stream
 from hf_l2l.backwards import ONE_THREAD
 from hf_l2l.eps import EagerParamServer
+from hf_l2l.loss_scale import with_gradients_times
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.stacks import batch_rows, is_cache, shell_modules
 
@@ -96,7 +97,12 @@ class Shell:
         if self.call is not None:
             return forward(*args, **kwargs)
         with self.entered(module, forward, args, kwargs) as call:
-            return forward(*call.args, **call.kwargs)
+            return self.leaving(forward(*call.args, **call.kwargs))
+
+    def leaving(self, output: Any) -> Any:
+        """What a call returns to the program, which knows nothing of the scale that gradients have inside."""
+        scale = self.eps.loss_scale
+        return output if scale is None else with_gradients_times(scale.value, output)
 
     @contextmanager
     def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[RootCall]:
@@ -112,6 +118,8 @@ class Shell:
             self.eps.start_forward()
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
+                if self.eps.loss_scale is not None:
+                    args, kwargs = with_gradients_times(1 / self.eps.loss_scale.value, (args, kwargs))
             with stream.span(self.device, "upload", "what is not in a layer"):
                 weights = self._upload(module)
             rng = stream.get_rng_state(self.device)

@@ -62,8 +62,11 @@ class Updates:
         mode: Mode,
         num_threads: int | None,
         goes_on: Callable[[], bool],
+        may_step: Callable[[], bool],
     ) -> None:
-        """With `goes_on`, which says in a backward whether another one follows before the step."""
+        """With `goes_on`, which says in a backward whether another one follows before the step; and `may_step`, which
+        says in a step whether it may be made."""
+        self._may_step = may_step
         self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
@@ -157,6 +160,9 @@ class Updates:
         self.check()
         self.masters.check()
         parameters = parameters_of(optimizer)
+        if not self._may_step():
+            for p in parameters:
+                p.grad = None  # and the optimizer finds nothing to do
         self.eager.end(optimizer, parameters, later_hooks=self._later_hooks(optimizer))
         self.arrivals.forget(parameters)
         self._gradients.forget(parameters)

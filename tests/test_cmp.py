@@ -14,6 +14,7 @@ from torch.func import functional_call
 from transformers.utils import ModelOutput
 
 from hf_l2l import L2LConfig, attach_l2l, stream
+from hf_l2l.loss_scale import LossScale
 
 VOCAB, WIDTH, LAYERS, ROWS, STEPS = 11, 8, 3, 8, 5
 
@@ -56,6 +57,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float], nn.Module]:
     """Fp32 masters; a 16-bit model computes, layer by layer, and its gradients are summed over ubatches in fp32."""
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
     masters = made()
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
     losses = []
@@ -71,7 +73,7 @@ def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float]
                 [functional_call(block, leaves, (part,)) for leaves, part in zip(used[-1], parts, strict=True)]
             )
         loss = nn.functional.cross_entropy(short.classifier(x).float().flatten(0, 1), labels.flatten())
-        loss.backward()
+        (loss * scale).backward()
         for master, p in zip(masters.parameters(), short.parameters(), strict=True):
             master.grad = None if p.grad is None else p.grad.float()
         for block, leaves in zip(masters.blocks, used, strict=True):
@@ -80,9 +82,14 @@ def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float]
                 for turn, ubatch in enumerate(leaves):
                     gradient = ubatch[name].grad.float()
                     master.grad = gradient if turn == 0 else master.grad + gradient
+        for master in masters.parameters():
+            master.grad *= 1 / scale
+        losses.append(loss.item())
+        if not all(p.grad.isfinite().all() for p in masters.parameters()):
+            scale *= 0.5
+            continue
         if max_norm:
             torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
-        losses.append(loss.item())
         optimizer.step()
     return losses, masters
 
@@ -114,7 +121,7 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("rows", [ROWS, 2])
-@pytest.mark.parametrize("cmp", ["bf16", "fp16"])
+@pytest.mark.parametrize("cmp", ["bf16", "fp16"])  # the scale of fp16 begins so large that steps are skipped
 def test_losses_and_masters_are_those_of_plain_torch(cmp, rows, mode):
     max_norm = 0.0 if mode == "eager" else 0.5
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cmp]
@@ -123,3 +130,65 @@ def test_losses_and_masters_are_those_of_plain_torch(cmp, rows, mode):
     assert losses == expected
     for (name, p), q in zip(model.named_parameters(), masters.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+class Overflowing(Block):
+    """Its gradient is infinite in one ubatch of the backward, as often as it is asked for."""
+
+    ubatch: int | None = None
+    turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            if self.turn == self.ubatch:
+                x.register_hook(lambda gradient: gradient * float("inf"))
+            self.turn += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+@pytest.mark.parametrize("ubatch", range(4))
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_one_overflow_anywhere_vetoes_the_step(layer, ubatch, mode):
+    torch.manual_seed(0)
+    model = Classifying()
+    model.blocks = nn.ModuleList(Overflowing() for _ in range(LAYERS))
+    options: dict[str, Any] = {"cmp": "fp16", "eps_update": mode, "ubatch_size": 2, "layer_classes": ("Overflowing",)}
+    eps = attach_l2l(model, L2LConfig(device="cpu", **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert eps.loss_scale is not None
+    eps.loss_scale.value = 2.0**10
+
+    def step(number: int) -> None:
+        model(**batch(number)).loss.backward()
+        eps.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    step(0)
+    before = copy.deepcopy((dict(model.named_parameters()), optimizer.state_dict()["state"]))
+    broken = model.blocks[layer]
+    broken.turn, broken.ubatch = 0, ubatch
+    step(1)
+    after = dict(model.named_parameters()), optimizer.state_dict()["state"]
+    assert (eps.loss_scale.value, eps.loss_scale.skipped) == (2.0**9, 1)
+    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    broken.ubatch = None
+    step(2)
+    assert (eps.loss_scale.value, eps.loss_scale.skipped) == (2.0**9, 1)
+    assert not torch.equal(model.embed.weight, before[0]["embed.weight"])
+
+
+def test_the_policy_is_that_of_torch():
+    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
+    ours = LossScale(8.0, 3.0, 0.25, 2)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for finite in (True, True, False, True, False, False, True, True, True, True, True):
+        theirs.scale(p.sum() * (1.0 if finite else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.vote(finite=finite) is finite
+        assert ours.value == theirs.get_scale()
+    assert ours.skipped == 3

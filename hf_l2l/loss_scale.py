@@ -1,0 +1,78 @@
+"""Dynamic loss scaling for fp16: gradients are made larger on the device, so that small ones are not lost.
+
+The policy is that of `torch.amp.GradScaler`: a step whose gradients are not all finite is skipped, and the scale is
+multiplied by `backoff`; after `interval` steps that were made in a row it is multiplied by `growth`. The scale enters
+at the outputs of the model and leaves on the fp32 sums, so that any training loop has it: neither the loss that a
+program sees nor `p.grad` is scaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hf_l2l.stacks import is_cache
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient * ctx.factor
+
+
+def with_gradients_times(factor: float, value: Any) -> Any:
+    """`value` with every tensor in it that needs a gradient replaced by one that hands on `factor` times as much."""
+    if not torch.is_grad_enabled():
+        return value
+    return pytree.tree_map(
+        lambda leaf: (
+            _Scaled.apply(factor, leaf)  # type: ignore[no-untyped-call]
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            else leaf
+        ),
+        value,
+        is_leaf=is_cache,
+    )
+
+
+class LossScale:
+    """The factor of now, and what it will be after the next step."""
+
+    def __init__(
+        self, initial: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ) -> None:
+        self.value = initial
+        self.growth = growth
+        self.backoff = backoff
+        self.interval = interval
+        self.steps = 0
+        """Made in a row since it changed."""
+        self.skipped = 0
+        """Steps, in all."""
+
+    def vote(self, *, finite: bool) -> bool:
+        """Whether a step may be made with gradients that are `finite` or not; the scale changes accordingly."""
+        if not finite:
+            self.value, self.steps, self.skipped = self.value * self.backoff, 0, self.skipped + 1
+            return False
+        self.steps += 1
+        if self.steps == self.interval:
+            self.value, self.steps = self.value * self.growth, 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"scale": self.value, "steps": self.steps, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.value, self.steps, self.skipped = state["scale"], state["steps"], state["skipped"]
