@@ -6,6 +6,7 @@ command line.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -39,6 +40,18 @@ class L2LConfig:
     """Cross mixed precision (section 2.3): weights travel and layers compute in "bf16" or "fp16", and masters, sums of
     gradients and moments are fp32 in host memory. "auto" takes bf16 where the device computes in it, fp16 elsewhere;
     None computes as the masters are, or as autocast says."""
+
+    loss_scale_init: float = 2.0**16
+    """With fp16, what gradients are multiplied by on the device at first; as in `torch.amp.GradScaler`."""
+
+    loss_scale_growth: float = 2.0
+    """What the loss scale is multiplied by after `loss_scale_interval` steps that were made in a row."""
+
+    loss_scale_backoff: float = 0.5
+    """What it is multiplied by when a step is skipped because a gradient is not finite."""
+
+    loss_scale_interval: int = 2000
+    """Steps."""
 
     device: torch.device | str | None = None
     """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
@@ -81,6 +94,7 @@ class L2LConfig:
                 f"cmp must be None or one of {', '.join(map(repr, get_args(Cmp)))} (got {self.cmp!r}); use 'auto' for "
                 "what the device is good at"
             )
+        self._check_loss_scale()
         if not isinstance(self.prefetch, bool):
             raise ValueError(
                 f"prefetch must be True or False (got {self.prefetch!r}); False is for measuring what it is worth"
@@ -110,6 +124,25 @@ class L2LConfig:
                 f"layer_classes must be a tuple of class names (got the string {self.layer_classes!r}); "
                 f"write ({self.layer_classes!r},)"
             )
+
+    def _check_loss_scale(self) -> None:
+        rules = {
+            "loss_scale_init": (0 < self.loss_scale_init < math.inf, "above 0 and finite", "65536.0"),
+            "loss_scale_growth": (1 < self.loss_scale_growth < math.inf, "above 1 and finite", "2.0"),
+            "loss_scale_backoff": (0 < self.loss_scale_backoff < 1, "between 0 and 1", "0.5"),
+            "loss_scale_interval": (self.loss_scale_interval >= 1, "at least 1", "2000"),
+        }
+        for name, (holds, rule, usual) in rules.items():
+            if not holds:
+                raise ValueError(f"{name} must be {rule} (got {getattr(self, name)!r}); torch's value is {usual}")
+        if self.cmp == "fp16" and self.eps_update == "eager":
+            raise ValueError(EAGER_FP16)
+
+
+EAGER_FP16 = (
+    "eps_update='eager' updates layers before it is known whether a gradient of another one overflows in fp16 (got "
+    "cmp with fp16); use eps_update='deferred', which knows and gives the same bits as 'serial', or cmp='bf16'"
+)
 
 
 def check_ubatch_size(ubatch_size: int | None) -> None:

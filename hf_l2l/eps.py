@@ -22,7 +22,7 @@ from hf_l2l.config import EpsUpdate, size_text
 from hf_l2l.copies import Copies
 from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
-from hf_l2l.loss_scale import LossScale
+from hf_l2l.loss_scale import EpsScaler, LossScale
 from hf_l2l.optimizer import gradient_hook_error
 from hf_l2l.pending import untouched
 from hf_l2l.stacks import tensor_bytes
@@ -176,6 +176,12 @@ class EagerParamServer:
         if self._may_step is None:
             self._may_step = self.loss_scale.vote(finite=bool(self.grad_norm().isfinite()))
         return self._may_step
+
+    @property
+    def scaler(self) -> EpsScaler | None:
+        """What an `Accelerator` may take for its `scaler`, so that schedulers wait where a step is skipped; None
+        without a loss scale."""
+        return None if self.loss_scale is None else EpsScaler(self.loss_scale, self.may_step)
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import EAGER_FP16, L2LConfig
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.fitness import move_to_host, refuse_placed, turn_off_activation_checkpointing, warn_of_short_masters
 from hf_l2l.host_memory import HostMemory
@@ -209,7 +209,7 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
         timeline=timeline,
         update=config.eps_update,
         num_threads=config.num_threads,
-        loss_scale=LossScale() if precision.dtype is torch.float16 else None,
+        loss_scale=_loss_scale(config) if precision.dtype is torch.float16 else None,
         # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
         goes_on=lambda: not GradientState().sync_gradients,
     )
@@ -223,6 +223,14 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
     handles = let_heads_return_fp32(model) if precision.is_mixed else []
     setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers], handles))
     return eps
+
+
+def _loss_scale(config: L2LConfig) -> LossScale:
+    if config.eps_update == "eager":  # and cmp is "auto"
+        raise ValueError(EAGER_FP16)
+    return LossScale(
+        config.loss_scale_init, config.loss_scale_growth, config.loss_scale_backoff, config.loss_scale_interval
+    )
 
 
 def _add_hook(module: nn.Module, hook: _L2LHook, device: torch.device) -> None:

@@ -8,6 +8,7 @@ program sees nor `p.grad` is scaled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, factor: float, tensor: torch.Tensor) -> torch.Tensor:
         ctx.factor = factor
-        return tensor.view_as(tensor)
+        # A loss is divided in place by some loops, which a view would not allow.
+        return tensor.clone() if tensor.dim() == 0 else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
@@ -76,3 +78,42 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
         self.value, self.steps, self.skipped = state["scale"], state["steps"], state["skipped"]
+
+
+class EpsScaler:
+    """Stands in for `torch.amp.GradScaler` where Accelerate has one: losses and gradients are scaled elsewhere.
+
+    Accelerate takes a step that does not call the optimizer's `step` for a skipped one, and schedulers then wait.
+    """
+
+    def __init__(self, scale: LossScale, may_step: Callable[[], bool]) -> None:
+        self._scale = scale
+        self._may_step = may_step
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs, whose gradients the engine multiplies by itself."""
+        return outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: gradients on the host are not scaled."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step, or one that finds no gradients, unseen by whoever has patched it."""
+        if self._may_step():
+            return optimizer.step(*args, **kwargs)
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    def update(self) -> None:
+        """Nothing: the scale has changed with the vote."""
+
+    def get_scale(self) -> float:
+        """The factor of now."""
+        return self._scale.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return self._scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._scale.load_state_dict(state)

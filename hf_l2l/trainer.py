@@ -116,6 +116,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden to attach before the optimizer is made and the model is prepared."""
         eps = self._attach()
+        if eps is not None and eps.scaler is not None:  # asked whether a step was skipped, and saved in checkpoints
+            self.accelerator.scaler = eps.scaler
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
             eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
@@ -181,6 +183,9 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             if self._tokens is not None:
                 logs["l2l_tokens_per_s"] = self._tokens / (averages.steps * averages.step_s)
             self._tokens = 0
+        if "loss" in logs and attached is not None and attached.eps.loss_scale is not None:
+            logs["loss_scale"] = attached.eps.loss_scale.value
+            logs["skipped_steps"] = attached.eps.loss_scale.skipped
         super().log(logs, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from hf_l2l.config import EpsUpdate, L2LConfig, StashPlace
+from hf_l2l.config import Cmp, EpsUpdate, L2LConfig, StashPlace
 
 
 @dataclass
@@ -32,6 +32,25 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         metadata={
             "help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."
         },
+    )
+    cmp: Cmp | None = field(
+        default=None,
+        metadata={
+            "help": "Cross mixed precision: weights travel and layers compute in 'bf16' or 'fp16' ('auto': what the "
+            "device is good at), while master weights, sums of gradients and moments are fp32 on the host."
+        },
+    )
+    l2l_loss_scale_init: float = field(
+        default=2.0**16, metadata={"help": "With cmp='fp16': what gradients are multiplied by at first."}
+    )
+    l2l_loss_scale_growth: float = field(
+        default=2.0, metadata={"help": "What the loss scale is multiplied by after l2l_loss_scale_interval steps."}
+    )
+    l2l_loss_scale_backoff: float = field(
+        default=0.5, metadata={"help": "What the loss scale is multiplied by when a gradient overflows."}
+    )
+    l2l_loss_scale_interval: int = field(
+        default=2000, metadata={"help": "Steps without an overflow after which the loss scale grows."}
     )
     eps_update: EpsUpdate = field(
         default="auto",
@@ -93,6 +112,11 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
     return L2LConfig(
         ubatch_size=getattr(args, "ubatch_size", None),
         stash=getattr(args, "stash", "device"),
+        cmp=getattr(args, "cmp", None),
+        loss_scale_init=getattr(args, "l2l_loss_scale_init", 2.0**16),
+        loss_scale_growth=getattr(args, "l2l_loss_scale_growth", 2.0),
+        loss_scale_backoff=getattr(args, "l2l_loss_scale_backoff", 0.5),
+        loss_scale_interval=getattr(args, "l2l_loss_scale_interval", 2000),
         prefetch=getattr(args, "l2l_prefetch", True),
         gradient_slots=getattr(args, "l2l_gradient_slots", 2),
         trace=getattr(args, "l2l_trace", None),
@@ -109,13 +133,18 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
         ("torch_compile", "a compiled model cannot be run layer by layer; set torch_compile=False"),
-        ("fp16", "its loss scaler would have to see gradients on the device; set bf16=True, or train in fp32"),
+        ("fp16", "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
         ("fp16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
         ("bf16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
     ):
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
+    if getattr(args, "cmp", None) is not None and args.bf16:
+        raise ValueError(
+            f"one option says in what layers compute (got cmp={args.cmp!r} and bf16=True, which is autocast); leave "
+            "out bf16"
+        )
     if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(
             "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "

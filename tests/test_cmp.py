@@ -16,6 +16,8 @@ from transformers.utils import ModelOutput
 from hf_l2l import L2LConfig, attach_l2l, stream
 from hf_l2l.loss_scale import LossScale
 
+CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
+CASES.remove(("fp16", "eager"))
 VOCAB, WIDTH, LAYERS, ROWS, STEPS = 11, 8, 3, 8, 5
 
 
@@ -119,9 +121,8 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_copies")
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("rows", [ROWS, 2])
-@pytest.mark.parametrize("cmp", ["bf16", "fp16"])  # the scale of fp16 begins so large that steps are skipped
+@pytest.mark.parametrize(("cmp", "mode"), CASES)  # the scale of fp16 begins so large that steps are skipped
 def test_losses_and_masters_are_those_of_plain_torch(cmp, rows, mode):
     max_norm = 0.0 if mode == "eager" else 0.5
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cmp]
@@ -192,3 +193,24 @@ def test_the_policy_is_that_of_torch():
         assert ours.vote(finite=finite) is finite
         assert ours.value == theirs.get_scale()
     assert ours.skipped == 3
+
+
+def test_eager_updates_with_fp16_are_refused():
+    with pytest.raises(ValueError, match="eps_update='eager'"):
+        L2LConfig(cmp="fp16", eps_update="eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_scale_init", 0.0),
+        ("loss_scale_init", float("inf")),
+        ("loss_scale_growth", 1.0),
+        ("loss_scale_backoff", 1.0),
+        ("loss_scale_interval", 0),
+        ("cmp", "int8"),
+    ],
+)
+def test_options_outside_their_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        L2LConfig(**{name: value})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_l2l import stream
-from test_cmp import ROWS, layer_to_layer
+from test_cmp import CASES, ROWS, layer_to_layer
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +18,8 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("rows", [ROWS, 2])
-@pytest.mark.parametrize("cmp", ["bf16", "fp16"])
+@pytest.mark.parametrize(("cmp", "mode"), CASES)
 def test_bits_are_those_of_serial_updates_on_the_host(cmp, rows, mode):
     max_norm = 0.0 if mode == "eager" else 0.5
     expected, reference = layer_to_layer("serial", rows, max_norm, "sim" if max_norm else "cpu", cmp=cmp)
