@@ -1,18 +1,30 @@
-"""An update in the background: what readers of its weights wait for, and what the worker does."""
+"""An update in the background: when there is one, what readers of its weights wait for, and what the worker does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 
 from hf_l2l import stream
+from hf_l2l.config import EpsUpdate
 from hf_l2l.copies import Copies
 from hf_l2l.optimizer import Part
 from hf_l2l.pending import Pending, let_go
 from hf_l2l.timeline import Timeline
 from hf_l2l.watching import aside
 from hf_l2l.worker import Task
+
+Mode = Literal["serial", "deferred", "eager"]
+
+
+def update_mode(asked: EpsUpdate, device: torch.device) -> Mode:
+    """When weights are updated: as `asked`; and if that is "auto", deferred where that runs beside the device."""
+    if asked == "auto":
+        return "deferred" if stream.is_asynchronous(device) else "serial"
+    return asked
 
 
 class Update(Pending):
@@ -43,20 +55,29 @@ class Update(Pending):
 def carry_out(
     part: Part,
     masters: list[torch.Tensor],
-    factors: list[tuple[torch.Tensor, torch.Tensor]],
+    factors: Mapping[torch.Tensor, torch.Tensor],
+    check: Callable[[], None],
     landed: stream.Point | None,
     update: Update,
     copies: Copies,
 ) -> None:
-    """Update `masters` and what travels in their place, on a thread of the worker."""
+    """Update `masters` and what travels in their place, on a thread of the worker.
+
+    Args:
+        part: the update.
+        masters: those that it updates.
+        factors: master -> what its gradient is multiplied by first.
+        check: raises if the gradients, which are there by then, must not be used.
+        landed: after which they are there.
+        update: what readers of the masters wait for.
+        copies: what travels.
+    """
     if landed is not None:
         with aside():
             stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
     with update.timeline.host_works(update.task.what):
-        if factors:
-            with torch.no_grad():
-                torch._foreach_mul_(*(list(each) for each in zip(*factors, strict=True)))
-        part.run()
+        check()
+        part.run(factors)
         copies.renew(masters)
     if not update.in_step:
         for master in masters:

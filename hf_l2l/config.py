@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -18,6 +18,10 @@ from hf_l2l.trace import check_trace_path
 StashPlace = Literal["device", "host"]
 EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
 Cmp = Literal["auto", "bf16", "fp16"]
+GradDtype = Literal["fp32", "16bit"]
+MomentDtype = Literal["fp32", "bf16"]
+HostCopies = Literal["kept", "per_sweep"]
+Nonfinite = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,22 @@ class L2LConfig:
     loss_scale_interval: int = 2000
     """Steps."""
 
+    grad_dtype: GradDtype = "fp32"
+    """In what sums of gradients leave the device and wait in host memory (4 or 2 bytes per parameter). "16bit" is
+    bfloat16: each fp32 sum of a backward is rounded once, and is made fp32 again, layer by layer, to update."""
+
+    moment_dtype: MomentDtype = "fp32"
+    """In what the optimizer's state is kept between steps: with "bf16" it is made fp32 for the arithmetic of a step,
+    layer by layer, and rounded stochastically after it, with a seed that checkpoints keep."""
+
+    host_copies: HostCopies = "kept"
+    """With `cmp`, whether the host keeps the 16-bit copies that travel (2 bytes per parameter), made once per update,
+    or makes them whenever a layer travels ("per_sweep"), which holds up the thread that drives the device."""
+
+    nonfinite: Nonfinite = "raise"
+    """What becomes of a step whose gradients are not all finite, in fp32 and bf16: "raise" a `NonFiniteError` that
+    names step and layer, or "skip" and count the step, with the scheduler waiting. (fp16 skips: `loss_scale_*`.)"""
+
     device: torch.device | str | None = None
     """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
 
@@ -84,17 +104,15 @@ class L2LConfig:
 
     def __post_init__(self) -> None:
         check_ubatch_size(self.ubatch_size)
-        if self.stash not in get_args(StashPlace):
-            raise ValueError(
-                f"stash must be one of {', '.join(map(repr, get_args(StashPlace)))} (got {self.stash!r}); "
-                "use 'host' when the layer inputs do not fit the device"
-            )
-        if self.cmp is not None and self.cmp not in get_args(Cmp):
-            raise ValueError(
-                f"cmp must be None or one of {', '.join(map(repr, get_args(Cmp)))} (got {self.cmp!r}); use 'auto' for "
-                "what the device is good at"
-            )
+        for name, (known, remedy) in _CHOICES.items():
+            value = getattr(self, name)
+            if not (value in get_args(known) or (name == "cmp" and value is None)):
+                none = "None or " if name == "cmp" else ""
+                raise ValueError(
+                    f"{name} must be {none}one of {', '.join(map(repr, get_args(known)))} (got {value!r}); {remedy}"
+                )
         self._check_loss_scale()
+        self._check_together()
         if not isinstance(self.prefetch, bool):
             raise ValueError(
                 f"prefetch must be True or False (got {self.prefetch!r}); False is for measuring what it is worth"
@@ -106,11 +124,6 @@ class L2LConfig:
         if self.trace is not None:
             check_trace_path(self.trace)
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
-        if self.eps_update not in get_args(EpsUpdate):
-            raise ValueError(
-                f"eps_update must be one of {', '.join(map(repr, get_args(EpsUpdate)))} (got {self.eps_update!r}); "
-                "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"
-            )
         threads = self.num_threads
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(
@@ -135,9 +148,41 @@ class L2LConfig:
         for name, (holds, rule, usual) in rules.items():
             if not holds:
                 raise ValueError(f"{name} must be {rule} (got {getattr(self, name)!r}); torch's value is {usual}")
+            given = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if given and self.cmp not in ("fp16", "auto"):
+                raise ValueError(
+                    f"{name} is of the loss scale, which fp16 alone has (got {getattr(self, name)!r} with "
+                    f"cmp={self.cmp!r}); leave it out, or use cmp='fp16'"
+                )
+
+    def _check_together(self) -> None:
         if self.cmp == "fp16" and self.eps_update == "eager":
             raise ValueError(EAGER_FP16)
+        if self.nonfinite == "skip" and self.eps_update == "eager":
+            raise ValueError(
+                "eps_update='eager' updates layers before it is known whether the gradients of others are finite, so "
+                "no step can be skipped (got nonfinite='skip'); use eps_update='deferred', or nonfinite='raise'"
+            )
+        if self.host_copies == "per_sweep" and self.cmp is None:
+            raise ValueError(
+                "host_copies is about the 16-bit copies of cmp (got host_copies='per_sweep' with cmp=None, where the "
+                "masters themselves travel); leave it out, or set cmp"
+            )
 
+
+_CHOICES: dict[str, tuple[Any, str]] = {
+    "stash": (StashPlace, "use 'host' when the layer inputs do not fit the device"),
+    "cmp": (Cmp, "use 'auto' for what the device is good at"),
+    "grad_dtype": (GradDtype, "use '16bit' where host memory is short"),
+    "moment_dtype": (MomentDtype, "use 'bf16' where host memory is short"),
+    "host_copies": (HostCopies, "use 'per_sweep' where host memory is short"),
+    "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
+    "eps_update": (
+        EpsUpdate,
+        "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()",
+    ),
+}
+"""Option -> its values, and what to do."""
 
 EAGER_FP16 = (
     "eps_update='eager' updates layers before it is known whether a gradient of another one overflows in fp16 (got "

@@ -1,4 +1,8 @@
-"""What travels to the device in the place of the masters: the masters themselves, or copies of them in 16 bits."""
+"""What travels to the device in the place of the masters: the masters themselves, or copies of them in 16 bits.
+
+The copies are kept and renewed by every update (2 bytes per parameter of host memory), or made whenever a layer
+travels, which the thread that drives the device then waits for.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_l2l import stream
 from hf_l2l.host_memory import HostMemory, on_meta
+from hf_l2l.layout import Layout
 from hf_l2l.pending import untouched
 from hf_l2l.precision import Precision
 
@@ -19,8 +25,25 @@ class _Copy(NamedTuple):
     """Of the master, when it was made."""
 
 
+class Stage:
+    """Host memory in which the copies of one layer are made and from which they leave."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self.left: stream.Point | None = None
+        """After which it may be written again."""
+
+    def memory(self, host: HostMemory, num_bytes: int) -> torch.Tensor:
+        """`num_bytes` bytes (uint8) from which nothing is on its way any more."""
+        stream.wait(self.left, "copies are made where others were when those have left", host=True)
+        if self._memory is None or self._memory.numel() < num_bytes:
+            size = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+            self._memory = host.new_rooms(1, num_bytes, "copies of weights")[0].tensor_like(size)
+        return self._memory
+
+
 class Copies:
-    """The 16-bit copy of every master that has one, made once per update: `copy == master.to(dtype)` to the bit."""
+    """The 16-bit copies of masters: `copy == master.to(dtype)` to the bit, made once per update if they are kept."""
 
     def __init__(self, precision: Precision, memory: HostMemory) -> None:
         self.precision = precision
@@ -41,6 +64,8 @@ class Copies:
         if dtype == master.dtype:
             return master
         values = master.detach()  # waits
+        if not self.precision.keeps_copies:
+            return values.to(dtype)
         copy: _Copy | None = self._copies.get(master)
         if copy is not None and copy.version == values._version and copy.tensor.shape == values.shape:
             return copy.tensor
@@ -51,6 +76,24 @@ class Copies:
             tensor.copy_(values)
         self._copies[master] = _Copy(tensor, values._version)
         return tensor
+
+    def of_layer(self, masters: Iterable[torch.Tensor], stage: Stage) -> dict[torch.Tensor, torch.Tensor]:
+        """What `of` gives for each of `masters`, which travel together; by way of `stage` where no copy is kept."""
+        if self.precision.keeps_copies or not self.precision.is_mixed:
+            return {master: self.of(master) for master in masters}
+        likes = {master: self.like(master) for master in masters}
+        layout = Layout(like for master, like in likes.items() if like is not master)
+        memory = stage.memory(self._memory, layout.num_bytes)
+        with torch.no_grad(), torch.inference_mode(False):
+            return {
+                master: master if like is master else layout.view(memory, like).copy_(master)
+                for master, like in likes.items()
+            }
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """Those that host memory holds now."""
+        return [copy.tensor for copy in list(self._copies.values())]
 
     @torch.no_grad()
     def renew(self, masters: Iterable[torch.Tensor]) -> None:

@@ -7,7 +7,6 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -16,18 +15,20 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
+from hf_l2l.background import update_mode
 from hf_l2l.backwards import Backwards, RaisedIn
+from hf_l2l.census import host_tensors
 from hf_l2l.clipping import clip
-from hf_l2l.config import EpsUpdate, size_text
+from hf_l2l.config import EpsUpdate, MomentDtype, size_text
 from hf_l2l.copies import Copies
 from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.loss_scale import EpsScaler, LossScale
-from hf_l2l.optimizer import gradient_hook_error
-from hf_l2l.pending import untouched
+from hf_l2l.masters import check_optimizer
+from hf_l2l.nonfinite import LastForward, NonFiniteError
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.timeline import Timeline
-from hf_l2l.updates import Updates, update_mode
+from hf_l2l.updates import Updates
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -50,14 +51,16 @@ class EagerParamServer:
         timeline: Timeline | None = None,
         update: EpsUpdate = "auto",
         num_threads: int | None = None,
+        moment_dtype: MomentDtype = "fp32",
         loss_scale: LossScale | None = None,
         goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
         """With `goes_on`, which says in a backward whether another one follows before the step.
 
-        With a `loss_scale`, a step whose gradients are not all finite is not made.
+        With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
         """
         self.loss_scale = loss_scale
+        self.last_forward = LastForward()
         self._may_step: bool | None = None
         """Whether the gradients of now may be used, once that has been voted on."""
         self.model = model
@@ -77,6 +80,7 @@ class EagerParamServer:
             mode=update_mode(update, device),
             num_threads=num_threads,
             may_step=self.may_step,
+            moment_dtype=moment_dtype,
             goes_on=goes_on,
         )
 
@@ -135,9 +139,9 @@ class EagerParamServer:
         self.updates.check()
         pairs = list(gradients)
         self._may_step = None
-        if self.loss_scale is not None:
+        if self.loss_scale is not None and self.loss_scale.is_dynamic:
             for _, gradient in pairs:
-                gradient.mul_(1 / self.loss_scale.value)  # a power of two: exact
+                gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, which it is unless it was chosen
         masters = [master for master, _ in pairs] if masters is None else list(masters)
         self.updates.eager.refuse_second(master for master, _ in pairs)
         self.gradients.receive(pairs)
@@ -167,15 +171,46 @@ class EagerParamServer:
         return self.updates.arrivals.accumulate()
 
     def may_step(self) -> bool:
-        """Whether the gradients of this step may be used: with a loss scale, if all of them are finite.
+        """Whether the gradients of this step may be used: if all of them are finite.
 
-        One that is not anywhere vetoes the step for every layer and every optimizer, and changes the scale once.
+        One that is not anywhere vetoes the step for every layer and every optimizer, and changes the loss scale once.
+
+        Raises:
+            NonFiniteError: if there is none, without a loss scale to skip the step.
         """
-        if self.loss_scale is None:
-            return True
         if self._may_step is None:
-            self._may_step = self.loss_scale.vote(finite=bool(self.grad_norm().isfinite()))
-        return self._may_step
+            self._vote(self.grad_norm())
+        return bool(self._may_step)
+
+    def _vote(self, norm: torch.Tensor) -> None:
+        """Say whether the gradients, which have this norm, may be used."""
+        if self.updates.mode == "eager":  # and has looked at each layer's before it used them
+            self._may_step = True
+            return
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        # The norm of large numbers may be infinite where they are not.
+        finite = bool(norm.isfinite()) or all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
+        if self.loss_scale is not None:
+            self._may_step = self.loss_scale.vote(finite=finite)
+        elif not finite:
+            raise NonFiniteError(self.updates.steps + 1, self._where_not_finite())
+        else:
+            self._may_step = True
+        self.last_forward.forget()
+
+    def _where_not_finite(self) -> str:
+        layers = self.updates.masters.layers
+        bad = [
+            name
+            for layer, name in layers.items()
+            if any(p.grad is not None and not bool(_values(p.grad).isfinite().all()) for p in layer.parameters())
+        ]
+        last = list(layers.values())[-1]
+        if bad and last not in bad:
+            return f"the backward of {bad[-1]}"
+        where = self.last_forward.first_nonfinite(layers)
+        self.last_forward.forget()
+        return where or "the loss or its gradient, after the layers; in the last forward all layers are finite"
 
     @property
     def scaler(self) -> EpsScaler | None:
@@ -208,10 +243,14 @@ class EagerParamServer:
                 "not clip, or use eps_update='deferred'"
             )
         norm = self.grad_norm()
-        if not self.may_step():
+        if self._may_step is None:
+            self._vote(norm)
+        if not self._may_step:
             return norm
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        clip(gradients, norm, float(max_norm), later=self.updates.mode == "deferred")
+        # What is kept in 16 bits is scaled where it is made fp32.
+        later = self.updates.mode == "deferred" or self.updates.in_parts
+        clip(gradients, norm, float(max_norm), later=later)
         return norm
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
@@ -235,7 +274,8 @@ class EagerParamServer:
         locked = self.memory.bytes_locked
         rows = "".join(
             f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
-            for kind, tensors in host_tensors(self.model, self.updates.optimizers).items()
+            for kind, tensors in host_tensors(self.model, self.updates.optimizers, self.copies).items()
+            if tensors or kind != "copies"
         )
         return (
             f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
@@ -252,40 +292,8 @@ class EagerParamServer:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        name = type(optimizer).__name__
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                f"the optimizer must step without a closure, which would run the model inside the update (got "
-                f"{name}); use one that takes gradients, such as torch.optim.AdamW"
-            )
-        masters = {p: n for n, p in self.model.named_parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        strange = [p for p in held if p not in masters]
-        if strange:
-            raise ValueError(
-                f"the optimizer must hold parameters of the model only (got {name} with {len(strange)} others of "
-                f"{len(held)}, the first of shape {list(strange[0].shape)}); build it from model.parameters() after "
-                "the model has its final parameters, and with the model on the host"
-            )
-        hooked = [
-            n for p, n in masters.items() if getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks
-        ]
-        if hooked:
-            raise ValueError(gradient_hook_error(hooked[0]))
+        check_optimizer(self.model, getattr(optimizer, "optimizer", optimizer))
 
 
-def host_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, list[torch.Tensor]]:
-    """What training keeps in host memory now: masters, gradients, and the optimizers' state ("moments")."""
-    masters: list[torch.Tensor] = list(model.parameters())
-    inner: list[Any] = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-    # Copies, since an update in the background may be adding to them.
-    states = [state for optimizer in inner for state in list(optimizer.state.values())]
-    with untouched():  # also what an eager update has taken may be asked for: it is not there
-        kinds: dict[str, list[torch.Tensor]] = {
-            "masters": masters,
-            "gradients": [p.grad for p in masters if p.grad is not None],
-            "moments": [t for state in states for t in list(state.values()) if isinstance(t, torch.Tensor)],
-        }
-        return {kind: [t for t in tensors if t.device == stream.HOST] for kind, tensors in kinds.items()}
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

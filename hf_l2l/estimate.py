@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from hf_l2l import stream
+from hf_l2l.background import Mode, update_mode
 from hf_l2l.config import L2LConfig, size_text
 from hf_l2l.layout import Layout
 from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules, tensor_bytes
-from hf_l2l.updates import Mode, update_mode
 
 SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 """Environment variable that, set to 1, lets training start although the host memory does not seem to suffice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from accelerate.hooks import ModelHook
 from torch import nn
 
@@ -66,10 +67,37 @@ def turn_off_activation_checkpointing(model: nn.Module) -> None:
 
 def warn_of_short_masters(model: nn.Module) -> None:
     """Warn if parameters that train are in 16 bits."""
-    short = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4}
+    short = {p.dtype for p in _short_masters(model)}
     if short:
         warnings.warn(
             f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the "
-            "model with dtype=torch.float32, and compute in 16 bits with bf16=True or autocast",
+            "model with dtype=torch.float32, or use cmp, which makes the masters float32; to compute in 16 bits over "
+            "float32 masters, use cmp, bf16=True or autocast",
             stacklevel=4,
         )
+
+
+def make_masters_fp32(model: nn.Module) -> None:
+    """Make parameters that train and are in 16 bits float32; they stay the same objects, tied or not.
+
+    One after the other: beside the masters, the host holds no more than one of them twice.
+
+    Raises:
+        ValueError: if something holds on to a parameter in a way that does not let it change.
+    """
+    for p in _short_masters(model):
+        wide = nn.Parameter(p.detach().float(), requires_grad=True)
+        if p.grad is not None:
+            wide.grad = p.grad.float()
+        vars(wide).update(vars(p))  # some optimizers go by tags on the parameters
+        try:
+            torch.utils.swap_tensors(p, wide)
+        except RuntimeError as error:
+            raise ValueError(
+                f"cmp needs master weights in float32, and these cannot be made so (got {p.dtype}: {error}); load the "
+                "model with dtype=torch.float32"
+            ) from error
+
+
+def _short_masters(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4]

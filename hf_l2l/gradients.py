@@ -14,9 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.backwards import Backwards
-from hf_l2l.host_memory import HostMemory, Room
+from hf_l2l.host_memory import HostMemory
 from hf_l2l.layout import elements, is_dense
+from hf_l2l.pages import Room
 from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, settle, untouched
+
+_Sums = dict[torch.Tensor, torch.Tensor]
+"""Master -> a host tensor."""
 
 _CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
 
@@ -48,7 +52,7 @@ class Gradients:
         if not self.lane.is_stream:
             with stream.span(self.device, "download", of):
                 for master, gradient in gradients:
-                    _add_to_grad(master, stream.download(gradient))
+                    self._add_to_grad(master, stream.download(gradient))
             return
         self.backwards.join()
         complete = stream.record(self.device)
@@ -65,9 +69,10 @@ class Gradients:
         False if it did not go that way, and is in `master.grad` already.
         """
         total = self._arriving.get(master, master.grad)
-        if not _alike(gradient, master if total is None else total):  # sparse ones, or a grad that the user put there
+        like, dtype = (master, gradient.dtype) if total is None else (total, self._dtype(master))
+        if like.dtype != dtype or not _alike(gradient, like):  # sparse ones, or a grad that the user put there
             self._publish()
-            _add_to_grad(master, gradient.to(stream.HOST))
+            self._add_to_grad(master, gradient.to(stream.HOST))
             return False
         stream.keep_until_done(gradient)
         if total is None:
@@ -80,7 +85,12 @@ class Gradients:
                 self._off.add(master)
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(self.device, non_blocking=True))
-        total.copy_(gradient, non_blocking=True)
+        if total.dtype == gradient.dtype:
+            total.copy_(gradient, non_blocking=True)
+        else:
+            rounded = gradient.to(total.dtype)
+            total.copy_(rounded, non_blocking=True)
+            gradient.copy_(rounded)  # for its norm, which is that of what the host gets
         return True
 
     def _send_norms(self, totals: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -104,13 +114,15 @@ class Gradients:
         self._rooms += self.memory.new_rooms(1, num_bytes)
         return self._rooms[-1]
 
-    def take(self, masters: Iterable[torch.Tensor]) -> tuple[dict[torch.Tensor, torch.Tensor], stream.Point | None]:
+    def take(self, masters: Iterable[torch.Tensor]) -> tuple[_Sums, _Sums, stream.Point | None]:
         """Take the sums of `masters` before anybody sees them: `master.grad` is None from now on.
 
         Returns:
-            master -> sum, for those that have one; and the point at which all of them have landed.
+            master -> sum, for those that have one; master -> the norm of its sum; and the point at which all of them
+            have landed.
         """
-        taken: dict[torch.Tensor, torch.Tensor] = {}
+        taken: _Sums = {}
+        norms: _Sums = {}
         for master in masters:
             on_its_way = master in self._arriving
             if on_its_way and master.grad is not None:
@@ -118,9 +130,11 @@ class Gradients:
             total = self._arriving.pop(master, master.grad)
             if total is not None:
                 if not on_its_way:
-                    self._taken[master] = norm_of(total)
+                    norms[master] = self._taken[master] = norm_of(total, master.dtype)
                 taken[master], master.grad = total, None
-        return taken, self.lane.record()
+        for alike, landing in self._norms:
+            norms.update((m, norm) for m, norm in zip(alike, landing.unbind(), strict=True) if m in taken)
+        return taken, norms, self.lane.record()
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -132,7 +146,7 @@ class Gradients:
         self._off.clear()
         shared = {master for master in arrived if master.grad is not None}
         for master, gradient in arrived.items():
-            _add_to_grad(master, gradient)
+            self._add_to_grad(master, gradient)
         with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
             for masters, landing in norms:
                 for master, norm in zip(masters, landing.clone().unbind(), strict=True):
@@ -140,6 +154,21 @@ class Gradients:
                         self._taken[master] = norm
                     elif can_hold(master.grad) and master not in shared:
                         hold(master.grad, _NormKnown(master.grad, norm))
+
+    def _dtype(self, master: torch.Tensor) -> torch.dtype:
+        return self.memory.precision.of_gradient(master)
+
+    def _add_to_grad(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
+        if master.grad is not None and master.grad.is_sparse and not gradient.is_sparse:
+            gradient, master.grad = gradient + master.grad, None  # dense from now on, as autograd has it
+        if master.grad is not None:
+            master.grad += gradient  # in the longer dtype of the two, and rounded once
+            return
+        dtype = gradient.dtype if gradient.is_sparse else self._dtype(master)
+        if dtype != master.dtype:
+            with untouched():  # torch is to take it for one of this master
+                master.grad_dtype = dtype
+        master.grad = gradient.to(dtype) if gradient.dtype == master.dtype else gradient
 
     def _discard(self) -> None:
         """Forget what a backward that failed had received and nobody has seen."""
@@ -163,7 +192,7 @@ class Gradients:
             if taken is not None:
                 norms.append(taken)
             elif master.grad is not None:
-                norms.append(norm_of(master.grad))
+                norms.append(norm_of(master.grad, master.dtype))
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
     def forget(self, masters: Iterable[torch.Tensor]) -> None:
@@ -183,31 +212,22 @@ class _NormKnown(Pending):
         let_go(tensor, self)
 
 
-def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The norm of one gradient, as it is now: a 0-dim host tensor."""
+def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of one gradient, as it is now, computed in `dtype`: a 0-dim host tensor."""
     pending = pending_of(gradient)
     with untouched():
         version = gradient._version
     if isinstance(pending, _NormKnown) and pending.version == version:
         return pending.norm
-    values: torch.Tensor = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
-    return values
-
-
-def _add_to_grad(master: torch.Tensor, gradient: torch.Tensor) -> None:
-    if master.grad is None:
-        master.grad = gradient
-    elif master.grad.is_sparse and not gradient.is_sparse:
-        master.grad = gradient + master.grad  # dense from now on, as autograd has it
-    else:
-        master.grad += gradient
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)
+    return norm
 
 
 def _alike(gradient: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether a gradient can be copied over a host tensor element by element, in the order of memory."""
+    """Whether a gradient can be written over a host tensor element by element, in the order of memory."""
     return (
         gradient.layout is total.layout is torch.strided
-        and gradient.dtype == total.dtype
         and gradient.stride() == total.stride()
         and total.device == stream.HOST
         and is_dense(total)

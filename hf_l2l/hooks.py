@@ -6,6 +6,7 @@ the module's original forward, where `add_hook_to_module` keeps it. Everything e
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l import stream
 from hf_l2l.config import EAGER_FP16, L2LConfig
 from hf_l2l.eps import EagerParamServer
-from hf_l2l.fitness import move_to_host, refuse_placed, turn_off_activation_checkpointing, warn_of_short_masters
+from hf_l2l.fitness import (
+    make_masters_fp32,
+    move_to_host,
+    refuse_placed,
+    turn_off_activation_checkpointing,
+    warn_of_short_masters,
+)
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.loss_scale import LossScale
 from hf_l2l.precision import Precision, computing_dtype, let_heads_return_fp32
@@ -31,6 +38,7 @@ from hf_l2l.stacks import LayerStack, find_stacks, shell_modules
 from hf_l2l.timeline import Timeline
 
 _ATTRIBUTE = "_l2l"
+logger = logging.getLogger("hf_l2l")
 
 
 class Runner(Protocol):
@@ -190,16 +198,27 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
             f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
         )
     device = stream.execution_device(config.device)
+    dtype = computing_dtype(config.cmp, device)  # first, since the device may lack it
     move_to_host(model)
     turn_off_activation_checkpointing(model)
-    warn_of_short_masters(model)
+    if dtype is None:
+        warn_of_short_masters(model)
+    else:
+        make_masters_fp32(model)
+    if config.cmp == "auto":
+        logger.warning("cmp='auto' computes in %s on %s", dtype, device)
     return _attach(model, config, device, stacks)
 
 
 def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
     timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
-    precision = Precision(model, computing_dtype(config.cmp, device))
+    precision = Precision(
+        model,
+        computing_dtype(config.cmp, device),
+        gradients=config.grad_dtype,
+        keeps_copies=config.host_copies == "kept",
+    )
     memory = HostMemory(device, model, layers, with_progress_bar, precision)
     memory.adopt()
     eps = EagerParamServer(
@@ -209,7 +228,8 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
         timeline=timeline,
         update=config.eps_update,
         num_threads=config.num_threads,
-        loss_scale=_loss_scale(config) if precision.dtype is torch.float16 else None,
+        moment_dtype=config.moment_dtype,
+        loss_scale=_loss_scale(config, precision.dtype),
         # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
         goes_on=lambda: not GradientState().sync_gradients,
     )
@@ -225,7 +245,9 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
     return eps
 
 
-def _loss_scale(config: L2LConfig) -> LossScale:
+def _loss_scale(config: L2LConfig, dtype: torch.dtype | None) -> LossScale | None:
+    if dtype is not torch.float16:
+        return LossScale(1.0, growth=1.0, backoff=1.0) if config.nonfinite == "skip" else None
     if config.eps_update == "eager":  # and cmp is "auto"
         raise ValueError(EAGER_FP16)
     return LossScale(

@@ -1,15 +1,12 @@
 """Host memory that the device copies from and to while both compute: registered ("page-locked"), of exact size.
 
-The allocator of pinned memory that torch has rounds sizes up to powers of two; here each piece is as large as what it
-holds, up to a page. What the device refuses to register stays ordinary memory: copies then hold up the host, and are
-as right. Every tensor made here has a storage of its own, so that saving one does not copy its neighbours.
+Which tensors of a model lie in it: masters, or the 16-bit copies that travel in their place, gradients, and the stash
+where it is on the host. What the device refuses to register stays ordinary memory: copies then hold up the host, and
+are as right.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -22,7 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.config import size_text
-from hf_l2l.layout import Layout, shaped_like
+from hf_l2l.layout import Layout
+from hf_l2l.pages import Pages, Room, rooms_in
 from hf_l2l.pending import untouched
 from hf_l2l.precision import Precision
 from hf_l2l.stacks import tensor_bytes
@@ -38,67 +36,6 @@ class Watch(Protocol):
 
 def _unwatched(units: Sequence[T], what: str) -> Iterable[T]:
     return units
-
-
-class Pages(mmap.mmap):
-    """Whole pages of memory that nothing else lies in; registered as long as it is `locked`.
-
-    Shared with forked processes, not copied for them: after a copy on write the device would go on reading the old
-    page, and a data loader's workers are forked while masters are registered.
-    """
-
-    def __new__(cls, num_bytes: int) -> Pages:
-        return super().__new__(cls, -1, max(num_bytes, 1))
-
-    def __init__(self, num_bytes: int) -> None:
-        self.locked: tuple[int, torch.device] | None = None
-        self._process = os.getpid()
-
-    def lock(self, device: torch.device) -> bool:
-        """Register the pages with the device; False where that is refused."""
-        assert self.locked is None, "pages are registered once"
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        if stream.can_page_lock(device) and stream.page_lock(address, len(self), device):
-            self.locked = address, device
-        return self.locked is not None
-
-    def unlock(self) -> None:
-        """Make them ordinary memory again."""
-        if self.locked is not None:
-            stream.page_unlock(*self.locked)
-            self.locked = None
-
-    def __del__(self) -> None:
-        # The device must not keep addresses that will be somebody else's. At the end of the process it forgets all,
-        # and a forked one has no device.
-        if not sys.is_finalizing() and os.getpid() == self._process:
-            self.unlock()
-
-
-class Room:
-    """Host memory for one tensor at a time."""
-
-    def __init__(self, pages: Pages, start: int, stop: int) -> None:
-        self._view = memoryview(pages)[start:stop]
-        self.num_bytes = stop - start
-        self._references = self._count()
-
-    def _count(self) -> int:
-        return sys.getrefcount(self._view)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no tensor over this memory lives, view or alias."""
-        return self._count() == self._references
-
-    def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor over this memory with the dtype, shape and strides of `tensor`, and any values."""
-        with torch.inference_mode(False):
-            if tensor.numel() == 0:
-                return torch.empty_like(tensor, device=stream.HOST)
-            memory = torch.frombuffer(self._view, dtype=torch.uint8)
-            stream.released(memory)  # by the tensor that was here before
-            return shaped_like(memory, tensor)
 
 
 class HostMemory:
@@ -136,9 +73,13 @@ class HostMemory:
     @property
     def bytes_wanted(self) -> int:
         """That would be registered if nothing had been refused, with the gradients that training will need."""
-        to_come = [p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None]
+        to_come = [
+            p.numel() * self.precision.of_gradient(p).itemsize
+            for p in self.model.parameters()
+            if p.requires_grad and self._gradient_room(p) is None
+        ]
         taken = sum(len(pages) for pages in list(self._pages))
-        return taken + sum(int(size) for size in self._refused.values()) + tensor_bytes(to_come)
+        return taken + sum(int(size) for size in self._refused.values()) + sum(to_come)
 
     def adopt(self) -> None:
         """Move parameters that are new, or lie elsewhere now, into registered memory; they stay the same objects.
@@ -158,7 +99,7 @@ class HostMemory:
             pages = Pages(layout.num_bytes)
             if layout.num_bytes and pages.lock(self.device):
                 self._pages.add(pages)
-                for master, room in _rooms(pages, layout).items():
+                for master, room in rooms_in(pages, layout).items():
                     _move(master, room.tensor_like(master))
             else:
                 self._refused.update({p: tensor_bytes([p]) for p in layout.offsets})
@@ -170,9 +111,9 @@ class HostMemory:
         """Take the memory for what travels in the place of `masters`, which themselves stay where they are."""
         likes = {p: on_meta(p, self.precision.of(p)) for p in masters}
         layout = Layout(likes.values())
-        if layout.num_bytes:
+        if layout.num_bytes and self.precision.keeps_copies:
             pages = self._new_pages(layout.num_bytes)
-            rooms = _rooms(pages, layout)
+            rooms = rooms_in(pages, layout)
             self._copies.update({p: rooms[like] for p, like in likes.items()})
             if not pages.locked:
                 self._refused.update({p: tensor_bytes([like]) for p, like in likes.items()})
@@ -192,8 +133,10 @@ class HostMemory:
             p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None
         }
         for unit in self.watch(self._units(missing) if missing else [], "Taking page-locked memory for gradients"):
-            layout = Layout(unit)
-            self._gradients.update(_rooms(self._new_pages(layout.num_bytes), layout))
+            likes = {p: on_meta(p, self.precision.of_gradient(p)) for p in unit}
+            layout = Layout(likes.values())
+            rooms = rooms_in(self._new_pages(layout.num_bytes), layout)
+            self._gradients.update({p: rooms[like] for p, like in likes.items()})
         self.warn_once()
 
     def _units(self, parameters: set[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -210,18 +153,20 @@ class HostMemory:
     def gradient_like(self, master: torch.Tensor) -> torch.Tensor:
         """A host tensor for the gradient of `master`: always the same memory, unless somebody still holds that."""
         room = self._gradient_room(master)
+        dtype = self.precision.of_gradient(master)
         if room is not None and room.is_free:
-            return room.tensor_like(master)
-        return torch.empty_like(master, requires_grad=False)
+            return room.tensor_like(on_meta(master, dtype))
+        return torch.empty_like(master, dtype=dtype, requires_grad=False)
 
     def _gradient_room(self, master: torch.Tensor) -> Room | None:
         """The one that was taken, unless the parameter has grown since: embeddings are resized."""
         room: Room | None = self._gradients.get(master)
-        return room if room is not None and room.num_bytes >= tensor_bytes([master]) else None
+        size = master.numel() * self.precision.of_gradient(master).itemsize
+        return room if room is not None and room.num_bytes >= size else None
 
-    def new_rooms(self, count: int, num_bytes: int) -> list[Room]:
+    def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
         """Memory for `count` tensors of up to `num_bytes` bytes each."""
-        turns = self.watch(range(count), "Taking page-locked memory for the stash")
+        turns = self.watch(range(count), f"Taking page-locked memory for {what}")
         return [Room(self._new_pages(num_bytes), 0, num_bytes) for _ in turns]
 
     def _new_pages(self, num_bytes: int) -> Pages:
@@ -246,7 +191,7 @@ class HostMemory:
 
     @property
     def is_locked(self) -> bool:
-        """Whether all masters are where copies from them do not hold up the host."""
+        """Whether what travels is where copies from it do not hold up the host."""
         return stream.can_page_lock(self.device) and not self._refused
 
     def release(self) -> None:
@@ -271,11 +216,6 @@ def _move(master: torch.Tensor, to: torch.Tensor) -> None:
     # A graph that is still to be run backwards finds what it was made with.
     with torch.no_grad(), _unsafe_preserve_version_counter(master):
         master.set_(to.copy_(master))  # type: ignore[call-overload]
-
-
-def _rooms(pages: Pages, layout: Layout) -> dict[torch.Tensor, Room]:
-    """One room per tensor of the layout."""
-    return {t: Room(pages, start, start + tensor_bytes([t])) for t, start in layout.offsets.items()}
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

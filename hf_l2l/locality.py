@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,30 @@ def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
         except _NotTriable as error:
             failures.append(error)
     return f"it cannot be tried on small tensors ({failures[0]})"
+
+
+def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool) -> bool:
+    """Whether `optimizer` updates layer by layer; warns if it has to update all of them at once.
+
+    Raises:
+        ValueError: if it has to, and the updates are to be `eager`, or are of what is kept in 16 bits (`in_parts`).
+    """
+    reason = why_not_layer_local(optimizer)
+    if reason is None:
+        return True
+    rule = f"{type(optimizer).__name__} cannot update one layer without the others ({reason})"
+    if eager:
+        raise ValueError(
+            f"eps_update='eager' updates a layer as soon as its gradients are there, but {rule}; use "
+            "eps_update='serial'"
+        )
+    if in_parts:
+        raise ValueError(
+            f"grad_dtype='16bit' and moment_dtype='bf16' are made fp32 a layer at a time, but {rule}; leave them out, "
+            "or use torch.optim.AdamW"
+        )
+    warnings.warn(f"{rule}: it updates all of them in optimizer.step(), as eps_update='serial' does", stacklevel=5)
+    return False
 
 
 def _verdict(optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -> str | None:
@@ -176,6 +201,8 @@ def _group_of(group: Mapping[str, Any], parameters: list[torch.nn.Parameter], me
 def _corner(value: Any, tiny: torch.Tensor, memo: dict[int, Any]) -> Any:
     """State for a tiny parameter: as much of the user's as has its shape."""
     if isinstance(value, torch.Tensor) and value.dim() == tiny.dim():
+        if value.dtype == torch.bfloat16:
+            value = value.to(tiny.dtype)  # as a step finds it, where it is kept in 16 bits
         return value[tuple(slice(size) for size in tiny.shape)].clone()
     return _copied(value, memo)
 

@@ -21,18 +21,21 @@ class _Scaled(torch.autograd.Function):
     """The identity, whose gradient is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, factor: float, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, factor: Callable[[], float], tensor: torch.Tensor) -> torch.Tensor:
         ctx.factor = factor
         # A loss is divided in place by some loops, which a view would not allow.
         return tensor.clone() if tensor.dim() == 0 else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient * ctx.factor
+        return None, gradient * ctx.factor()
 
 
-def with_gradients_times(factor: float, value: Any) -> Any:
-    """`value` with every tensor in it that needs a gradient replaced by one that hands on `factor` times as much."""
+def with_gradients_times(factor: Callable[[], float], value: Any) -> Any:
+    """`value` with every tensor in it that needs a gradient replaced by one that hands on `factor` times as much.
+
+    The factor is asked for in the backward, since a step may have changed it after the forward.
+    """
     if not torch.is_grad_enabled():
         return value
     return pytree.tree_map(
@@ -47,7 +50,10 @@ def with_gradients_times(factor: float, value: Any) -> Any:
 
 
 class LossScale:
-    """The factor of now, and what it will be after the next step."""
+    """The factor of now, and what it will be after the next step.
+
+    With growth and backoff 1 it stays what it is, and only the vote is left: a step is skipped, or not.
+    """
 
     def __init__(
         self, initial: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
@@ -60,6 +66,11 @@ class LossScale:
         """Made in a row since it changed."""
         self.skipped = 0
         """Steps, in all."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether gradients are scaled at all."""
+        return self.growth != 1
 
     def vote(self, *, finite: bool) -> bool:
         """Whether a step may be made with gradients that are `finite` or not; the scale changes accordingly."""
@@ -77,7 +88,9 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self.value, self.steps, self.skipped = state["scale"], state["steps"], state["skipped"]
+        if self.is_dynamic:  # one that stays what it is may be given that of an fp16 run
+            self.value, self.steps = state["scale"], state["steps"]
+        self.skipped = state["skipped"]
 
 
 class EpsScaler:

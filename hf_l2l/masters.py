@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -61,3 +62,26 @@ class Masters:
     def end_step(self) -> None:
         """Masters may be replaced from now on."""
         self._places.clear()
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if `optimizer` cannot update the masters of `model` (see `EagerParamServer.wrap`)."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"the optimizer must step without a closure, which would run the model inside the update (got "
+            f"{name}); use one that takes gradients, such as torch.optim.AdamW"
+        )
+    masters = {p: n for n, p in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = [p for p in held if p not in masters]
+    if strange:
+        raise ValueError(
+            f"the optimizer must hold parameters of the model only (got {name} with {len(strange)} others of "
+            f"{len(held)}, the first of shape {list(strange[0].shape)}); build it from model.parameters() after "
+            "the model has its final parameters, and with the model on the host"
+        )
+    hooked = [n for p, n in masters.items() if getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks]
+    if hooked:
+        raise ValueError(gradient_hook_error(hooked[0]))

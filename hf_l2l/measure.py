@@ -18,7 +18,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_l2l import stream
-from hf_l2l.eps import host_tensors
+from hf_l2l.census import host_tensors
 from hf_l2l.stacks import tensor_bytes
 
 

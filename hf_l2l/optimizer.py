@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hf_l2l.rounding import Rounding, widened
+
 _OF_THE_PARAMETERS = ("params", "param_names")
 """What a group holds one of per parameter; the rest are hyper-parameters."""
 
@@ -68,6 +70,7 @@ class SplitStep:
         optimizer: torch.optim.Optimizer,
         gradients: Mapping[torch.Tensor, torch.Tensor],
         places: Places | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         """Take what the step needs, so that a scheduler may change the hyper-parameters right after this.
 
@@ -75,10 +78,13 @@ class SplitStep:
 
         Args:
             optimizer: the one whose step this is; accelerate's wrapper is to be taken off.
-            gradients: by master, of its shape, dtype and device, dense or sparse. Parameters without one are left
-                alone. No gradient is held longer than until its part has run.
+            gradients: by master, of its shape and device, dense or sparse, in its dtype or a shorter one. Parameters
+                without one are left alone. No gradient is held longer than until its part has run.
             places: what `places_of` finds, where that is known.
+            rounding: how the state is rounded to 16 bits, in which it is kept then; None keeps it as the step makes
+                it.
         """
+        self._rounding = rounding
         self._state = optimizer.state
         self._places = places = places_of(optimizer) if places is None else places
         self._base = _another(optimizer, [], defaultdict(dict), places)
@@ -112,7 +118,7 @@ class Part:
         # Prepared where it is made: that may be while the part before it runs.
         self._step = step
         self._shares = sorted(shares.items(), key=lambda item: item[1].place)
-        self._stand_ins = [_stand_in(master, share.gradient) for master, share in self._shares]
+        self._stand_ins = [_stand_in(master) for master, _ in self._shares]
         groups: dict[int, dict[str, Any]] = {}
         for (_, share), stand_in in zip(self._shares, self._stand_ins, strict=True):
             number = share.place[0]
@@ -127,8 +133,11 @@ class Part:
                 group.setdefault("param_names", []).append(share.name)
         self._groups = list(groups.values())
 
-    def run(self) -> None:
+    def run(self, factors: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Update the masters.
+
+        Args:
+            factors: master -> what its gradient is multiplied by first, a 0-dim host tensor.
 
         Raises:
             Exception: what the optimizer raises; the part is then left as the optimizer left it, and not run again.
@@ -137,8 +146,13 @@ class Part:
         if not shares:
             return
         pairs = list(zip(shares, stand_ins, strict=True))
+        _give_gradients(shares, stand_ins, factors or {})
+        rounding = self._step._rounding
         # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
-        state = defaultdict(dict, {stand_in: share.state for (_, share), stand_in in pairs if share.has_state})
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for (_, share), stand_in in pairs:
+            if share.has_state:
+                state[stand_in] = share.state if rounding is None else widened(share.state)
         optimizer = _another(self._step._base, self._groups, state, self._step._places)
         self._groups = []
         self._step._step(optimizer)
@@ -147,7 +161,10 @@ class Part:
             if made is None:
                 # An optimizer without state, such as SGD without momentum, has no entries either.
                 del self._step._state[master]
-            elif made is not share.state:
+                continue
+            if rounding is not None:
+                made = rounding.narrowed(made, share.place, share.state)
+            if made is not share.state:
                 share.state.clear()
                 share.state.update(made)
 
@@ -185,12 +202,33 @@ def _is_immutable(value: Any) -> bool:
     return value is None or isinstance(value, _IMMUTABLE)
 
 
-def _stand_in(master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What the optimizer gets for a master: it shares its memory and version counter; its `grad` is this step's."""
+def _stand_in(master: torch.Tensor) -> torch.Tensor:
+    """What the optimizer gets for a master: it shares its memory and version counter, and has no gradient yet."""
     tensor = master.detach().requires_grad_(master.requires_grad)
     vars(tensor).update(vars(master))  # some optimizers go by tags on the parameters
-    tensor.grad = gradient
     return tensor
+
+
+@torch.no_grad()
+def _give_gradients(
+    shares: Iterable[tuple[torch.Tensor, _Share]],
+    stand_ins: Iterable[torch.Tensor],
+    factors: Mapping[torch.Tensor, torch.Tensor],
+) -> None:
+    """Set the `grad` of each stand-in: the gradient of this step, times its factor, in the dtype of the master."""
+    scaled = []
+    for (master, share), stand_in in zip(shares, stand_ins, strict=True):
+        gradient, factor = share.gradient, factors.get(master)
+        if gradient.dtype == master.dtype:
+            if factor is not None:
+                scaled.append((gradient, factor))
+        elif factor is None:
+            gradient = gradient.to(master.dtype)
+        else:  # in fp32: one exact pass that both widens and scales
+            gradient = torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=master.dtype))
+        stand_in.grad = gradient
+    if scaled:
+        torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
 
 
 def _snapshot(value: Any) -> Any:

@@ -5,6 +5,8 @@ The device sees 16-bit weights and activations; masters, sums of gradients, mome
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_l2l.config import Cmp
+from hf_l2l import stream
+from hf_l2l.config import Cmp, GradDtype
+from hf_l2l.stacks import is_cache
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,27 +31,53 @@ def computing_dtype(cmp: Cmp | None, device: torch.device) -> torch.dtype | None
     """
     if cmp is None:
         return None
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = _computes_in_bf16(device)
     if cmp == "auto":
         return torch.bfloat16 if has_bf16 else torch.float16
     if cmp == "bf16" and not has_bf16:
         raise ValueError(
-            f"cmp='bf16' needs a device that computes in bfloat16 (got {torch.cuda.get_device_name(device)}, which "
-            "only emulates it); use cmp='fp16'"
+            f"cmp='bf16' needs a device that computes in bfloat16 (got {device}, which lacks or only emulates it); "
+            "use cmp='fp16'"
         )
     return _DTYPES[cmp]
 
 
-class Precision:
-    """In which dtype each weight and buffer of one model is on the device."""
+def _computes_in_bf16(device: torch.device) -> bool:
+    module = stream.device_module(device)
+    check = getattr(module, "is_bf16_supported", None)
+    if check is None:
+        return True
+    emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA says True where it is emulated
+    return bool(check(including_emulation=False) if emulated else check())
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """With floating point computed in `dtype`; None leaves all as it is on the host."""
+
+class Precision:
+    """In which dtype each weight, buffer and gradient of one model is on the device and on the way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        *,
+        gradients: GradDtype = "fp32",
+        keeps_copies: bool = True,
+    ) -> None:
+        """With floating point computed in `dtype`; None leaves all as it is on the host.
+
+        Args:
+            model: whose modules may declare that they stay fp32.
+            dtype: bfloat16 or float16.
+            gradients: in what sums of gradients travel and wait in host memory: "16bit" is bfloat16, whose range is
+                that of float32, whatever layers compute in.
+            keeps_copies: whether 16-bit copies are kept on the host, or made whenever a layer travels.
+        """
         self.dtype = dtype
+        self.gradients = gradients
+        self.keeps_copies = keeps_copies
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters and buffers of modules that are to stay as they are."""
         if dtype is not None:
-            self._kept.update(dict.fromkeys(_kept_in_fp32(model, dtype), True))
+            self._kept.update(dict.fromkeys(_kept_in_fp32(model), True))
 
     @property
     def is_mixed(self) -> bool:
@@ -59,6 +89,22 @@ class Precision:
         if self.dtype is None or not tensor.is_floating_point() or tensor in self._kept:
             return tensor.dtype
         return self.dtype
+
+    def of_gradient(self, master: torch.Tensor) -> torch.dtype:
+        """The dtype of the gradient of `master` on the host."""
+        return torch.bfloat16 if self.gradients == "16bit" and master.dtype == torch.float32 else master.dtype
+
+    def of_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a model is called with, floating point in the dtype of its weights; labels stay as they are."""
+        if self.dtype is None:
+            return args, kwargs
+        others = {name: value for name, value in kwargs.items() if "label" not in name}
+        args, others = pytree.tree_map(self._of_input, (args, others), is_leaf=is_cache)
+        return args, {name: others.get(name, value) for name, value in kwargs.items()}
+
+    def _of_input(self, leaf: Any) -> Any:
+        is_wide = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(self.dtype) if is_wide else leaf
 
 
 _HEADS = ("classifier", "score", "qa_outputs", "lm_head", "cls")
@@ -79,15 +125,45 @@ def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _DTYPES.values() else t, output)
 
 
-def _kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Those of modules that say so: `_keep_in_fp32_modules` for fp16, `_keep_in_fp32_modules_strict` for both."""
+def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of modules that declare it, as T5 does for `wo`."""
     found: list[torch.Tensor] = []
     for module in model.modules():
-        names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        if dtype == torch.float16:
-            names |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        declared: list[Any] = [
+            getattr(module, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        ]
+        names = sorted({name for each in declared for name in each or ()})
         if names:
-            pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
+            pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in names))
             tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
             found += [tensor for name, tensor in tensors if pattern.search(name)]
     return found
+
+
+def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """An ordinary copy of `model` in 16 bits, for saving: `copy_as(model, torch.bfloat16).save_pretrained(...)`.
+
+    Ties stay ties, and modules that declare that they stay fp32 do. The model itself is left as it is, attached or
+    not. The copy takes 2 bytes per parameter of host memory.
+
+    Args:
+        model: any model on the host.
+        dtype: `torch.bfloat16` or `torch.float16`.
+
+    Raises:
+        ValueError: for another dtype.
+    """
+    if dtype not in _DTYPES.values():
+        raise ValueError(
+            f"dtype must be torch.bfloat16 or torch.float16 (got {dtype}); for the weights as they are, save "
+            "the model itself"
+        )
+    precision = Precision(model, dtype)
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to(precision.of(p), copy=True), requires_grad=p.requires_grad)
+    for module in model.modules():
+        for name, b in module._buffers.items():
+            if b is not None and name not in module._non_persistent_buffers_set:
+                memo[id(b)] = b.detach().to(precision.of(b), copy=True)
+    return copy.deepcopy(model, memo)

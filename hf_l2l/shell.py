@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from hf_l2l import stream
 from hf_l2l.backwards import ONE_THREAD
 from hf_l2l.eps import EagerParamServer
-from hf_l2l.loss_scale import with_gradients_times
+from hf_l2l.loss_scale import LossScale, with_gradients_times
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.stacks import batch_rows, is_cache, shell_modules
 
@@ -99,10 +99,15 @@ class Shell:
         with self.entered(module, forward, args, kwargs) as call:
             return self.leaving(forward(*call.args, **call.kwargs))
 
+    @property
+    def _scale(self) -> LossScale | None:
+        scale = self.eps.loss_scale
+        return scale if scale is not None and scale.is_dynamic else None
+
     def leaving(self, output: Any) -> Any:
         """What a call returns to the program, which knows nothing of the scale that gradients have inside."""
-        scale = self.eps.loss_scale
-        return output if scale is None else with_gradients_times(scale.value, output)
+        scale = self._scale
+        return output if scale is None else with_gradients_times(lambda: scale.value, output)
 
     @contextmanager
     def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[RootCall]:
@@ -116,13 +121,17 @@ class Shell:
             self.eps.backwards.refuse_others(own=self._last_thread in (None, threading.get_ident()))
             self._last_thread = threading.get_ident()
             self.eps.start_forward()
+            given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
-                if self.eps.loss_scale is not None:
-                    args, kwargs = with_gradients_times(1 / self.eps.loss_scale.value, (args, kwargs))
+                args, kwargs = self.eps.copies.precision.of_inputs(args, kwargs)
+                if scale is not None:
+                    args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
             with stream.span(self.device, "upload", "what is not in a layer"):
                 weights = self._upload(module)
             rng = stream.get_rng_state(self.device)
+            if torch.is_grad_enabled():
+                self.eps.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.layers else batch_rows((args, kwargs))
             call = self._call = RootCall(module, forward, args, kwargs, rows, weights, rng)
@@ -132,6 +141,11 @@ class Shell:
             finally:
                 self._call = None
                 call.on_exit()
+
+    def _replayed(self, rng: stream.RngState, forward: Callable[[], Any]) -> Any:
+        with stream.rng_state_kept(self.device):
+            stream.set_rng_state(rng, self.device)
+            return forward()
 
     def _upload(self, module: nn.Module) -> DeviceWeights:
         weights = DeviceWeights(

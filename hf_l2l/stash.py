@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.config import StashPlace
-from hf_l2l.host_memory import HostMemory, Room
+from hf_l2l.host_memory import HostMemory
+from hf_l2l.pages import Room
 from hf_l2l.stacks import tensor_bytes
 
 

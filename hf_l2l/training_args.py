@@ -7,7 +7,16 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from hf_l2l.config import Cmp, EpsUpdate, L2LConfig, StashPlace
+from hf_l2l.config import (
+    Cmp,
+    EpsUpdate,
+    GradDtype,
+    HostCopies,
+    L2LConfig,
+    MomentDtype,
+    Nonfinite,
+    StashPlace,
+)
 
 
 @dataclass
@@ -51,6 +60,40 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     )
     l2l_loss_scale_interval: int = field(
         default=2000, metadata={"help": "Steps without an overflow after which the loss scale grows."}
+    )
+    l2l_grad_dtype: GradDtype = field(
+        default="fp32",
+        metadata={
+            "help": "In what sums of gradients travel and wait in host memory: 'fp32', or '16bit' (bfloat16, half of "
+            "the memory; rounded once, updates compute in fp32)."
+        },
+    )
+    l2l_moment_dtype: MomentDtype = field(
+        default="fp32",
+        metadata={
+            "help": "In what the optimizer's state is kept: 'fp32', or 'bf16' (half of the memory; computed in fp32 "
+            "and rounded stochastically)."
+        },
+    )
+    l2l_host_copies: HostCopies = field(
+        default="kept",
+        metadata={
+            "help": "With cmp: whether the host keeps the 16-bit copies that travel ('kept'), or makes them whenever "
+            "a layer travels ('per_sweep': less memory, more time)."
+        },
+    )
+    l2l_nonfinite: Nonfinite = field(
+        default="raise",
+        metadata={
+            "help": "A step whose gradients are not all finite, in fp32 and bf16: 'raise' an error that names step "
+            "and layer, or 'skip' and count it."
+        },
+    )
+    l2l_save_dtype: Literal["fp32", "bf16", "fp16"] = field(
+        default="fp32",
+        metadata={
+            "help": "In what trainer.save_model() writes the weights. Checkpoints always have the fp32 masters."
+        },
     )
     eps_update: EpsUpdate = field(
         default="auto",
@@ -117,6 +160,10 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
         loss_scale_growth=getattr(args, "l2l_loss_scale_growth", 2.0),
         loss_scale_backoff=getattr(args, "l2l_loss_scale_backoff", 0.5),
         loss_scale_interval=getattr(args, "l2l_loss_scale_interval", 2000),
+        grad_dtype=getattr(args, "l2l_grad_dtype", "fp32"),
+        moment_dtype=getattr(args, "l2l_moment_dtype", "fp32"),
+        host_copies=getattr(args, "l2l_host_copies", "kept"),
+        nonfinite=getattr(args, "l2l_nonfinite", "raise"),
         prefetch=getattr(args, "l2l_prefetch", True),
         gradient_slots=getattr(args, "l2l_gradient_slots", 2),
         trace=getattr(args, "l2l_trace", None),
@@ -129,6 +176,7 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
 def refuse_conflicts(args: TrainingArguments) -> None:
     """Raise ValueError for options of the Trainer that cannot be honoured together with L2L."""
     _refuse_two_optimizers(args)
+    _refuse_two_precisions(args)
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
@@ -140,11 +188,6 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
-    if getattr(args, "cmp", None) is not None and args.bf16:
-        raise ValueError(
-            f"one option says in what layers compute (got cmp={args.cmp!r} and bf16=True, which is autocast); leave "
-            "out bf16"
-        )
     if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(
             "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
@@ -166,3 +209,17 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
                 f"one option names the optimizer (got l2l_optimizer={asked!r} and {name}={str(value)!r}); leave out "
                 "one of them"
             )
+
+
+def _refuse_two_precisions(args: TrainingArguments) -> None:
+    cmp, save = getattr(args, "cmp", None), getattr(args, "l2l_save_dtype", "fp32")
+    for name in ("bf16", "fp16"):
+        if cmp is not None and getattr(args, name):
+            raise ValueError(
+                f"one option says in what layers compute (got cmp={cmp!r} and {name}=True, which is autocast); leave "
+                f"out {name}"
+            )
+    if save not in ("fp32", "bf16", "fp16"):
+        raise ValueError(
+            f"l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got {save!r}); leave it out for the fp32 masters"
+        )

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_l2l import stream
 from hf_l2l.backwards import HookErrors
-from hf_l2l.copies import Copies
+from hf_l2l.copies import Copies, Stage
 from hf_l2l.layout import Layout
 from hf_l2l.placement import DeviceWeights
 
@@ -40,6 +40,7 @@ class _WeightSlot(_Slot):
         self.versions: list[int] = []
         """Of the masters, when they were read."""
         self.arrived: stream.Point | None = None
+        self.stage = Stage()
 
     def holds(self, layer: nn.Module) -> bool:
         """Whether the copies are those of `layer` as its weights are now."""
@@ -109,12 +110,14 @@ class WeightSlots:
         return next((slot for slot in self.slots if slot.holds(layer)), None)
 
     def _fill(self, layer: nn.Module) -> _WeightSlot:
+        slot = self.slots[-1]
         # First: it waits for an update that is under way, which is not to hold up the lane.
-        sent: dict[torch.Tensor, torch.Tensor] = {p: self.travelling.of(p) for p in layer.parameters()}
-        slot, layout = self.slots[-1], Layout(sent.values())
+        sent = self.travelling.of_layer(layer.parameters(), slot.stage)
+        layout = Layout(sent.values())
         if layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters for one
             self.settle()
-            slot = self.slots[-1] = _WeightSlot(layout.num_bytes, self.device)
+            stage, slot = slot.stage, _WeightSlot(layout.num_bytes, self.device)
+            self.slots[-1], slot.stage = slot, stage
         slot.copies = None  # until all of it is on its way
         slot.versions = [master._version for master in sent]
         # A slot made under inference mode could never be trained with.
@@ -127,7 +130,7 @@ class WeightSlots:
                     for master, copy in copies.items():
                         copy.copy_(sent[master], non_blocking=self.lane.is_stream)
             finally:  # what was sent before an error is waited for, too
-                slot.arrived = stream.record(self.device)
+                slot.arrived = slot.stage.left = stream.record(self.device)
         slot.copies = copies
         return slot
 

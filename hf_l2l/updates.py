@@ -16,8 +16,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -25,27 +25,20 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.arrivals import Arrivals
-from hf_l2l.background import Update, carry_out
+from hf_l2l.background import Mode, Update, carry_out
 from hf_l2l.clipping import taken_factor
-from hf_l2l.config import EpsUpdate
+from hf_l2l.config import MomentDtype
 from hf_l2l.copies import Copies
 from hf_l2l.eager import EagerStep
 from hf_l2l.gradients import Gradients
-from hf_l2l.locality import why_not_layer_local
+from hf_l2l.locality import can_split
 from hf_l2l.masters import Masters
+from hf_l2l.nonfinite import check_finite
 from hf_l2l.optimizer import Places, SplitStep, parameters_of, places_of
 from hf_l2l.pending import can_hold, hold, let_go, pending_of, settle, untouched
+from hf_l2l.rounding import Rounding, keep_loaded_dtypes, narrow_all, widen_all
 from hf_l2l.timeline import Timeline
 from hf_l2l.worker import Modes, Task, Worker
-
-Mode = Literal["serial", "deferred", "eager"]
-
-
-def update_mode(asked: EpsUpdate, device: torch.device) -> Mode:
-    """When weights are updated: as `asked`; and if that is "auto", deferred where that runs beside the device."""
-    if asked == "auto":
-        return "deferred" if stream.is_asynchronous(device) else "serial"
-    return asked
 
 
 class Updates:
@@ -63,10 +56,16 @@ class Updates:
         num_threads: int | None,
         goes_on: Callable[[], bool],
         may_step: Callable[[], bool],
+        moment_dtype: MomentDtype,
     ) -> None:
         """With `goes_on`, which says in a backward whether another one follows before the step; and `may_step`, which
         says in a step whether it may be made."""
         self._may_step = may_step
+        self._rounds = moment_dtype == "bf16"
+        self.in_parts = self._rounds or copies.precision.gradients == "16bit"
+        """Whether what is kept in 16 bits is made fp32 to update, which is layer by layer then in every mode."""
+        self.steps = 0
+        """Made or skipped by the optimizers so far."""
         self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
@@ -77,6 +76,8 @@ class Updates:
         self.masters = Masters(model, layers)
         self._places: WeakKeyDictionary[torch.optim.Optimizer, Places] = WeakKeyDictionary()
         self.arrivals = Arrivals(goes_on)
+        self._widened: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Those whose state is fp32 for a step of all layers at once."""
         self._begun: list[Task] = []
         """Those of the last step, and what was not over by then."""
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
@@ -97,27 +98,18 @@ class Updates:
         """
         if optimizer in self._hooks:
             return
-        self._split[optimizer] = self.mode != "serial" and self._can_split(optimizer)
+        self._split[optimizer] = (self.mode != "serial" or self.in_parts) and can_split(
+            optimizer, eager=self.mode == "eager", in_parts=self.in_parts
+        )
         self._hooks[optimizer] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
+        if self._rounds:
+            self._hooks[optimizer] += keep_loaded_dtypes(optimizer)
         self.masters.know(optimizer)
-
-    def _can_split(self, optimizer: torch.optim.Optimizer) -> bool:
-        reason = why_not_layer_local(optimizer)
-        if reason is None:
-            return True
-        rule = f"{type(optimizer).__name__} cannot update one layer without the others ({reason})"
-        if self.mode == "eager":
-            raise ValueError(
-                f"eps_update='eager' updates a layer as soon as its gradients are there, but {rule}; use "
-                "eps_update='serial'"
-            )
-        warnings.warn(f"{rule}: it updates all of them in optimizer.step(), as eps_update='serial' does", stacklevel=4)
-        return False
 
     def check(self) -> None:
         """Raise what went wrong in the background, or EngineFailedError if that has been raised before."""
@@ -169,11 +161,19 @@ class Updates:
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        if has_closure and self.in_parts:
+            raise ValueError(
+                "optimizer.step() takes no closure with grad_dtype='16bit' or moment_dtype='bf16', which are made "
+                "fp32 a layer at a time (got one); call step() after backward()"
+            )
         # A hook that comes later than ours finds every gradient in its place, this time; from now on it comes before.
         if not self._split[optimizer] or has_closure or self._later_hooks(optimizer):
             for gradient in gradients.values():
                 settle(gradient)
             self._timeline.start_update()
+            if self.in_parts:
+                widen_all(optimizer)
+                self._widened.add(optimizer)
             return
         taken = {p: gradient for p, gradient in gradients.items() if can_hold(p)}
         for p in taken:
@@ -182,6 +182,8 @@ class Updates:
             for p in taken:
                 p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
             self._begin(optimizer, taken)
+        if self.mode == "serial":
+            self.synchronize()
 
     def _later_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether other hooks of the step run after ours, which takes the gradients.
@@ -196,6 +198,12 @@ class Updates:
         with untouched():
             for p in parameters_of(optimizer):
                 p.grad = None
+        self.steps += 1
+        if self._rounds:
+            if optimizer in self._widened:
+                narrow_all(optimizer)
+            Rounding.end_step(optimizer)
+        self._widened.discard(optimizer)
         self.masters.end_step()
         self._places.pop(optimizer, None)
         if self._later_hooks(optimizer):
@@ -211,15 +219,20 @@ class Updates:
         gradients: dict[torch.Tensor, torch.Tensor],
         *,
         landed: stream.Point | None = None,
+        norms: Mapping[torch.Tensor, torch.Tensor] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`."""
+        """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`, with
+        the `norms` that nobody has looked at yet."""
         with self.worker.failing_with_errors():
             self._begun = [task for task in self._begun if not task.done]
             with untouched():
-                step = SplitStep(optimizer, gradients, self._places_of(optimizer))
+                rounding = Rounding.of(optimizer) if self._rounds else None
+                step = SplitStep(optimizer, gradients, self._places_of(optimizer), rounding)
             for what, masters in self.masters.parts(gradients):
-                factors = [(gradients[m], f) for m in masters if (f := taken_factor(gradients[m])) is not None]
+                factors = {m: f for m in masters if (f := taken_factor(gradients[m])) is not None}
+                unseen = [norms[m] for m in masters if m in norms] if norms is not None else []
+                check = partial(check_finite, unseen, self.steps + 1, f"the update of {what}")
                 update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
                 with untouched(), torch.no_grad():
                     part = step.part(masters)
@@ -227,7 +240,7 @@ class Updates:
                     hold(master, update)
                 if in_step:
                     self.eager.begin(optimizer, masters, update)
-                run = partial(carry_out, part, masters, factors, landed, update, self._copies)
+                run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
                 self.worker.submit(update.task, run, self._modes if in_step else Modes.current())
                 self._begun.append(update.task)
 
@@ -258,9 +271,9 @@ class Updates:
             settle(master)  # of two updates of a master, the second begins when the first is over
         for optimizer in self._hooks:
             places = self._places_of(optimizer)
-            gradients, landed = self._gradients.take(p for p in complete if p in places)
+            gradients, norms, landed = self._gradients.take(p for p in complete if p in places)
             if gradients:
-                self._begin(optimizer, gradients, landed=landed, in_step=True)
+                self._begin(optimizer, gradients, landed=landed, norms=norms, in_step=True)
 
     def release(self) -> None:
         """Finish what was begun, and let the optimizers step as they did before."""

@@ -25,7 +25,7 @@ from hf_l2l.estimate import (
     estimate,
     moment_bytes,
 )
-from hf_l2l.host_memory import Pages, Room
+from hf_l2l.pages import Pages, Room
 from training import inner_optimizer, l2l_trainer
 
 MODULE = sys.modules["hf_l2l.estimate"]  # as an attribute of the package, `estimate` is the function

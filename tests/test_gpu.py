@@ -30,7 +30,7 @@ from families import (
     train_once,
 )
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, detach_l2l, stream
-from hf_l2l.host_memory import Pages
+from hf_l2l.pages import Pages
 from training import tiny_bert
 
 pytestmark = [

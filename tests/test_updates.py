@@ -243,7 +243,7 @@ class Broken(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         held = [p for group in self.param_groups for p in group["params"]]
-        if self.victim is not None and any(p.data_ptr() == self.victim for p in held):
+        if any(p.data_ptr() == self.victim and p.grad is not None for p in held):
             raise BrokenError("no update")
         super().step(closure)
 

@@ -12,7 +12,7 @@ import torch
 
 from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.eps import host_tensors
+from hf_l2l.census import host_tensors
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.testing import page_locked_bytes, sim_race
 from training import tiny_bert

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from families import attached, batch_for, train_once
-from hf_l2l.eps import host_tensors
+from hf_l2l.census import host_tensors
 from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.stacks import tensor_bytes
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert

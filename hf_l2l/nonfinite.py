@@ -1,0 +1,109 @@
+"""Gradients that are not finite: in which step, and where they come from.
+
+Looking for it costs nothing as long as all is well: only when a gradient turned out not to be finite is the forward
+that it came from run once more, with every layer watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_l2l.stacks import is_cache
+
+
+class NonFiniteError(RuntimeError):
+    """A step would have been made with gradients that are infinite or no numbers. The masters are as before it."""
+
+    def __init__(self, step: int, where: str) -> None:
+        super().__init__(
+            f"step {step}: gradients are not finite ({where}); lower the learning rate, look at the data, or go on "
+            "without such steps with nonfinite='skip' (--l2l_nonfinite skip)"
+        )
+        self.step = step
+        """The number of the optimizer step, from 1."""
+        self.where = where
+        """The name of the layer, with what is wrong there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step, self.where)
+
+
+def check_finite(norms: Iterable[torch.Tensor], step: int, what: str) -> None:
+    """Raise NonFiniteError if one of `norms` (0-dim, on the host) is not finite."""
+    norms = list(norms)
+    if norms and not bool(torch.stack(norms).isfinite().all()):
+        raise NonFiniteError(step, f"in {what}, which was not made")
+
+
+class LastForward:
+    """The last forward that gradients may come from, to be run once more if they are not finite."""
+
+    def __init__(self) -> None:
+        self._again: Callable[[], Any] | None = None
+        self._module: nn.Module | None = None
+
+    def remember(
+        self, module: nn.Module, args: Any, kwargs: Any, replayed: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        """`module` was called from outside with these arguments.
+
+        Args:
+            module: the model, or a part of it.
+            args: as they were given; they are held until the step is made.
+            kwargs: the same.
+            replayed: runs what it is given with the random numbers of that call.
+        """
+        if any(map(is_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_cache))):
+            self.forget()  # it has been written to
+            return
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        self._module, self._again = module, lambda: replayed(lambda: module(*args, **kwargs))
+
+    def forget(self) -> None:
+        """Let go of the arguments."""
+        self._module = self._again = None
+
+    def first_nonfinite(self, layers: Mapping[nn.Module, str]) -> str | None:
+        """Where numbers stop being finite in it: a name of `layers`, or what is before them; None if nowhere there.
+
+        What modules write to their buffers is taken back.
+        """
+        if self._module is None or self._again is None:
+            return None
+        found: list[str] = []
+
+        def seen(value: Any, where: str) -> None:
+            tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            if not found and not all(bool(t.isfinite().all()) for t in tensors if t.numel()):
+                found.append(where)
+
+        handles = []
+        for layer, name in layers.items():
+            handles += [
+                layer.register_forward_pre_hook(
+                    lambda _, args, kwargs: seen(_hidden(args, kwargs), "what comes before the layers"),
+                    with_kwargs=True,
+                ),
+                layer.register_forward_hook(lambda _, args, out, name=name: seen(out, f"the forward of {name}")),
+            ]
+        buffers = {b: b.clone() for b in self._module.buffers()}
+        try:
+            with torch.no_grad():
+                self._again()
+        finally:
+            for handle in handles:
+                handle.remove()
+            with torch.no_grad():
+                for buffer, values in buffers.items():
+                    buffer.copy_(values)
+        return found[0] if found else None
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hidden states that a layer is given: its first argument. Masks may hold infinities."""
+    return args[0] if args else kwargs.get("hidden_states")
