@@ -201,9 +201,9 @@ class RetiredArguments:
     use_mps_device: bool = field(default=False, metadata={"help": "Needless: mps is used where it is there."})
     evaluate_during_training: bool = field(default=False, metadata={"help": "Refused: use --eval_strategy steps."})
     data_dir: str | None = field(default=None, metadata={"help": "Refused: use --train_file and --validation_file."})
-    fp16_opt_level: str | None = field(default=None, metadata={"help": "Refused, as --fp16 is: use --bf16."})
-    fp16_backend: str | None = field(default=None, metadata={"help": "Refused, as --fp16 is: use --bf16."})
-    half_precision_backend: str | None = field(default=None, metadata={"help": "Refused, as --fp16 is: use --bf16."})
+    fp16_opt_level: str | None = field(default=None, metadata={"help": "Refused, as --fp16: use --cmp fp16."})
+    fp16_backend: str | None = field(default=None, metadata={"help": "Refused, as --fp16: use --cmp fp16."})
+    half_precision_backend: str | None = field(default=None, metadata={"help": "Refused, as --fp16: use --cmp fp16."})
 
 
 SUCCESSORS = {
@@ -237,9 +237,9 @@ NEEDLESS = {
 REPLACED = {
     "evaluate_during_training": "--eval_strategy steps",
     "data_dir": "--train_file and --validation_file",
-    "fp16_opt_level": "--bf16",
-    "fp16_backend": "--bf16",
-    "half_precision_backend": "--bf16",
+    "fp16_opt_level": "--cmp fp16",
+    "fp16_backend": "--cmp fp16",
+    "half_precision_backend": "--cmp fp16",
 }
 """Retired options that are refused -> what to use in their place, which differs in more than the name."""
 

@@ -34,6 +34,8 @@ from hf_l2l.eps import EagerParamServer  # noqa: E402
 from hf_l2l.estimate import estimate  # noqa: E402
 from hf_l2l.hooks import attach_l2l, detach_l2l  # noqa: E402
 from hf_l2l.lamb import Lamb  # noqa: E402
+from hf_l2l.nonfinite import NonFiniteError  # noqa: E402
+from hf_l2l.precision import copy_as  # noqa: E402
 from hf_l2l.worker import EngineFailedError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ __all__ = [
     "L2LTrainer",
     "L2LTrainingArguments",
     "Lamb",
+    "NonFiniteError",
     "attach_l2l",
+    "copy_as",
     "detach_l2l",
     "estimate",
 ]

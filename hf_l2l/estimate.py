@@ -20,9 +20,12 @@ from torch import nn
 
 from hf_l2l import stream
 from hf_l2l.background import Mode, update_mode
-from hf_l2l.config import L2LConfig, size_text
+from hf_l2l.config import L2LConfig, MomentDtype, size_text
+from hf_l2l.host_memory import on_meta
 from hf_l2l.layout import Layout
-from hf_l2l.stacks import find_stacks, parameter_bytes, shell_modules, tensor_bytes
+from hf_l2l.precision import Precision, computing_dtype
+from hf_l2l.rounding import is_rounded
+from hf_l2l.stacks import find_stacks, shell_modules, tensor_bytes
 
 SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 """Environment variable that, set to 1, lets training start although the host memory does not seem to suffice."""
@@ -47,11 +50,13 @@ class MemoryEstimate:
     slots: int
     """Device: the weights of two layers, one of which computes while the other travels, and the gradients of as many
     as `gradient_slots` says, all as large as the largest layer."""
+    copies: int = 0
+    """Host: the 16-bit copies that travel in the place of masters, where they are kept."""
 
     @property
     def host_bytes(self) -> int:
         """All that the host holds."""
-        return self.masters + self.gradients + self.moments
+        return self.masters + self.gradients + self.moments + self.copies
 
     @property
     def device_bytes(self) -> int:
@@ -74,26 +79,37 @@ def estimate(
     shell = list(shell_modules(model, layers))
     shell_parameters = {p for m in shell for p in m._parameters.values() if p is not None}
     shell_buffers = {b for m in shell for b in m._buffers.values() if b is not None}
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    dtype = computing_dtype(config.cmp, stream.execution_device(config.device))
+    precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
+    masters = {p: _master(p, precision) for p in model.parameters()}
+    trainable = [masters[p] for p in masters if p.requires_grad]
+    sent = {p: on_meta(p, precision.of(p)) for p in masters}
+    short = [like for p, like in sent.items() if like.dtype != masters[p].dtype and precision.keeps_copies]
+    moments = MOMENTS_ASSUMED * tensor_bytes(trainable)
+    if config.moment_dtype == "bf16":
+        moments //= 2
+    weights = [Layout(sent[p] for p in layer.parameters()).num_bytes for layer in layers]
+    gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in layers]
     return MemoryEstimate(
-        masters=parameter_bytes([model]),
-        gradients=tensor_bytes(trainable),
-        moments=MOMENTS_ASSUMED * tensor_bytes(trainable) if optimizer is None else moment_bytes(optimizer),
-        shell=tensor_bytes(shell_parameters)
-        + tensor_bytes(p for p in shell_parameters if p.requires_grad)
+        masters=tensor_bytes(masters.values()),
+        gradients=sum(p.numel() * precision.of_gradient(p).itemsize for p in trainable),
+        moments=moments if optimizer is None else moment_bytes(optimizer, config.moment_dtype),
+        shell=tensor_bytes(sent[p] for p in shell_parameters)
+        + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers),
-        slots=_slot_bytes(layers, config.gradient_slots),
+        slots=2 * max(weights, default=0) + config.gradient_slots * max(gradients, default=0),
+        copies=tensor_bytes(short),
     )
 
 
-def _slot_bytes(layers: list[nn.Module], gradient_slots: int) -> int:
-    weights = [Layout(layer.parameters()).num_bytes for layer in layers]
-    gradients = [Layout(p for p in layer.parameters() if p.requires_grad).num_bytes for layer in layers]
-    return 2 * max(weights, default=0) + gradient_slots * max(gradients, default=0)
+def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """Shape and dtype of the master that `parameter` is or, with `cmp`, is made."""
+    short = parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize < 4
+    return on_meta(parameter, torch.float32 if short and precision.is_mixed else parameter.dtype)
 
 
-def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state once every parameter has been updated, from shapes.
+def moment_bytes(optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32") -> int:
+    """Bytes of the optimizer's state, kept in `dtype`, once every parameter has been updated, from shapes.
 
     A copy of the optimizer takes one step on the meta device, for one parameter of each shape. Where its kernels do
     not run there, its state is taken to be as large as Adam's.
@@ -106,12 +122,14 @@ def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
                 continue
             key = p.shape, p.dtype
             if key not in per_shape:
-                per_shape[key] = _state_bytes(optimizer, group, p)
+                per_shape[key] = _state_bytes(optimizer, group, p, dtype)
             total += per_shape[key]
     return total
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
+def _state_bytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, dtype: MomentDtype
+) -> int:
     stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
     stand_in.grad = torch.empty_like(stand_in)
     # The fused and foreach kernels hold the same state as the plain loop, which runs on meta.
@@ -125,8 +143,10 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         unpatched(trial)
     except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError):
         if not trial.state[stand_in]:  # else it failed after its state was made
-            return MOMENTS_ASSUMED * parameter.numel() * parameter.element_size()
-    return tensor_bytes(v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor))
+            return MOMENTS_ASSUMED * parameter.numel() * (2 if dtype == "bf16" else parameter.element_size())
+    made = [v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor)]
+    rounded = [v for v in made if dtype == "bf16" and is_rounded(v)]
+    return tensor_bytes(made) - tensor_bytes(rounded) // 2
 
 
 def available_host_bytes() -> int:
@@ -188,12 +208,16 @@ def check_host_memory(need: MemoryEstimate) -> None:
     have = available_host_bytes() + paid
     if need.host_bytes <= have:
         return
-    kinds = ", ".join(f"{kind} {size_text(getattr(need, kind))}" for kind in ("masters", "gradients", "moments"))
     raise MemoryError(
-        f"training needs {size_text(need.host_bytes)} of host memory ({kinds}), and {size_text(have)} can be had; use "
-        f"an optimizer with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with "
-        f"{SKIP_VARIABLE}=1"
+        f"training needs {size_text(need.host_bytes)} of host memory ({_kinds(need, ', ')}), and {size_text(have)} "
+        "can be had; keep less (l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'), use an optimizer with less state "
+        f"(optim='sgd' or 'adafactor'), freeze parameters, or try anyway with {SKIP_VARIABLE}=1"
     )
+
+
+def _kinds(need: MemoryEstimate, joined_by: str) -> str:
+    kinds = ("masters", "gradients", "moments", "copies")
+    return joined_by.join(f"{k} {size_text(getattr(need, k))}" for k in kinds if k != "copies" or need.copies)
 
 
 def _own_bytes(status: Path = Path("/proc/self/status")) -> int:
@@ -233,8 +257,9 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Micro-batches = {_ubatch_text(config)}",
         f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
         f"  Update = {_UPDATES[update_mode(config.eps_update, device)]}",
-        f"  Host memory = masters {size_text(need.masters)} + gradients {size_text(need.gradients)} + moments "
-        f"{size_text(need.moments)}",
+        f"  Precision = {_precision_text(config, device)}",
+        f"  Host memory = {_kinds(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
+        "parameter)",
         f"  Device memory = shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of "
         f"2 layers, gradients of {config.gradient_slots}), and activations",
         f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
@@ -247,6 +272,13 @@ _UPDATES: dict[Mode, str] = {
     "deferred": "deferred: the host updates layer by layer in the background, under the next forward",
     "eager": "eager: the host updates layer by layer in the background, during the backward",
 }
+
+
+def _precision_text(config: L2LConfig, device: torch.device) -> str:
+    dtype = computing_dtype(config.cmp, device)
+    computes = "as the masters are, or as autocast says" if dtype is None else f"{dtype}, over fp32 masters"
+    kept = f"; gradients wait in {config.grad_dtype}, moments in {config.moment_dtype}"
+    return f"{computes}{kept if dtype is not None or '16' in config.grad_dtype + config.moment_dtype else ''}"
 
 
 def _ubatch_text(config: L2LConfig) -> str:

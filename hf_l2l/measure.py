@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from hf_l2l import stream
 from hf_l2l.census import host_tensors
+from hf_l2l.hooks import attachment_of
 from hf_l2l.stacks import tensor_bytes
 
 
@@ -67,7 +68,9 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
     def _count(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
         if self._steps > 1:  # nothing is added after the first steps
             return
-        for kind, tensors in host_tensors(model, [optimizer]).items():
+        attached = attachment_of(model)
+        copies = None if attached is None else attached.eps.copies
+        for kind, tensors in host_tensors(model, [optimizer], copies).items():
             self._host_bytes[kind] = max(self._host_bytes.get(kind, 0), tensor_bytes(tensors))
 
 

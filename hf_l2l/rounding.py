@@ -23,7 +23,7 @@ GROUP_KEY = "l2l_rounding"
 def stochastically_rounded(values: torch.Tensor, seed: int) -> torch.Tensor:
     """`values` (float32, host) as bfloat16: each to one of its two neighbours, on average to itself.
 
-    What is no number stays none, and what bfloat16 has stays what it is.
+    What is not finite stays so, and what bfloat16 has stays what it is.
 
     Args:
         values: float32, any shape; its memory is overwritten.
@@ -50,7 +50,7 @@ class Rounding(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Rounding:
-        """That of the step which `optimizer` is to make; the seed is that of torch's default generator at the first."""
+        """That of the step which `optimizer` is to make; the first takes the seed of torch's default generator."""
         group = optimizer.param_groups[0]
         return cls(*group.setdefault(GROUP_KEY, (torch.initial_seed(), 0)))
 
@@ -74,12 +74,17 @@ class Rounding(NamedTuple):
         return {key: self._narrowed(key, value, place, kept.get(key)) for key, value in state.items()}
 
     def _narrowed(self, key: str, value: Any, place: tuple[int, int], kept: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() > 0):
+        if not is_rounded(value):
             return value
         named = repr((self.seed, self.step, *place, key)).encode()
         rounded = stochastically_rounded(value, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big"))
         alike = isinstance(kept, torch.Tensor) and kept.dtype == rounded.dtype and kept.shape == rounded.shape
         return kept.copy_(rounded) if alike else rounded
+
+
+def is_rounded(value: Any) -> bool:
+    """Whether this part of a state is kept in 16 bits: float32 tensors are, but not numbers (0-dim), as of steps."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() > 0
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,12 @@ from hf_l2l.estimate import check_host_memory, estimate, summary
 from hf_l2l.fitness import move_to_host
 from hf_l2l.hooks import attach_l2l, attachment_of, check_attachable
 from hf_l2l.lamb import Lamb
+from hf_l2l.precision import copy_as
 from hf_l2l.stacks import find_stacks
 from hf_l2l.training_args import l2l_config, refuse_conflicts
+
+_SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -42,6 +46,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         ValueError: for a model or arguments that cannot be run layer to layer.
         MemoryError: at the start of training, if the host cannot hold masters, gradients and moments.
     """
+
+    model: Any
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
         if args is not None:
@@ -168,6 +174,9 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             self._tokens += tokens.numel()
         else:
             self._tokens = None
+        attached = attachment_of(self.model)
+        if attached is not None:
+            attached.eps.updates.steps = self.state.global_step  # which an error names
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -183,10 +192,30 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             if self._tokens is not None:
                 logs["l2l_tokens_per_s"] = self._tokens / (averages.steps * averages.step_s)
             self._tokens = 0
-        if "loss" in logs and attached is not None and attached.eps.loss_scale is not None:
-            logs["loss_scale"] = attached.eps.loss_scale.value
-            logs["skipped_steps"] = attached.eps.loss_scale.skipped
+        scale = attached.eps.loss_scale if attached is not None else None
+        if "loss" in logs and scale is not None:
+            if scale.is_dynamic:
+                logs["loss_scale"] = scale.value
+            logs["skipped_steps"] = scale.skipped
         super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Overridden for `l2l_save_dtype`; a checkpoint, which is what names a folder from inside, has the masters."""
+        asked = _SAVED[getattr(self.args, "l2l_save_dtype", "fp32")]
+        if asked is None or (_internal_call and output_dir is not None):
+            super().save_model(output_dir, _internal_call)
+            return
+        masters: nn.Module = self.model
+        self.model = copy_as(masters, asked)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self.model = masters
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Overridden because a run in fp16 may be gone on with in other numbers, which have no loss scale."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Overridden because the norms are known already, and scaling is left to the update in the background."""

@@ -18,6 +18,7 @@ from hf_l2l.loss_scale import LossScale
 
 CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
 CASES.remove(("fp16", "eager"))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB, WIDTH, LAYERS, ROWS, STEPS = 11, 8, 3, 8, 5
 
 
@@ -57,13 +58,15 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float], nn.Module]:
+def by_hand(
+    dtype: torch.dtype, rows: int, max_norm: float, steps: int = STEPS, grad_dtype: str = "fp32"
+) -> tuple[list[float], nn.Module]:
     """Fp32 masters; a 16-bit model computes, layer by layer, and its gradients are summed over ubatches in fp32."""
     scale = 2.0**16 if dtype == torch.float16 else 1.0
     masters = made()
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         ids, labels = batch(step).values()
         short = copy.deepcopy(masters).to(dtype)
         x = short.embed(ids)
@@ -86,6 +89,8 @@ def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float]
                     master.grad = gradient if turn == 0 else master.grad + gradient
         for master in masters.parameters():
             master.grad *= 1 / scale
+            if grad_dtype == "16bit":
+                master.grad = master.grad.bfloat16().float()
         losses.append(loss.item())
         if not all(p.grad.isfinite().all() for p in masters.parameters()):
             scale *= 0.5
@@ -96,13 +101,15 @@ def by_hand(dtype: torch.dtype, rows: int, max_norm: float) -> tuple[list[float]
     return losses, masters
 
 
-def layer_to_layer(mode: str, rows: int, max_norm: float, device: str = "cpu", **options: Any) -> Any:
+def layer_to_layer(
+    mode: str, rows: int, max_norm: float, device: str = "cpu", steps: int = STEPS, **options: Any
+) -> Any:
     model = made()
     config = {"device": device, "eps_update": mode, "ubatch_size": rows, "layer_classes": ("Block",), **options}
     eps = attach_l2l(model, L2LConfig(**config))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = model(**batch(step)).loss
         assert loss.dtype == torch.float32
         loss.backward()
@@ -125,12 +132,32 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(("cmp", "mode"), CASES)  # the scale of fp16 begins so large that steps are skipped
 def test_losses_and_masters_are_those_of_plain_torch(cmp, rows, mode):
     max_norm = 0.0 if mode == "eager" else 0.5
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cmp]
-    expected, masters = by_hand(dtype, rows, max_norm)
-    losses, model = layer_to_layer(mode, rows, max_norm, cmp=cmp)
-    assert losses == expected
-    for (name, p), q in zip(model.named_parameters(), masters.parameters(), strict=True):
+    assert_as_by_hand(by_hand(DTYPES[cmp], rows, max_norm), layer_to_layer(mode, rows, max_norm, cmp=cmp))
+
+
+def assert_as_by_hand(by_hand: tuple[list[float], nn.Module], found: tuple[list[float], nn.Module]) -> None:
+    assert found[0] == by_hand[0]
+    for (name, p), q in zip(found[1].named_parameters(), by_hand[1].parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [ROWS, 2])
+@pytest.mark.parametrize(("cmp", "mode"), CASES)
+def test_a_hundred_steps_are_those_of_plain_torch(cmp, rows, mode):
+    max_norm = 0.0 if mode == "eager" else 0.5
+    expected = by_hand(DTYPES[cmp], rows, max_norm, steps=100)
+    assert_as_by_hand(expected, layer_to_layer(mode, rows, max_norm, steps=100, cmp=cmp))
+
+
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("rows", [ROWS, 2])
+@pytest.mark.parametrize(("cmp", "mode"), CASES)
+def test_gradients_in_16_bits_are_rounded_once_and_used_in_fp32(cmp, rows, mode):
+    max_norm = 0.0 if mode == "eager" else 0.5
+    expected = by_hand(DTYPES[cmp], rows, max_norm, grad_dtype="16bit")
+    found = layer_to_layer(mode, rows, max_norm, cmp=cmp, grad_dtype="16bit", host_copies="per_sweep")
+    assert_as_by_hand(expected, found)
 
 
 class Overflowing(Block):

@@ -361,11 +361,11 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (
             ["--fp16"],
             "fp16 cannot be used with L2L (got fp16=True): its loss scaler would have to see gradients on the device; "
-            "set bf16=True, or train in fp32",
+            "use cmp='fp16'",
         ),
         (
             ["--fp16_opt_level", "O1"],
-            "--fp16_opt_level is gone from transformers 5 (got 'O1'); use --bf16",
+            "--fp16_opt_level is gone from transformers 5 (got 'O1'); use --cmp fp16",
         ),
         (
             ["--save_safetensors", "False"],

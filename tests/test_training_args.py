@@ -107,7 +107,7 @@ CONFLICTS = {
     "deepspeed": ({"zero_optimization": {"stage": 3}}, "both place the parameters; drop one of them"),
     "fsdp": ("full_shard", "both place the parameters; drop one of them"),
     "torch_compile": (True, "a compiled model cannot be run layer by layer; set torch_compile=False"),
-    "fp16": (True, "its loss scaler would have to see gradients on the device; set bf16=True, or train in fp32"),
+    "fp16": (True, "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
     "fp16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
     "bf16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
 }
