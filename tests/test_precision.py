@@ -1,0 +1,279 @@
+"""What is on the device in which dtype, for real architectures, and models that are loaded or saved in 16 bits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import FAMILIES, batch_for, bert, gpt2, t5, vit
+from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l, stream
+from hf_l2l.fitness import make_masters_fp32
+from hf_l2l.loss_scale import LossScale
+from hf_l2l.precision import computing_dtype, let_heads_return_fp32
+from hf_l2l.stacks import tensor_bytes
+from training import tiny_bert
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE = 2.0**10
+
+
+@pytest.mark.parametrize("cmp", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_16_bit_model(family, cmp):
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    batch = batch_for(model)
+    short = copy_as(model, DTYPES[cmp])
+    let_heads_return_fp32(short)
+    loss = short(**{k: v.to(DTYPES[cmp]) if v.is_floating_point() else v for k, v in batch.items()}).loss
+    (loss * SCALE).backward()
+    options: dict[str, Any] = {"loss_scale_init": SCALE} if cmp == "fp16" else {}
+    attach_l2l(model, L2LConfig(device="cpu", cmp=cmp, **options))
+    found = model(**batch).loss
+    found.backward()
+    assert found.dtype == torch.float32
+    # T5's attention takes another kernel where its mask needs a gradient, as it does in a whole graph.
+    assert found.item() == (pytest.approx(loss.item(), rel=1e-3) if family == "t5" else loss.item())
+    for (name, p), q in zip(model.named_parameters(), short.parameters(), strict=True):
+        assert p.dtype == p.grad.dtype == torch.float32
+        expected = q.grad.float() / SCALE
+        if family in ("t5", "deberta_v2"):  # what several layers share is summed in another order
+            assert (p.grad - expected).norm() <= 0.02 * expected.norm() + 1e-4, name
+        else:
+            assert torch.equal(p.grad, expected), name
+
+
+class Seen:
+    """The dtypes that modules have their weights in when they are called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.dtypes: dict[str, torch.dtype] = {}
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(lambda m, _, name=name: self._see(name, m))
+
+    def _see(self, name: str, module: nn.Module) -> None:
+        self.dtypes[name] = next(module.parameters(recurse=False)).dtype
+
+
+@pytest.mark.parametrize("cmp", DTYPES)
+def test_modules_that_declare_it_stay_fp32(cmp):
+    model = t5()
+    seen = Seen(model)
+    attach_l2l(model, L2LConfig(device="cpu", cmp=cmp))
+    model(**batch_for(model))
+    kept = {name for name, dtype in seen.dtypes.items() if dtype == torch.float32}
+    assert kept == {name for name, _ in model.named_modules() if name.endswith(".wo")}
+    assert {dtype for name, dtype in seen.dtypes.items() if name not in kept} == {DTYPES[cmp]}
+
+
+def test_what_declares_it_strictly_stays_fp32_too():
+    model = bert()
+    model._keep_in_fp32_modules_strict = ["LayerNorm"]
+    seen = Seen(model)
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    model(**batch_for(model))
+    assert {name.rpartition(".")[2] for name, dtype in seen.dtypes.items() if dtype == torch.float32} == {"LayerNorm"}
+
+
+def test_heads_return_fp32_while_attached():
+    model = gpt2()
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    with torch.no_grad():
+        assert model(**batch_for(model)).logits.dtype == torch.float32
+        assert model.transformer(batch_for(model)["input_ids"]).last_hidden_state.dtype == torch.bfloat16
+    detach_l2l(model)
+    assert all(not m._forward_hooks for m in model.modules())
+
+
+def test_inputs_are_cast_and_labels_are_not():
+    model = vit()
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    assert batch_for(model)["pixel_values"].dtype == torch.float32
+    model(**batch_for(model)).loss.backward()
+    labels, states = torch.rand(2), torch.rand(2, 3, requires_grad=True)
+    args, kwargs = eps.copies.precision.of_inputs((states,), {"labels": labels, "mask": torch.ones(2, 3)})
+    assert (args[0].dtype, kwargs["mask"].dtype) == (torch.bfloat16, torch.bfloat16)
+    assert kwargs["labels"] is labels
+    assert list(kwargs) == ["labels", "mask"]
+    args[0].float().sum().backward()
+    assert states.grad is not None
+
+
+def test_embeddings_that_are_given_get_gradients():
+    model = bert()
+    given = torch.randn(4, 6, 16, requires_grad=True)
+    attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", ubatch_size=2, loss_scale_init=SCALE))
+    model(inputs_embeds=given, labels=torch.zeros(4, dtype=torch.long)).loss.backward()
+    assert given.grad.dtype == torch.float32
+    plain = bert()
+    plain.load_state_dict(model.state_dict())
+    expected = given.detach().clone().requires_grad_()
+    plain(inputs_embeds=expected, labels=torch.zeros(4, dtype=torch.long)).loss.backward()
+    torch.testing.assert_close(given.grad, expected.grad, rtol=0.05, atol=1e-4)  # and not 1024 times as much
+
+
+# ---- devices
+
+
+class Emulates:
+    """A device module that says of itself what CUDA says of a T4."""
+
+    @staticmethod
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+
+class Lacks:
+    @staticmethod
+    def is_bf16_supported() -> bool:
+        return False
+
+
+@pytest.mark.parametrize("module", [Emulates, Lacks])
+def test_a_device_without_bf16_is_told_to_use_fp16(monkeypatch, module):
+    monkeypatch.setattr(stream, "device_module", lambda device: module)
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"cmp='bf16' needs a device that computes in bfloat16 .* use cmp='fp16'"):
+        computing_dtype("bf16", device)
+    assert computing_dtype("auto", device) is computing_dtype("fp16", device) is torch.float16
+    model = bert().bfloat16()
+    with pytest.raises(ValueError, match="cmp='bf16'"):
+        attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}  # before anything is allocated
+    with pytest.raises(ValueError, match="eps_update='eager'"):
+        attach_l2l(model, L2LConfig(device="cpu", cmp="auto", eps_update="eager"))
+
+
+def test_auto_is_said_aloud(caplog):
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        eps = attach_l2l(bert(), L2LConfig(device="cpu", cmp="auto"))
+    assert eps.copies.precision.dtype == torch.bfloat16
+    assert [r.getMessage() for r in caplog.records] == ["cmp='auto' computes in torch.bfloat16 on cpu"]
+
+
+# ---- masters that were loaded in 16 bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_masters_are_made_fp32_one_after_the_other(dtype, monkeypatch):
+    model = gpt2().to(dtype)
+    model.transformer.wpe.weight.requires_grad_(False)
+    before = {name: p for name, p in model.named_parameters()}
+    values = {name: p.detach().clone() for name, p in before.items()}
+    largest = max(tensor_bytes([p]) for p in model.parameters()) * 2
+    held: list[int] = []
+    swap = torch.utils.swap_tensors
+
+    def counting(p: torch.Tensor, wide: torch.Tensor) -> None:
+        held.append(tensor_bytes(model.parameters()) + tensor_bytes([wide]))
+        swap(p, wide)
+
+    monkeypatch.setattr(torch.utils, "swap_tensors", counting)
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert optimizer.param_groups[0]["params"][0] is model.transformer.wte.weight
+    for name, p in after.items():
+        assert p.dtype == (torch.float32 if p.requires_grad else dtype)
+        assert torch.equal(p, values[name].to(p.dtype))
+    assert len(held) == len([p for p in model.parameters() if p.requires_grad])
+    assert max(held) <= tensor_bytes(model.parameters()) + largest
+
+
+def test_a_parameter_that_cannot_change_is_named():
+    model = bert().bfloat16()
+    import weakref
+
+    watched = weakref.ref(model.classifier.weight)
+    with pytest.raises(ValueError, match=r"load the model with dtype=torch\.float32"):
+        make_masters_fp32(model)
+    assert watched() is not None
+
+
+def test_without_cmp_short_masters_are_warned_of():
+    with pytest.warns(UserWarning, match="use cmp, which makes the masters float32"):
+        attach_l2l(bert().bfloat16(), L2LConfig(device="cpu"))
+
+
+def test_a_layer_norm_moves_where_16_bits_would_freeze_it():
+    rate = 1e-4  # a step of AdamW is about as large; in bfloat16 the neighbours of 1 are 2**-8 and 2**-7 away
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0))
+    short = copy_as(tiny_bert(dropout=0.0), torch.bfloat16)
+    frozen = torch.optim.AdamW(short.parameters(), lr=rate, weight_decay=0.0)
+    for _ in range(3):
+        for each, by in ((model, optimizer), (short, frozen)):
+            each(**batch_for(each)).loss.backward()
+            by.step()
+            by.zero_grad()
+    name = "bert.encoder.layer.0.output.LayerNorm.weight"
+    assert (model.get_parameter(name) != 1).all()
+    assert (short.get_parameter(name) == 1).all()
+
+
+# ---- saving in 16 bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_a_copy_is_saved_as_plain_transformers_saves_it(dtype, tmp_path):
+    torch.manual_seed(0)
+    model = gpt2()
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copy_as(model, dtype).save_pretrained(tmp_path / "ours", max_shard_size="4KB")
+    copy.deepcopy(model).to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    ours, theirs = ({f.name: f.read_bytes() for f in (tmp_path / who).iterdir()} for who in ("ours", "theirs"))
+    assert len(ours) > 3
+    assert ours == theirs
+    loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert loaded.dtype == dtype
+    for name, p in loaded.named_parameters():
+        assert torch.equal(p, before[name].to(dtype))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"dtype must be torch.bfloat16 or torch.float16 \(got torch.float32\)"):
+        copy_as(bert(), torch.float32)
+
+
+# ---- the vote
+
+
+def test_a_state_of_another_run_does_not_scale_what_is_not_scaled():
+    fixed = LossScale(1.0, growth=1.0, backoff=1.0)
+    fixed.load_state_dict(LossScale(2.0**16).state_dict())
+    assert (fixed.value, fixed.is_dynamic) == (1.0, False)
+    assert not fixed.vote(finite=False)
+    assert fixed.value == 1.0
+
+
+def test_a_scale_that_changes_between_forward_and_backward_is_the_one_of_the_backward():
+    eps, model = attached_fp16()
+    batch = batch_for(model)
+    loss = model(**batch).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = model(**batch).loss
+    eps.loss_scale.value *= 0.5
+    loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-2, atol=1e-5)
+
+
+def attached_fp16() -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = bert()
+    return attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", loss_scale_init=SCALE)), model
