@@ -35,11 +35,16 @@ class Update(Pending):
         self.timeline = timeline
         self.in_step = in_step
         """Whether this is an eager update, and `optimizer.step()` has not been called yet."""
+        self.made = False
+        """Whether it is over, and has not failed."""
 
-    def before_values(self, tensor: torch.Tensor) -> None:
+    def before_look(self, tensor: torch.Tensor) -> None:
         waiting = nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what)
         with waiting:
             self.task.wait("weights are used when they have been updated")
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        self.before_look(tensor)
         if not self.in_step:
             let_go(tensor, self)
 
@@ -78,7 +83,8 @@ def carry_out(
     with update.timeline.host_works(update.task.what):
         check()
         part.run(factors)
-        copies.renew(masters)
+        copies.renew(masters, update)
+    update.made = True
     if not update.in_step:
         for master in masters:
-            let_go(master, update)
+            copies.let_go(master, update)

@@ -15,14 +15,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_l2l import stream
 from hf_l2l.host_memory import HostMemory, on_meta
 from hf_l2l.layout import Layout
-from hf_l2l.pending import untouched
+from hf_l2l.pending import Pending, can_hold, hold, let_go, pending_of, untouched
 from hf_l2l.precision import Precision
 
 
 class _Copy(NamedTuple):
     tensor: torch.Tensor
+    since: Pending
+    """What the master is held for as long as nobody has used its values since the copy was made."""
     version: int
-    """Of the master, when it was made."""
+    """Of the master then."""
+
+
+class _Copied(Pending):
+    """A master whose copy is right until somebody uses its values. He might write them, and not every write counts as
+    a new version: those of fused optimizers do not, nor those through `.data`."""
+
+    def before_look(self, tensor: torch.Tensor) -> None:
+        """Nothing: what is only looked at stays as it is."""
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        let_go(tensor, self)
 
 
 class Stage:
@@ -63,18 +76,23 @@ class Copies:
         dtype = self.precision.of(master)
         if dtype == master.dtype:
             return master
-        values = master.detach()  # waits
-        if not self.precision.keeps_copies:
-            return values.to(dtype)
+        pending = pending_of(master)
+        if pending is not None:
+            pending.before_look(master)
         copy: _Copy | None = self._copies.get(master)
-        if copy is not None and copy.version == values._version and copy.tensor.shape == values.shape:
-            return copy.tensor
-        tensor = copy.tensor if copy is not None and copy.tensor.shape == values.shape else None
-        if tensor is None:
-            tensor = self._memory.copy_like(master, dtype)
-        with torch.no_grad(), torch.inference_mode(False):
-            tensor.copy_(values)
-        self._copies[master] = _Copy(tensor, values._version)
+        with untouched(), torch.no_grad(), torch.inference_mode(False):
+            if not self.precision.keeps_copies:
+                return master.to(dtype)
+            if copy is not None and copy.tensor.shape != master.shape:
+                copy = None  # embeddings are resized
+            if copy is not None and copy.since is pending and copy.version == master._version:
+                return copy.tensor
+            tensor = self._memory.copy_like(master, dtype) if copy is None else copy.tensor
+            tensor.copy_(master)
+            since = _Copied()
+            self._copies[master] = _Copy(tensor, since, master._version)
+        if can_hold(master) and (pending is None or isinstance(pending, _Copied)):
+            hold(master, since)
         return tensor
 
     def of_layer(self, masters: Iterable[torch.Tensor], stage: Stage) -> dict[torch.Tensor, torch.Tensor]:
@@ -96,11 +114,17 @@ class Copies:
         return [copy.tensor for copy in list(self._copies.values())]
 
     @torch.no_grad()
-    def renew(self, masters: Iterable[torch.Tensor]) -> None:
-        """Make the copies of `masters` anew, whose update has just been made by this thread."""
+    def renew(self, masters: Iterable[torch.Tensor], update: Pending) -> None:
+        """Make the copies of `masters` anew, which are held for an `update` that this thread has just made."""
         with untouched():
             for master in masters:
                 copy: _Copy | None = self._copies.get(master)
                 if copy is not None and copy.tensor.shape == master.shape:
                     copy.tensor.copy_(master)
-                    self._copies[master] = _Copy(copy.tensor, master._version)
+                    self._copies[master] = _Copy(copy.tensor, update, master._version)
+
+    def let_go(self, master: torch.Tensor, update: Pending) -> None:
+        """`update` is over: nothing is pending for `master` any more but that its copy is right."""
+        copy: _Copy | None = self._copies.get(master)
+        if copy is None or copy.since is not update:
+            let_go(master, update)

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from hf_l2l.background import Update
+from hf_l2l.copies import Copies
 from hf_l2l.masters import Masters
 from hf_l2l.optimizer import hyperparameters_of
-from hf_l2l.pending import let_go, untouched
+from hf_l2l.pending import untouched
 from hf_l2l.worker import Worker
 
 
 class EagerStep:
     """Which masters have been updated, with what. Nothing is in it in the other modes."""
 
-    def __init__(self, masters: Masters, worker: Worker) -> None:
+    def __init__(self, masters: Masters, worker: Worker, copies: Copies) -> None:
         self.masters = masters
+        self.copies = copies
         self.worker = worker
         self._updated: dict[torch.Tensor, Update] = {}
         self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
@@ -64,7 +66,7 @@ class EagerStep:
             if update is not None:
                 update.in_step = False
                 if update.task.done:
-                    let_go(p, update)
+                    self.copies.let_go(p, update)
 
     @contextmanager
     def failing(self) -> Iterator[None]:

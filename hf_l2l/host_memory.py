@@ -156,7 +156,8 @@ class HostMemory:
         dtype = self.precision.of_gradient(master)
         if room is not None and room.is_free:
             return room.tensor_like(on_meta(master, dtype))
-        return torch.empty_like(master, dtype=dtype, requires_grad=False)
+        with untouched():
+            return torch.empty_like(master, dtype=dtype, requires_grad=False)
 
     def _gradient_room(self, master: torch.Tensor) -> Room | None:
         """The one that was taken, unless the parameter has grown since: embeddings are resized."""

@@ -36,7 +36,8 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         """Bytes by name.
 
         `train_device_bytes`: the most that tensors held on the device at once, by the device's own counter; absent on
-        the CPU, which has none. `train_host_bytes`: weights, gradients and optimizer state in host memory.
+        the CPU, which has none. `train_host_bytes`: weights, gradients, optimizer state and 16-bit copies in host
+        memory.
         `train_process_bytes`: the most memory that the process had, with Python, libraries and, on a simulated
         accelerator, the device's; absent where the system does not tell.
         """

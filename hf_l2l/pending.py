@@ -19,10 +19,14 @@ from torch.utils import _pytree as pytree
 
 
 class Pending:
-    """What must happen before the values of a tensor are used."""
+    """What must happen before the values of a tensor are used, or what does not hold any more when they have been."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Called before an operation uses the values; may `let_go` of the tensor, for which it then is not called."""
+
+    def before_look(self, tensor: torch.Tensor) -> None:
+        """Called before the values are only looked at by somebody who knows of this, or the version is read."""
+        self.before_values(tensor)
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         """Called before `tensor.grad` is read or written."""
@@ -41,10 +45,12 @@ class _Held(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # First what concerns one tensor: an optimizer that finds nothing to do asks every parameter for its gradient.
-        if func in _OF_GRAD or func in _WITHOUT_VALUES:
+        if func in _OF_GRAD or func in _WITHOUT_VALUES or func in _OF_VERSION:
             pending = pending_of(args[0])
             if pending is not None and func in _OF_GRAD:
                 pending.before_grad(args[0])
+            if pending is not None and func in _OF_VERSION:
+                pending.before_look(args[0])
             with untouched():
                 return func(*args, **kwargs)
         held = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Held)]
@@ -133,6 +139,7 @@ def _accessors(names: Iterable[str]) -> set[Any]:
 
 
 _OF_GRAD = _accessors(["grad"])
+_OF_VERSION = _accessors(["_version"])
 _WITHOUT_VALUES = _accessors(
     """shape dtype device layout requires_grad is_leaf ndim itemsize nbytes grad_fn output_nr retains_grad
     is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mps is_xpu _backward_hooks

@@ -16,6 +16,7 @@ from hf_l2l import stream
 from hf_l2l.backwards import HookErrors
 from hf_l2l.copies import Copies, Stage
 from hf_l2l.layout import Layout
+from hf_l2l.pending import untouched
 from hf_l2l.placement import DeviceWeights
 
 
@@ -187,7 +188,8 @@ class GradientSlots:
 
     def _place(self, slot: _Slot, layout: Layout, master: torch.Tensor) -> torch.Tensor:
         if stream.shares_host_memory(self.device):  # it is to stay: nothing leaves from here
-            return torch.empty_like(master, requires_grad=False)
+            with untouched():
+                return torch.empty_like(master, requires_grad=False)
         return layout.view(slot.memory, master)
 
     def leave(self, lane: stream.Lane) -> None:

@@ -82,7 +82,7 @@ class Updates:
         """Those of the last step, and what was not over by then."""
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
-        self.eager = EagerStep(self.masters, self.worker)
+        self.eager = EagerStep(self.masters, self.worker, copies)
         gradients.backwards.call(at_failure=self.eager.fail_half_updated)
 
     @property
@@ -278,7 +278,8 @@ class Updates:
     def release(self) -> None:
         """Finish what was begun, and let the optimizers step as they did before."""
         if self.worker.has_failed:
-            unfinished = sum(isinstance(pending_of(p), Update) for p in self.model.parameters())
+            found = (pending_of(p) for p in self.model.parameters())
+            unfinished = sum(isinstance(pending, Update) and not pending.made for pending in found)
             warnings.warn(
                 f"an update failed: {unfinished} parameters are not what the last step would have made them; load "
                 "the last checkpoint",

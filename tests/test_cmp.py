@@ -59,7 +59,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def by_hand(
-    dtype: torch.dtype, rows: int, max_norm: float, steps: int = STEPS, grad_dtype: str = "fp32"
+    dtype: torch.dtype, rows: int, max_norm: float, steps: int = STEPS, grad_dtype: str = "fp32", device: str = "cpu"
 ) -> tuple[list[float], nn.Module]:
     """Fp32 masters; a 16-bit model computes, layer by layer, and its gradients are summed over ubatches in fp32."""
     scale = 2.0**16 if dtype == torch.float16 else 1.0
@@ -67,8 +67,8 @@ def by_hand(
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
-        ids, labels = batch(step).values()
-        short = copy.deepcopy(masters).to(dtype)
+        ids, labels = (tensor.to(device) for tensor in batch(step).values())
+        short = copy.deepcopy(masters).to(dtype).to(device)
         x = short.embed(ids)
         used: list[list[dict[str, torch.Tensor]]] = []  # layer, ubatch: leaves of their own
         for block in short.blocks:
@@ -80,13 +80,13 @@ def by_hand(
         loss = nn.functional.cross_entropy(short.classifier(x).float().flatten(0, 1), labels.flatten())
         (loss * scale).backward()
         for master, p in zip(masters.parameters(), short.parameters(), strict=True):
-            master.grad = None if p.grad is None else p.grad.float()
+            master.grad = None if p.grad is None else p.grad.float().cpu()
         for block, leaves in zip(masters.blocks, used, strict=True):
             for name, master in block.named_parameters():
-                master.grad = torch.zeros_like(master)
-                for turn, ubatch in enumerate(leaves):
-                    gradient = ubatch[name].grad.float()
-                    master.grad = gradient if turn == 0 else master.grad + gradient
+                total = leaves[0][name].grad.float()
+                for ubatch in leaves[1:]:
+                    total += ubatch[name].grad.float()
+                master.grad = total.cpu()
         for master in masters.parameters():
             master.grad *= 1 / scale
             if grad_dtype == "16bit":
@@ -158,6 +158,48 @@ def test_gradients_in_16_bits_are_rounded_once_and_used_in_fp32(cmp, rows, mode)
     expected = by_hand(DTYPES[cmp], rows, max_norm, grad_dtype="16bit")
     found = layer_to_layer(mode, rows, max_norm, cmp=cmp, grad_dtype="16bit", host_copies="per_sweep")
     assert_as_by_hand(expected, found)
+
+
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_copies_are_made_once_per_update_and_never_stale(mode, fused, monkeypatch):
+    made_copies: list[torch.Tensor] = []
+    model = made()
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode, cmp="bf16", layer_classes=("Block",)))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
+
+    def bits() -> list[torch.Tensor]:
+        model(**batch(0))  # which uploads all of them
+        return [copy.clone() for copy in eps.copies.kept]
+
+    def as_they_are() -> list[torch.Tensor]:
+        eps.synchronize()
+        return [p.detach().bfloat16() for p in masters]
+
+    bits()
+    masters = list(eps.copies._copies)  # in the order of their copies
+    for step in range(3):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(bits(), as_they_are(), rtol=0, atol=0)
+    with torch.no_grad():
+        # Two writes that no version counter tells of, and one that it does.
+        model.embed.weight.data.mul_(2.0)
+        model.blocks[1].up.bias.numpy()[0] = 3.0
+        model.blocks[0].norm.weight.add_(1.0)
+    torch.testing.assert_close(bits(), as_they_are(), rtol=0, atol=0)
+    bits()
+    original = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "copy_",
+        lambda self, other, *args, **options: made_copies.append(other) or original(self, other, *args, **options),
+    )
+    with torch.no_grad():
+        for _ in range(2):  # of what has not been written to, none is made again
+            model(**batch(1))
+    assert not any(any(copied is master for master in masters) for copied in made_copies)
 
 
 class Overflowing(Block):

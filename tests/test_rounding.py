@@ -166,7 +166,7 @@ def test_a_hook_that_comes_later_sees_fp32_gradients_and_the_bits_are_the_same()
         model(**batch(step)).loss.backward()
         optimizer.step()
     eps.synchronize()
-    assert seen == [True, True]
+    assert seen == [torch.float32, torch.float32]
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()), rtol=0, atol=0)
 
 
