@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from torch import nn
 
-from hf_l2l import stream
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, stream
 from test_cmp import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
 from test_rounding import trained
+from training import settled_memory
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +58,71 @@ def test_moments_in_16_bits_have_the_bits_of_the_host(mode):
     model, optimizer = trained(mode, device="sim")
     torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict()["state"], expected.state_dict()["state"], rtol=0, atol=0)
+
+
+# ---- device memory
+
+
+def wide_bert(width: int, heads: int) -> nn.Module:
+    """Four layers, with dropout."""
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        hidden_size=width,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        vocab_size=1000,
+        # The host's fused attention, which stands in for the device's, computes in fp32 where there is dropout.
+        attn_implementation="eager",
+    )
+    return hf.BertForSequenceClassification(config)
+
+
+def workspace(width: int, heads: int, rows: int, tokens: int, dtype: torch.dtype) -> int:
+    """The most bytes that one micro-batch takes inside one layer, forward and backward, with plain torch; without the
+    layer's output and its gradient."""
+    layer = copy.deepcopy(wide_bert(width, heads).bert.encoder.layer[0]).to(dtype).to("sim")
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    x = torch.randn(rows, tokens, width).to(dtype).to("sim").requires_grad_()
+    before = settled_memory()
+    torch.sim.reset_peak_memory_stats()
+    out = layer(x)
+    torch.autograd.backward(out[0] if isinstance(out, tuple) else out, torch.ones_like(x))
+    torch.sim.synchronize()
+    return int(torch.sim.max_memory_allocated()) - before - 2 * x.numel() * x.itemsize
+
+
+def check_memory(width: int, heads: int, ubatch_rows: int, rows: int, tokens: int) -> None:
+    rest = {}
+    for cmp, grad_dtype, dtype in ((None, "fp32", torch.float32), ("bf16", "16bit", torch.bfloat16)):
+        inside = workspace(width, heads, ubatch_rows, tokens, dtype)
+        before = settled_memory()
+        model = wide_bert(width, heads)
+        config = L2LConfig(device="sim", cmp=cmp, grad_dtype=grad_dtype, ubatch_size=ubatch_rows)
+        attach_l2l(model, config)
+        batch = {"input_ids": torch.randint(5, 1000, (rows, tokens)), "labels": torch.zeros(rows, dtype=torch.long)}
+        for _ in range(2):  # slots for gradients are taken in the first backward
+            torch.sim.reset_peak_memory_stats()
+            model(**batch).loss.backward()
+            torch.sim.synchronize()
+        peak = torch.sim.max_memory_allocated() - before
+        need, boundary = estimate(model, config), rows * tokens * width * dtype.itemsize
+        # Of the shell, the gradients come when the layers are done; four layer inputs in the stash, two layer outputs,
+        # two in the graph of the embedding.
+        formula = need.shell // 2 + need.slots + inside + (4 + 2 + 2) * boundary
+        assert 0.95 <= peak / formula <= 1.05
+        rest[cmp] = peak - need.shell // 2 - need.slots
+        detach_l2l(model)
+        del model
+    assert rest["bf16"] <= 0.6 * rest[None]
+
+
+@pytest.mark.parametrize("ubatch_rows", [8, 4])
+def test_device_memory_is_what_the_formula_says_and_at_most_six_tenths_of_fp32(ubatch_rows):
+    check_memory(128, 2, ubatch_rows, 8, 64)
+
+
+@pytest.mark.slow
+def test_device_memory_at_the_width_of_bert_large():
+    check_memory(1024, 16, 32, 32, 128)
