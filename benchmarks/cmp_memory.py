@@ -1,7 +1,7 @@
-"""What training holds in fp32 and in cross mixed precision: bytes per parameter on the host, peak bytes on the device.
+"""What training holds in fp32 and in cross mixed precision: host bytes per parameter, and peak bytes of the device.
 
-A BERT with random weights makes two steps in each setting. Host bytes are a census of the tensors there while gradients
-are there, after a first step has made the optimizer's state. Device bytes are the accelerator's own count; without one,
+A BERT with random weights makes two steps in each setting. Host bytes are a census of the tensors while gradients are
+there, after a first step has made the optimizer's state. Device bytes are the accelerator's own count; without one,
 that of the simulated accelerator.
 
     python benchmarks/cmp_memory.py [--layers 4] [--width 1024] [--rows 32] [--tokens 128] [--ubatch-size N]
@@ -15,11 +15,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from environment import environment
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
@@ -27,6 +27,10 @@ from hf_l2l.census import host_tensors
 from hf_l2l.config import size_text
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.testing import enable_simulated_accelerator
+
+if not __package__:  # run as a script: the folder above is not where Python looks for modules
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.environment import environment
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},

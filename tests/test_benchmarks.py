@@ -21,6 +21,7 @@ import transformers as hf
 
 import hf_l2l
 from benchmarks import environment, eps_cpu, throughput
+from hf_l2l import L2LConfig
 from hf_l2l.config import size_text
 from hf_l2l.estimate import estimate
 from hf_l2l.stacks import tensor_bytes
@@ -276,6 +277,27 @@ def test_the_processor_is_named(tmp_path):
     file.write_text("processor\t: 0\nmodel name\t: Some CPU: 3 GHz\n")
     assert environment.cpu_model(file) == "Some CPU: 3 GHz"
     assert environment.cpu_model(tmp_path / "none") != ""
+
+
+def test_throughput_of_cross_mixed_precision(unchecked):
+    options = ["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "trainer", "deferred", "--cmp", "bf16"]
+    found = throughput.main(options)
+    assert found["settings"]["precision"] == "fp32, and L2L by cmp='bf16'"
+    need = estimate(throughput.made("bert-large", tiny=True), L2LConfig(cmp="bf16"))
+    assert found["rows"][1]["host_bytes"] == need.host_bytes > found["rows"][0]["device_bytes"]
+
+
+def test_memory_of_cross_mixed_precision(tmp_path):
+    """In a process of its own: the accelerator is simulated."""
+    script = Path(throughput.__file__).parent / "cmp_memory.py"
+    asked = [sys.executable, str(script), "--width", "64", "--layers", "2", "--rows", "4", "--tokens", "16"]
+    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent)}
+    done = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [round(row["host_bytes_per_parameter"], 1) for row in rows.values()] == [16.0, 18.0, 16.0, 12.0, 10.0]
+    peaks = [row["device_peak_bytes"] for row in rows.values()]
+    assert all(peak < peaks[0] for peak in peaks[1:])
 
 
 ON_AN_ACCELERATOR = """

@@ -100,6 +100,28 @@ def test_when_weights_are_updated_changes_no_bit(mode, max_norm, stash):
     assert_same_bits(trained(tiny_bert(), eps_update=mode, **same), expected)
 
 
+@pytest.mark.parametrize(
+    ("cmp", "mode", "max_norm"), [("bf16", "deferred", 0.1), ("fp16", "deferred", 0.1), ("bf16", "eager", 0.0)]
+)
+def test_when_weights_are_updated_changes_no_bit_in_16_bits(cmp, mode, max_norm):
+    same: dict[str, Any] = {"steps": 10, "max_norm": max_norm, "ubatch_size": 3, "cmp": cmp}
+    short: dict[str, Any] = {"grad_dtype": "16bit", "moment_dtype": "bf16", "host_copies": "per_sweep"}
+    for options in ({}, short):
+        expected = trained(tiny_bert(), eps_update="serial", **same, **options)
+        assert_same_bits(trained(tiny_bert(), eps_update=mode, **same, **options), expected)
+
+
+@pytest.mark.parametrize("cmp", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bits_come_near_to_fp32(family, cmp):
+    model = FAMILIES[family]()
+    batch = batch_for(model)
+    loss, expected = reference(model, batch)
+    attached(model, device="cuda", cmp=cmp, ubatch_size=3)
+    assert abs(train_once(model, batch) - loss) <= 0.02 * abs(loss)
+    assert relative_error(gradients(model), expected) <= 0.2
+
+
 def test_norms_of_the_device_are_those_of_the_host():
     model = tiny_bert()
     eps = attach_l2l(model, L2LConfig(device="cuda"))
