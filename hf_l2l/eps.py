@@ -7,6 +7,7 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from hf_l2l.gradients import Gradients
 from hf_l2l.host_memory import HostMemory
 from hf_l2l.loss_scale import EpsScaler, LossScale
 from hf_l2l.masters import check_optimizer
-from hf_l2l.nonfinite import LastForward, NonFiniteError
+from hf_l2l.nonfinite import Vote
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.timeline import Timeline
 from hf_l2l.updates import Updates
@@ -60,9 +61,8 @@ class EagerParamServer:
         With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
         """
         self.loss_scale = loss_scale
-        self.last_forward = LastForward()
-        self._may_step: bool | None = None
-        """Whether the gradients of now may be used, once that has been voted on."""
+        self._forwards_without = 0
+        """Begun without an optimizer where one is needed."""
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
@@ -83,6 +83,7 @@ class EagerParamServer:
             moment_dtype=moment_dtype,
             goes_on=goes_on,
         )
+        self.vote = Vote(model, self.updates.masters.layers, loss_scale, lambda: self.updates.steps + 1)
 
     @property
     def lane(self) -> stream.Lane:
@@ -101,11 +102,22 @@ class EagerParamServer:
         self.updates.check()
         if torch.is_grad_enabled():
             self.updates.start_forward()
+            self._warn_without_optimizer()
         self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
             if torch.is_grad_enabled():
                 self.memory.take_gradients()
+
+    def _warn_without_optimizer(self) -> None:
+        if self.updates.in_parts and not self.updates.optimizers:
+            self._forwards_without += 1
+            if self._forwards_without == 2:  # the first one may be made to see whether the model runs
+                warnings.warn(
+                    "grad_dtype='16bit' and moment_dtype='bf16' are used by an optimizer that the EPS knows (got none "
+                    "so far); call eps.wrap(optimizer)",
+                    stacklevel=2,
+                )
 
     def expect(self, masters: Iterable[torch.Tensor]) -> None:
         """A call is in the graph from which `masters` may get gradients; `receive` is to tell when they have."""
@@ -138,7 +150,7 @@ class EagerParamServer:
         self.backwards.errors.raise_first()
         self.updates.check()
         pairs = list(gradients)
-        self._may_step = None
+        self.vote.reset()
         if self.loss_scale is not None and self.loss_scale.is_dynamic:
             for _, gradient in pairs:
                 gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, which it is unless it was chosen
@@ -178,39 +190,8 @@ class EagerParamServer:
         Raises:
             NonFiniteError: if there is none, without a loss scale to skip the step.
         """
-        if self._may_step is None:
-            self._vote(self.grad_norm())
-        return bool(self._may_step)
-
-    def _vote(self, norm: torch.Tensor) -> None:
-        """Say whether the gradients, which have this norm, may be used."""
-        if self.updates.mode == "eager":  # and has looked at each layer's before it used them
-            self._may_step = True
-            return
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        # The norm of large numbers may be infinite where they are not.
-        finite = bool(norm.isfinite()) or all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
-        if self.loss_scale is not None:
-            self._may_step = self.loss_scale.vote(finite=finite)
-        elif not finite:
-            raise NonFiniteError(self.updates.steps + 1, self._where_not_finite())
-        else:
-            self._may_step = True
-        self.last_forward.forget()
-
-    def _where_not_finite(self) -> str:
-        layers = self.updates.masters.layers
-        bad = [
-            name
-            for layer, name in layers.items()
-            if any(p.grad is not None and not bool(_values(p.grad).isfinite().all()) for p in layer.parameters())
-        ]
-        last = list(layers.values())[-1]
-        if bad and last not in bad:
-            return f"the backward of {bad[-1]}"
-        where = self.last_forward.first_nonfinite(layers)
-        self.last_forward.forget()
-        return where or "the loss or its gradient, after the layers; in the last forward all layers are finite"
+        # Eager updates have looked at each layer's gradients before they used them.
+        return self.updates.mode == "eager" or self.vote.result(self.grad_norm)
 
     @property
     def scaler(self) -> EpsScaler | None:
@@ -243,9 +224,7 @@ class EagerParamServer:
                 "not clip, or use eps_update='deferred'"
             )
         norm = self.grad_norm()
-        if self._may_step is None:
-            self._vote(norm)
-        if not self._may_step:
+        if not self.vote.result(lambda: norm):
             return norm
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         # What is kept in 16 bits is scaled where it is made fp32.
@@ -293,7 +272,3 @@ class EagerParamServer:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
         check_optimizer(self.model, getattr(optimizer, "optimizer", optimizer))
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_l2l.loss_scale import LossScale
 from hf_l2l.stacks import is_cache
 
 
@@ -107,3 +108,59 @@ class LastForward:
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hidden states that a layer is given: its first argument. Masks may hold infinities."""
     return args[0] if args else kwargs.get("hidden_states")
+
+
+class Vote:
+    """Whether the gradients of the step that is under way may be used: if all of them are finite."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[nn.Module, str],
+        loss_scale: LossScale | None,
+        step: Callable[[], int],
+    ) -> None:
+        """Of a model whose layers have these names; `step` tells the number of the step."""
+        self.model = model
+        self.layers = layers
+        self.loss_scale = loss_scale
+        self.step = step
+        self.last_forward = LastForward()
+        self._result: bool | None = None
+
+    def reset(self) -> None:
+        """There are new gradients."""
+        self._result = None
+
+    def result(self, norm: Callable[[], torch.Tensor]) -> bool:
+        """Vote, if that has not been done: with the norm of all gradients, a 0-dim host tensor.
+
+        With a loss scale, no means that the step is skipped.
+
+        Raises:
+            NonFiniteError: without one.
+        """
+        if self._result is None:
+            # The norm of large numbers may be infinite where they are not.
+            finite = bool(norm().isfinite()) or all(map(_is_finite, self.model.parameters()))
+            if self.loss_scale is None and not finite:
+                raise NonFiniteError(self.step(), self._where())
+            self._result = finite if self.loss_scale is None else self.loss_scale.vote(finite=finite)
+            self.last_forward.forget()
+        return self._result
+
+    def _where(self) -> str:
+        bad = [name for layer, name in self.layers.items() if not all(map(_is_finite, layer.parameters()))]
+        where = None
+        if bad and list(self.layers.values())[-1] not in bad:
+            where = f"the backward of {bad[-1]}"  # what comes after it is finite
+        where = where or self.last_forward.first_nonfinite(self.layers)
+        self.last_forward.forget()
+        return where or "the loss or its gradient, after the layers; in the last forward all layers are finite"
+
+
+def _is_finite(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None:
+        return True
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all())

@@ -129,13 +129,18 @@ def widen_all(optimizer: torch.optim.Optimizer) -> None:
     """Make gradients and state fp32 for a step of all parameters at once, which takes the memory for that."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            gradient = p.grad
-            if gradient is not None and gradient.dtype != p.dtype:
-                p.grad = None
-                p.grad_dtype = p.dtype
-                p.grad = gradient.to(p.dtype)
+            widen_gradient(p)
             if p in optimizer.state:
                 optimizer.state[p].update(widened(optimizer.state[p]))
+
+
+def widen_gradient(parameter: torch.Tensor) -> None:
+    """Make the gradient of `parameter`, and those that autograd gives it from now on, of its own dtype."""
+    gradient, dtype = parameter.grad, parameter.dtype
+    if parameter.is_leaf and parameter.requires_grad and parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
 def narrow_all(optimizer: torch.optim.Optimizer) -> None:

@@ -131,7 +131,7 @@ class Shell:
                 weights = self._upload(module)
             rng = stream.get_rng_state(self.device)
             if torch.is_grad_enabled():
-                self.eps.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
+                self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.layers else batch_rows((args, kwargs))
             call = self._call = RootCall(module, forward, args, kwargs, rows, weights, rng)

@@ -36,7 +36,7 @@ from hf_l2l.masters import Masters
 from hf_l2l.nonfinite import check_finite
 from hf_l2l.optimizer import Places, SplitStep, parameters_of, places_of
 from hf_l2l.pending import can_hold, hold, let_go, pending_of, settle, untouched
-from hf_l2l.rounding import Rounding, keep_loaded_dtypes, narrow_all, widen_all
+from hf_l2l.rounding import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.timeline import Timeline
 from hf_l2l.worker import Modes, Task, Worker
 
@@ -63,7 +63,7 @@ class Updates:
         self._may_step = may_step
         self._rounds = moment_dtype == "bf16"
         self.in_parts = self._rounds or copies.precision.gradients == "16bit"
-        """Whether what is kept in 16 bits is made fp32 to update, which is layer by layer then in every mode."""
+        """Whether what is kept in 16 bits is made fp32 to update, layer by layer in every mode."""
         self.steps = 0
         """Made or skipped by the optimizers so far."""
         self.model = model
@@ -294,5 +294,6 @@ class Updates:
             let_go(p)
             if p.grad is not None:
                 settle(p.grad)
+            widen_gradient(p)
         self._hooks.clear()
         self.worker.close()

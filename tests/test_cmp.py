@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.func import functional_call
 from transformers.utils import ModelOutput
 
-from hf_l2l import L2LConfig, attach_l2l, stream
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, stream
 from hf_l2l.loss_scale import LossScale
 
 CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
@@ -262,6 +263,53 @@ def test_the_policy_is_that_of_torch():
         assert ours.vote(finite=finite) is finite
         assert ours.value == theirs.get_scale()
     assert ours.skipped == 3
+
+
+def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
+    accelerator = Accelerator(cpu=True)
+    model = made()
+    config = L2LConfig(device="cpu", cmp="fp16", layer_classes=("Block",), loss_scale_init=2.0**24)
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.scaler = eps.scaler
+    optimizer = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    rates, skipped = [], []
+    for step in range(12):
+        accelerator.backward(model(**batch(step)).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        rates.append(scheduler.get_last_lr()[0])
+    assert skipped[0] and not skipped[-1]
+    assert eps.loss_scale.skipped == sum(skipped)
+    assert rates[-1] == pytest.approx(1e-2 * 0.5 ** (12 - sum(skipped)))
+
+
+def test_a_model_that_is_detached_has_fp32_gradients_again():
+    model = made()
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16", grad_dtype="16bit", layer_classes=("Block",)))
+    eps.wrap(torch.optim.AdamW(model.parameters()))
+    model(**batch(0)).loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    before = {name: p.grad.float() for name, p in model.named_parameters()}
+    detach_l2l(model)
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, before, rtol=0, atol=0)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    model.zero_grad()
+    model(**batch(0)).loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("option", [{"grad_dtype": "16bit"}, {"moment_dtype": "bf16"}])
+def test_an_optimizer_that_is_not_wrapped_is_warned_of(option):
+    model = made()
+    attach_l2l(model, L2LConfig(device="cpu", layer_classes=("Block",), **option))
+    model(**batch(0))
+    with pytest.warns(UserWarning, match=r"call eps\.wrap\(optimizer\)"):
+        model(**batch(0))
 
 
 def test_eager_updates_with_fp16_are_refused():

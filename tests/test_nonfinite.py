@@ -144,7 +144,7 @@ def test_the_error_can_be_sent_to_another_process():
 def test_nothing_of_a_batch_is_held_after_the_step():
     _, eps, _, step = model_and_step()
     step()
-    assert eps.last_forward._again is None
+    assert eps.vote.last_forward._again is None
 
 
 def test_skipping_eager_steps_is_refused():
