@@ -139,6 +139,12 @@ class L2LConfig:
             )
 
     def _check_loss_scale(self) -> None:
+        for name in ("loss_scale_init", "loss_scale_growth", "loss_scale_backoff", "loss_scale_interval"):
+            value = getattr(self, name)
+            kinds = int if name == "loss_scale_interval" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                kind = "a whole number" if kinds is int else "a number"
+                raise ValueError(f"{name} must be {kind} (got {value!r}); leave it out for torch's value")
         rules = {
             "loss_scale_init": (0 < self.loss_scale_init < math.inf, "above 0 and finite", "65536.0"),
             "loss_scale_growth": (1 < self.loss_scale_growth < math.inf, "above 1 and finite", "2.0"),

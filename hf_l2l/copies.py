@@ -113,6 +113,15 @@ class Copies:
         """Those that host memory holds now."""
         return [copy.tensor for copy in list(self._copies.values())]
 
+    def forget(self) -> None:
+        """Let all copies be made anew when they are used next: somebody may have written to masters unseen."""
+        for master, copy in list(self._copies.items()):
+            self._copies[master] = copy._replace(since=Pending())
+
+    def release(self) -> None:
+        """Give up all copies."""
+        self._copies.clear()
+
     @torch.no_grad()
     def renew(self, masters: Iterable[torch.Tensor], update: Pending) -> None:
         """Make the copies of `masters` anew, which are held for an `update` that this thread has just made."""

@@ -7,7 +7,6 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -61,8 +60,6 @@ class EagerParamServer:
         With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
         """
         self.loss_scale = loss_scale
-        self._forwards_without = 0
-        """Begun without an optimizer where one is needed."""
         self.model = model
         self.device = device
         self.memory = memory or HostMemory(device, model)
@@ -80,10 +77,11 @@ class EagerParamServer:
             mode=update_mode(update, device),
             num_threads=num_threads,
             may_step=self.may_step,
+            stepped=lambda optimizer: self.vote.stepped(optimizer),
             moment_dtype=moment_dtype,
             goes_on=goes_on,
         )
-        self.vote = Vote(model, self.updates.masters.layers, loss_scale, lambda: self.updates.steps + 1)
+        self.vote = Vote(self.updates, loss_scale)
 
     @property
     def lane(self) -> stream.Lane:
@@ -102,22 +100,19 @@ class EagerParamServer:
         self.updates.check()
         if torch.is_grad_enabled():
             self.updates.start_forward()
-            self._warn_without_optimizer()
         self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
             if torch.is_grad_enabled():
                 self.memory.take_gradients()
 
-    def _warn_without_optimizer(self) -> None:
-        if self.updates.in_parts and not self.updates.optimizers:
-            self._forwards_without += 1
-            if self._forwards_without == 2:  # the first one may be made to see whether the model runs
-                warnings.warn(
-                    "grad_dtype='16bit' and moment_dtype='bf16' are used by an optimizer that the EPS knows (got none "
-                    "so far); call eps.wrap(optimizer)",
-                    stacklevel=2,
-                )
+    def _refuse_without_optimizer(self) -> None:
+        if (self.loss_scale is not None or self.updates.in_parts) and not self.updates.optimizers:
+            raise RuntimeError(
+                "cmp with fp16, nonfinite='skip', grad_dtype='16bit' and moment_dtype='bf16' need an optimizer that "
+                "the EPS knows, which skips steps and takes gradients as they are (none was given); call "
+                "eps.wrap(optimizer) before backward"
+            )
 
     def expect(self, masters: Iterable[torch.Tensor]) -> None:
         """A call is in the graph from which `masters` may get gradients; `receive` is to tell when they have."""
@@ -145,10 +140,12 @@ class EagerParamServer:
             masters: of the call that these are all gradients of; None if it has no others.
 
         Raises:
-            RuntimeError: if a master has been updated in this step, because more gradients were not announced.
+            RuntimeError: if a master has been updated in this step, because more gradients were not announced; or if
+                gradients are not what an optimizer expects that has not been wrapped.
         """
         self.backwards.errors.raise_first()
         self.updates.check()
+        self._refuse_without_optimizer()
         pairs = list(gradients)
         self.vote.reset()
         if self.loss_scale is not None and self.loss_scale.is_dynamic:
@@ -164,16 +161,18 @@ class EagerParamServer:
         return self.updates.is_under_way(masters)
 
     def synchronize(self) -> None:
-        """Wait until every update that was begun is finished.
+        """Wait until every update that was begun is finished, and take masters as they are from now on.
 
         Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves; this is for views
-        and NumPy arrays of weights that were made before the step, and for `optimizer.state` read by hand.
+        and NumPy arrays of weights that were made before the step, and for `optimizer.state` read by hand. With `cmp`,
+        16-bit copies are made anew after it: call it, too, when you have written through such a view.
 
         Raises:
             Exception: what an update raised.
             EngineFailedError: if that has been told of before.
         """
         self.updates.synchronize()
+        self.copies.forget()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Inside, backwards add to the gradients, and another one follows before `optimizer.step()`.
@@ -267,8 +266,11 @@ class EagerParamServer:
         """Finish what was begun, let the optimizers step as they did before, and the memory be ordinary memory."""
         self.updates.release()
         self.timeline.close()
+        # Nothing here refers to a master any more, not weakly either: torch changes none in place to which that does.
+        self.copies.release()
+        self.gradients.release()
         self.memory.release()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
-        check_optimizer(self.model, getattr(optimizer, "optimizer", optimizer))
+        check_optimizer(self.model, getattr(optimizer, "optimizer", optimizer), wide=self.copies.precision.is_mixed)

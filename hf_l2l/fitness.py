@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import torch
 from accelerate.hooks import ModelHook
@@ -85,18 +86,20 @@ def make_masters_fp32(model: nn.Module) -> None:
     Raises:
         ValueError: if something holds on to a parameter in a way that does not let it change.
     """
-    for p in _short_masters(model):
+    short = _short_masters(model)
+    held = next((p for p in short if weakref.getweakrefcount(p)), None)
+    if held is not None:
+        raise ValueError(
+            f"cmp needs master weights in float32, and these cannot be made so, since something refers to them weakly "
+            f"(got {held.dtype}, of shape {list(held.shape)}); load the model with dtype=torch.float32, or attach it "
+            "with cmp before anything else does"
+        )
+    for p in short:
         wide = nn.Parameter(p.detach().float(), requires_grad=True)
         if p.grad is not None:
             wide.grad = p.grad.float()
         vars(wide).update(vars(p))  # some optimizers go by tags on the parameters
-        try:
-            torch.utils.swap_tensors(p, wide)
-        except RuntimeError as error:
-            raise ValueError(
-                f"cmp needs master weights in float32, and these cannot be made so (got {p.dtype}: {error}); load the "
-                "model with dtype=torch.float32"
-            ) from error
+        torch.utils.swap_tensors(p, wide)
 
 
 def _short_masters(model: nn.Module) -> list[nn.Parameter]:

@@ -166,8 +166,8 @@ class Gradients:
             return
         dtype = gradient.dtype if gradient.is_sparse else self._dtype(master)
         if dtype != master.dtype:
-            with untouched():  # torch is to take it for one of this master
-                master.grad_dtype = dtype
+            with untouched():
+                master.grad_dtype = None  # any: torch takes this one, and what others make of it
         master.grad = gradient.to(dtype) if gradient.dtype == master.dtype else gradient
 
     def _discard(self) -> None:
@@ -194,6 +194,10 @@ class Gradients:
             elif master.grad is not None:
                 norms.append(norm_of(master.grad, master.dtype))
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+
+    def release(self) -> None:
+        """Forget all masters."""
+        self._taken.clear()
 
     def forget(self, masters: Iterable[torch.Tensor]) -> None:
         """The step of `masters` is over: what was taken for it does not count any more."""

@@ -240,7 +240,7 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
         _add_hook(module, ShellHook(shell), device)
     for layer in layers:
         _add_hook(layer, LayerHook(relay), device)
-    handles = let_heads_return_fp32(model) if precision.is_mixed else []
+    handles = let_heads_return_fp32(model, layers) if precision.is_mixed else []
     setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers], handles))
     return eps
 

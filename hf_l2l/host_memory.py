@@ -204,6 +204,7 @@ class HostMemory:
             pages.unlock()
         for known in (self._addresses, self._refused, self._gradients, self._copies):
             known.clear()
+        self.precision.release()
 
 
 def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

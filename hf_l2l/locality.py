@@ -52,6 +52,12 @@ def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
     return f"it cannot be tried on small tensors ({failures[0]})"
 
 
+CLOSURE = (
+    "optimizer.step() takes no closure with grad_dtype='16bit' or moment_dtype='bf16', which are made fp32 a layer at "
+    "a time (got one); call step() after backward()"
+)
+
+
 def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool) -> bool:
     """Whether `optimizer` updates layer by layer; warns if it has to update all of them at once.
 

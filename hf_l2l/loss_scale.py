@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.stacks import is_cache
 
+_SMALLEST = 2.0**-100
+
 
 class _Scaled(torch.autograd.Function):
     """The identity, whose gradient is multiplied."""
@@ -75,7 +77,9 @@ class LossScale:
     def vote(self, *, finite: bool) -> bool:
         """Whether a step may be made with gradients that are `finite` or not; the scale changes accordingly."""
         if not finite:
-            self.value, self.steps, self.skipped = self.value * self.backoff, 0, self.skipped + 1
+            # A float has room for this many halvings only, and nothing can be divided by 0.
+            self.value = max(self.value * self.backoff, _SMALLEST) if self.is_dynamic else self.value
+            self.steps, self.skipped = 0, self.skipped + 1
             return False
         self.steps += 1
         if self.steps == self.interval:
@@ -83,14 +87,21 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {"scale": self.value, "steps": self.steps, "skipped": self.skipped}
+        """What a checkpoint keeps of it, as `torch.amp.GradScaler` has it, with the number of skipped steps."""
+        return {
+            "scale": self.value,
+            "growth_factor": self.growth,
+            "backoff_factor": self.backoff,
+            "growth_interval": self.interval,
+            "_growth_tracker": self.steps,
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Go on from `state`, or that of a `GradScaler`; growth, backoff and interval stay what the options say."""
         if self.is_dynamic:  # one that stays what it is may be given that of an fp16 run
-            self.value, self.steps = state["scale"], state["steps"]
-        self.skipped = state["skipped"]
+            self.value, self.steps = state["scale"], state["_growth_tracker"]
+        self.skipped = state.get("skipped", 0)
 
 
 class EpsScaler:

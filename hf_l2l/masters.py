@@ -64,8 +64,9 @@ class Masters:
         self._places.clear()
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if `optimizer` cannot update the masters of `model` (see `EagerParamServer.wrap`)."""
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, wide: bool = False) -> None:
+    """Raise ValueError if `optimizer` cannot update the masters of `model` (see `EagerParamServer.wrap`), which are to
+    be in more than 16 bits where `wide` says so."""
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -81,6 +82,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer must hold parameters of the model only (got {name} with {len(strange)} others of "
             f"{len(held)}, the first of shape {list(strange[0].shape)}); build it from model.parameters() after "
             "the model has its final parameters, and with the model on the host"
+        )
+    short = [masters[p] for p in held if p.requires_grad and p.is_floating_point() and p.itemsize < 4]
+    if wide and short:
+        raise ValueError(
+            f"parameters that train must be float32 with cmp (got {short[0]} in 16 bits, which was frozen when the "
+            "model was attached); call hf_l2l.detach_l2l(model), and attach it again"
         )
     hooked = [n for p, n in masters.items() if getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks]
     if hooked:

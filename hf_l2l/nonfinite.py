@@ -7,18 +7,24 @@ that it came from run once more, with every layer watched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l.loss_scale import LossScale
+from hf_l2l.masters import Masters
+from hf_l2l.optimizer import parameters_of
 from hf_l2l.stacks import is_cache
 
 
 class NonFiniteError(RuntimeError):
-    """A step would have been made with gradients that are infinite or no numbers. The masters are as before it."""
+    """A step would have been made with gradients that are infinite or no numbers.
+
+    The masters are as before it; with eager updates, those may have been updated whose gradients came before.
+    """
 
     def __init__(self, step: int, where: str) -> None:
         super().__init__(
@@ -110,51 +116,78 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
+class Steps(Protocol):
+    """What steps, and with which gradients."""
+
+    model: nn.Module
+    masters: Masters
+    steps: int
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+
+
 class Vote:
     """Whether the gradients of the step that is under way may be used: if all of them are finite."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[nn.Module, str],
-        loss_scale: LossScale | None,
-        step: Callable[[], int],
-    ) -> None:
-        """Of a model whose layers have these names; `step` tells the number of the step."""
-        self.model = model
-        self.layers = layers
+    def __init__(self, updates: Steps, loss_scale: LossScale | None) -> None:
+        """For the optimizers that `updates` knows."""
+        self.updates = updates
         self.loss_scale = loss_scale
-        self.step = step
         self.last_forward = LastForward()
         self._result: bool | None = None
+        self._vetoed = False
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def reset(self) -> None:
         """There are new gradients."""
         self._result = None
+        self._stepped.clear()
+
+    def veto(self) -> None:
+        """The loss is not finite, whatever its gradients are."""
+        self._result, self._vetoed = None, True
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step of `optimizer` is over; when all have stepped, the next step has a vote of its own."""
+        self._stepped.add(optimizer)
+        if all(each in self._stepped for each in self.updates.optimizers):
+            self.reset()
+            self._vetoed = False
+            self.last_forward.forget()
 
     def result(self, norm: Callable[[], torch.Tensor]) -> bool:
         """Vote, if that has not been done: with the norm of all gradients, a 0-dim host tensor.
 
-        With a loss scale, no means that the step is skipped.
+        With a loss scale, no means that the step is skipped; gradients that are not finite are dropped then, whoever
+        was to use them.
 
         Raises:
             NonFiniteError: without one.
         """
         if self._result is None:
-            # The norm of large numbers may be infinite where they are not.
-            finite = bool(norm().isfinite()) or all(map(_is_finite, self.model.parameters()))
+            finite = not self._vetoed and bool(norm().isfinite())
+            bad: list[torch.Tensor] = []
+            if not finite:
+                # The norm of large numbers may be infinite where they are not, and others train what is in no group.
+                trained = {p for optimizer in self.updates.optimizers for p in parameters_of(optimizer)}
+                bad = [p for p in trained or self.updates.model.parameters() if not _is_finite(p)]
+                finite = not bad and not self._vetoed
             if self.loss_scale is None and not finite:
-                raise NonFiniteError(self.step(), self._where())
+                self._vetoed = False
+                raise NonFiniteError(self.updates.steps + 1, self._where(bad))
             self._result = finite if self.loss_scale is None else self.loss_scale.vote(finite=finite)
-            self.last_forward.forget()
+            for p in bad:
+                p.grad = None
         return self._result
 
-    def _where(self) -> str:
-        bad = [name for layer, name in self.layers.items() if not all(map(_is_finite, layer.parameters()))]
+    def _where(self, bad: Iterable[torch.Tensor]) -> str:
+        layers, found = self.updates.masters.layers, set(bad)
+        touched = [name for layer, name in layers.items() if any(p in found for p in layer.parameters())]
         where = None
-        if bad and list(self.layers.values())[-1] not in bad:
-            where = f"the backward of {bad[-1]}"  # what comes after it is finite
-        where = where or self.last_forward.first_nonfinite(self.layers)
+        if touched and list(layers.values())[-1] not in touched:
+            where = f"the backward of {touched[-1]}"  # what comes after it is finite
+        where = where or self.last_forward.first_nonfinite(layers)
         self.last_forward.forget()
         return where or "the loss or its gradient, after the layers; in the last forward all layers are finite"
 

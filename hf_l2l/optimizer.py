@@ -150,9 +150,10 @@ class Part:
         rounding = self._step._rounding
         # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for (_, share), stand_in in pairs:
+        for (master, share), stand_in in pairs:
             if share.has_state:
-                state[stand_in] = share.state if rounding is None else widened(share.state)
+                wide = rounding is not None and master.dtype == torch.float32
+                state[stand_in] = widened(share.state) if wide else share.state
         optimizer = _another(self._step._base, self._groups, state, self._step._places)
         self._groups = []
         self._step._step(optimizer)

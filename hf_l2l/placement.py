@@ -117,6 +117,7 @@ class _DeviceBuffers:
         self, modules: Iterable[nn.Module], device: torch.device, *, keep: bool, precision: Precision | None = None
     ) -> None:
         self.keep = keep
+        self.precision = precision
         mixed = precision is not None and precision.is_mixed
         self.copies: list[_BufferCopy] = []
         # A kept buffer in shared memory is written where it lies: there is nothing to trade.
@@ -153,6 +154,8 @@ class _DeviceBuffers:
                 slots[name] = None if now is None else stream.download(now.detach())
             elif copy is not None and (unseen or copy._version != version):
                 buffer.copy_(copy)
+                if copy.dtype != buffer.dtype and self.precision is not None:
+                    self.precision.keep(buffer)  # what is written to may add up small numbers
 
 
 class _BufferCopy(NamedTuple):

@@ -8,17 +8,19 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.config import Cmp, GradDtype
-from hf_l2l.stacks import is_cache
+from hf_l2l.stacks import is_cache, shell_modules
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,6 +51,10 @@ def _computes_in_bf16(device: torch.device) -> bool:
         return True
     emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA says True where it is emulated
     return bool(check(including_emulation=False) if emulated else check())
+
+
+def _is_of_a_loss(name: str) -> bool:
+    return any(part in name for part in ("label", "target", "future", "weight"))
 
 
 class Precision:
@@ -94,41 +100,97 @@ class Precision:
         """The dtype of the gradient of `master` on the host."""
         return torch.bfloat16 if self.gradients == "16bit" and master.dtype == torch.float32 else master.dtype
 
-    def of_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a model is called with, floating point in the dtype of its weights; labels stay as they are."""
+    def of_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `module` is called with, floating point in the dtype of its weights, but for what losses use: arguments
+        with "label", "target", "future" or "weight" in their names."""
         if self.dtype is None:
             return args, kwargs
-        others = {name: value for name, value in kwargs.items() if "label" not in name}
-        args, others = pytree.tree_map(self._of_input, (args, others), is_leaf=is_cache)
-        return args, {name: others.get(name, value) for name, value in kwargs.items()}
+        names = list(inspect.signature(module.forward).parameters)
+        cast = [
+            value if number < len(names) and _is_of_a_loss(names[number]) else self._of_input(value)
+            for number, value in enumerate(args)
+        ]
+        return tuple(cast), {k: v if _is_of_a_loss(k) else self._of_input(v) for k, v in kwargs.items()}
 
-    def _of_input(self, leaf: Any) -> Any:
-        is_wide = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.to(self.dtype) if is_wide else leaf
+    def _of_input(self, value: Any) -> Any:
+        return pytree.tree_map(
+            lambda leaf: leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+            value,
+            is_leaf=is_cache,
+        )
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let `tensor` stay as it is from now on."""
+        self._kept[tensor] = True
+
+    def release(self) -> None:
+        """Forget all tensors."""
+        self._kept.clear()
 
 
-_HEADS = ("classifier", "score", "qa_outputs", "lm_head", "cls")
+_HEADS = {
+    "classifier",
+    "classification_head",
+    "score",
+    "qa_outputs",
+    "lm_head",
+    "cls",
+    "logits_proj",
+    "lm_loss",
+    "vocab_projector",
+    "generator_lm_head",
+    "discriminator_predictions",
+    "predictions",
+}
 """What transformers calls the modules from which logits come, beside those that `get_output_embeddings` tells."""
 
 
-def let_heads_return_fp32(model: nn.Module) -> list[RemovableHandle]:
-    """Let the losses be computed in fp32: the outputs of heads are, however they were computed."""
-    heads = [module for name, module in model.named_children() if name in _HEADS]
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    outputs = None if ask is None else ask()
-    if isinstance(outputs, nn.Module) and outputs not in heads:
-        heads.append(outputs)
-    return [head.register_forward_hook(_in_fp32) for head in heads]
+def let_heads_return_fp32(model: nn.Module, layers: Iterable[nn.Module] = ()) -> list[RemovableHandle]:
+    """Let the losses be computed in fp32: the outputs of heads are, however they were computed. Layers have none."""
+    outside = set(shell_modules(model, layers))
+    heads = {m: None for name, m in model.named_modules() if m in outside and name.rpartition(".")[2] in _HEADS}
+    for module in outside:
+        ask: Any = getattr(module, "get_output_embeddings", None)
+        output = None if ask is None else ask()
+        if isinstance(output, nn.Module) and output in outside:
+            heads[output] = None
+    return [head.register_forward_hook(_InFp32()) for head in heads]
 
 
-def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _DTYPES.values() else t, output)
+class _InFp32:
+    """A hook that makes the outputs of a module fp32. A copy or pickle of it does nothing."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return in_fp32(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AsItIs, ()
+
+
+class _AsItIs:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        return None
+
+
+def in_fp32(value: Any) -> Any:
+    """`value` with every 16-bit tensor in it as float32; a key-value cache is left alone."""
+    short = set(_DTYPES.values())
+    return pytree.tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in short else leaf,
+        value,
+        is_leaf=is_cache,
+    )
 
 
 def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of modules that declare it, as T5 does for `wo`."""
+    """The parameters and buffers of modules that declare it, as T5 does for `wo`, and of batch norms, whose running
+    statistics add up small numbers."""
     found: list[torch.Tensor] = []
     for module in model.modules():
+        if isinstance(module, _NormBase):
+            found += [*module.parameters(), *module.buffers()]
         declared: list[Any] = [
             getattr(module, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         ]

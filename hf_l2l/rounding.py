@@ -130,7 +130,7 @@ def widen_all(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             widen_gradient(p)
-            if p in optimizer.state:
+            if p in optimizer.state and p.dtype == torch.float32:
                 optimizer.state[p].update(widened(optimizer.state[p]))
 
 

@@ -22,6 +22,7 @@ from hf_l2l.backwards import ONE_THREAD
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.loss_scale import LossScale, with_gradients_times
 from hf_l2l.placement import DeviceWeights
+from hf_l2l.precision import in_fp32
 from hf_l2l.stacks import batch_rows, is_cache, shell_modules
 
 
@@ -105,8 +106,10 @@ class Shell:
         return scale if scale is not None and scale.is_dynamic else None
 
     def leaving(self, output: Any) -> Any:
-        """What a call returns to the program, which knows nothing of the scale that gradients have inside."""
+        """What a call returns to the program, which knows nothing of 16 bits and the scale of gradients inside."""
         scale = self._scale
+        if self.eps.copies.precision.is_mixed:
+            output = in_fp32(output)
         return output if scale is None else with_gradients_times(lambda: scale.value, output)
 
     @contextmanager
@@ -124,9 +127,9 @@ class Shell:
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
-                args, kwargs = self.eps.copies.precision.of_inputs(args, kwargs)
                 if scale is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
+                args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             with stream.span(self.device, "upload", "what is not in a layer"):
                 weights = self._upload(module)
             rng = stream.get_rng_state(self.device)

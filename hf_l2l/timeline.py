@@ -130,6 +130,7 @@ class Timeline:
         self._trace, self._step_began = None, None
         self._go(None)
         self._noted.clear()
+        self._names.clear()
         unwatch(self.device, self)
 
     def averages(self) -> Averages | None:

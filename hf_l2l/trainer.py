@@ -178,6 +178,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         if attached is not None:
             attached.eps.updates.steps = self.state.global_step  # which an error names
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        scale = None if attached is None else attached.eps.loss_scale
+        # The Trainer itself looks at each loss, so that nothing more is waited for. fp16 goes by gradients alone.
+        if attached is not None and not (scale is not None and scale.is_dynamic) and not bool(loss.isfinite()):
+            attached.eps.vote.veto()
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -213,6 +213,12 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
 
 def _refuse_two_precisions(args: TrainingArguments) -> None:
     cmp, save = getattr(args, "cmp", None), getattr(args, "l2l_save_dtype", "fp32")
+    launched = getattr(args, "mixed_precision", "no")  # ACCELERATE_MIXED_PRECISION, which `accelerate launch` sets
+    if launched == "fp16" or (cmp is not None and launched not in ("no", None) and not args.bf16):
+        raise ValueError(
+            f"one option says in what layers compute (got cmp={cmp!r}, and mixed_precision={launched!r} from "
+            "Accelerate); launch with --mixed_precision no, and use cmp"
+        )
     for name in ("bf16", "fp16"):
         if cmp is not None and getattr(args, name):
             raise ValueError(

@@ -31,7 +31,7 @@ from hf_l2l.config import MomentDtype
 from hf_l2l.copies import Copies
 from hf_l2l.eager import EagerStep
 from hf_l2l.gradients import Gradients
-from hf_l2l.locality import can_split
+from hf_l2l.locality import CLOSURE, can_split
 from hf_l2l.masters import Masters
 from hf_l2l.nonfinite import check_finite
 from hf_l2l.optimizer import Places, SplitStep, parameters_of, places_of
@@ -56,16 +56,18 @@ class Updates:
         num_threads: int | None,
         goes_on: Callable[[], bool],
         may_step: Callable[[], bool],
+        stepped: Callable[[torch.optim.Optimizer], None],
         moment_dtype: MomentDtype,
     ) -> None:
-        """With `goes_on`, which says in a backward whether another one follows before the step; and `may_step`, which
-        says in a step whether it may be made."""
+        """With what says in a backward whether it `goes_on` with another one before the step, and in a step whether it
+        `may_step`, and with what is told that an optimizer has `stepped`."""
         self._may_step = may_step
+        self._stepped = stepped
         self._rounds = moment_dtype == "bf16"
         self.in_parts = self._rounds or copies.precision.gradients == "16bit"
         """Whether what is kept in 16 bits is made fp32 to update, layer by layer in every mode."""
         self.steps = 0
-        """Made or skipped by the optimizers so far."""
+        """Made or skipped so far, by the first optimizer."""
         self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
@@ -162,14 +164,11 @@ class Updates:
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if has_closure and self.in_parts:
-            raise ValueError(
-                "optimizer.step() takes no closure with grad_dtype='16bit' or moment_dtype='bf16', which are made "
-                "fp32 a layer at a time (got one); call step() after backward()"
-            )
+            raise ValueError(CLOSURE)
         # A hook that comes later than ours finds every gradient in its place, this time; from now on it comes before.
         if not self._split[optimizer] or has_closure or self._later_hooks(optimizer):
-            for gradient in gradients.values():
-                settle(gradient)
+            for tensor in (*gradients.values(), *parameters):
+                settle(tensor)  # an ordinary one again: some optimizers look at the type
             self._timeline.start_update()
             if self.in_parts:
                 widen_all(optimizer)
@@ -198,7 +197,8 @@ class Updates:
         with untouched():
             for p in parameters_of(optimizer):
                 p.grad = None
-        self.steps += 1
+        self.steps += optimizer is self.optimizers[0]
+        self._stepped(optimizer)
         if self._rounds:
             if optimizer in self._widened:
                 narrow_all(optimizer)

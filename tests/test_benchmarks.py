@@ -20,7 +20,8 @@ import torch
 import transformers as hf
 
 import hf_l2l
-from benchmarks import environment, eps_cpu, throughput
+from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, throughput
+from glue_script import ROWS, write
 from hf_l2l import L2LConfig
 from hf_l2l.config import size_text
 from hf_l2l.estimate import estimate
@@ -420,6 +421,111 @@ def test_bad_options_of_the_throughput_are_refused(arguments, message, capsys):
 @pytest.mark.parametrize("option", ["--model", "--modes", "--stash"])
 def test_unknown_choices_are_refused(option, capsys):
     assert refused(throughput.main, [option, "none"], capsys).startswith(f"argument {option}: invalid choice: 'none'")
+
+
+# ---- cmp_glue
+
+CMP_TWICE = """
+import sys
+from benchmarks import cmp_glue
+options = sys.argv[1:]
+cmp_glue.main([*options, "--precisions", "fp32", "bf16"])
+print("---")
+cmp_glue.main([*options, "--precisions", "fp32", "bf16", "fp16"])
+"""
+
+
+@pytest.fixture
+def glue_folder(tmp_path: Path) -> Path:
+    """Made-up rows of both tasks, in the files where the benchmark looks for them."""
+    pairs = [{"sentence1": row["sentence"], "sentence2": "it is good", "label": row["label"]} for row in ROWS]
+    for name, rows in (("sst2_sentences", ROWS), ("rte", pairs)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "validation"):
+            write(tmp_path / name / f"{split}.csv", [*rows, *rows])
+    return tmp_path
+
+
+def test_precisions_are_compared_and_no_run_is_made_twice(glue_folder, tiny_model):
+    """In a process of its own: the accelerator is simulated."""
+    file = glue_folder / "result.md"
+    options = ["--data", str(glue_folder), "--model", tiny_model, "--rows", "16", "--seeds", "3", "--tasks", "rte"]
+    asked = [sys.executable, "-c", CMP_TWICE, *options, "--out", str(file)]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ended = re.findall(r"^(\w+ \w+) seed 3: accuracy", done.stderr, re.MULTILINE)
+    assert ended == ["rte fp32", "rte bf16", "rte fp16"]
+    text, last = done.stdout.split("---\n")[1].removesuffix("\n").rsplit("\n", 1)
+    assert file.read_text() == text
+    assert str(glue_folder) not in text.replace(str(file), "")
+    runs = json.loads(last)["runs"]
+    assert [row[:3] for row in columns(text)] == [[run["task"], run["precision"], "3"] for run in runs]
+    assert {(run["train_rows"], run["eval_rows"], run["steps"]) for run in runs} == {(16, 16, 1)}
+    full, bf16, fp16 = runs
+    assert [run["precision"] for run in runs] == list(cmp_glue.PRECISIONS)
+    assert [run["loss_scale"] for run in runs] == [None, None, 2.0**16]
+    for other in (bf16, fp16):
+        assert other["losses"] != full["losses"]
+        assert other["losses"] == pytest.approx(full["losses"], rel=1e-2), "another head, or other rows"
+        assert 0 < other["device_bytes"] < full["device_bytes"]
+    assert ("Not measured on a GPU." in text) == (not torch.cuda.is_available())
+
+
+def test_the_rows_of_both_tasks_are_read(glue_folder, tiny_model, monkeypatch):
+    monkeypatch.setitem(cmp_glue.TASKS, "sst2", cmp_glue.TASKS["sst2"]._replace(rows=20))
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny_model)
+    for most, name, sizes in (([], "rte", (24, 24)), ([], "sst2", (20, 24)), (["--rows", "7"], "sst2", (7, 7))):
+        options = cmp_glue.parsed(["--data", str(glue_folder), *most])
+        found = cmp_glue.tokenized(options, name, tokenizer)
+        assert (len(found["train"]), len(found["validation"])) == sizes
+        assert [row["labels"] for row in found["train"]][:7] == [row["label"] for row in ROWS][:7]
+        assert max(found["train"][0]["token_type_ids"]) == (1 if name == "rte" else 0)
+
+
+def test_a_run_counts_as_made_with_the_same_settings_only(tmp_path):
+    file = tmp_path / "result.jsonl"
+    lines = [
+        json.dumps({"settings": {"rate": rate}, "run": {"seed": seed}}) for rate, seed in ((1, 0), (2, 1), (1, 2))
+    ]
+    file.write_text("\n".join((*lines, lines[0][:20])))
+    assert cmp_glue.finished(file, {"rate": 1}) == [{"seed": 0}, {"seed": 2}]
+    assert cmp_glue.finished(tmp_path / "none.jsonl", {}) == cmp_glue.finished(None, {}) == []
+
+
+def test_what_is_said_of_cmp_and_the_spread_of_fp32():
+    def runs(precision: str, *found: tuple[float, float]) -> list[dict[str, Any]]:
+        return [
+            {"task": "rte", "precision": precision, "seed": seed, "accuracy": accuracy, "eval_loss": loss}
+            for seed, (accuracy, loss) in enumerate(found)
+        ]
+
+    base = runs("fp32", (0.5, 0.6), (0.6, 0.7))
+    spread, bf16, fp16, one = cmp_glue_report.verdicts(
+        [*base, *runs("bf16", (0.5, 0.7), (0.62, 0.8)), *runs("fp16", (0.4, 0.5), (0.5, 0.6)), *runs("other", (1, 1))]
+    )
+    assert spread == "rte, fp32, spread of the seeds: accuracy 0.5000..0.6000; eval loss 0.6000..0.7000."
+    assert "mean accuracy 0.5600 is within 0.5000..0.6000, at most 0.0200 off at a seed" in bf16
+    assert "mean eval loss 0.7500 is above 0.6000..0.7000, at most 0.1000 off at a seed" in bf16
+    assert "mean accuracy 0.4500 is below" in fp16 and "mean eval loss 0.5500 is below" in fp16
+    assert one == "rte, other: there is no fp32 with these seeds to compare with."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "0"], "--rows must be at least 1 (got 0)"),
+        (["--out", "nowhere/result.md"], "--out must be in a folder that exists (got nowhere/result.md)"),
+        (["--precisions", "int8"], "argument --precisions: invalid choice: 'int8'"),
+    ],
+)
+def test_bad_options_of_the_precisions_are_refused(arguments, message, glue_folder, capsys):
+    assert refused(cmp_glue.main, ["--data", str(glue_folder), *arguments], capsys).startswith(message)
+
+
+def test_data_that_is_not_there_is_refused(tmp_path, capsys):
+    message = refused(cmp_glue.main, ["--data", str(tmp_path)], capsys)
+    assert message == f"--data must hold the files of the tasks (there is no {tmp_path}/rte/train.csv)"
+    assert refused(cmp_glue.main, [], capsys) == "the following arguments are required: --data"
 
 
 # ---- all of them

@@ -291,7 +291,10 @@ def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
 def test_a_model_that_is_detached_has_fp32_gradients_again():
     model = made()
     eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16", grad_dtype="16bit", layer_classes=("Block",)))
-    eps.wrap(torch.optim.AdamW(model.parameters()))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    model(**batch(0)).loss.backward()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(VOCAB, WIDTH)  # anybody may put another one there
+    optimizer.step()
     model(**batch(0)).loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
     before = {name: p.grad.float() for name, p in model.named_parameters()}
@@ -303,13 +306,17 @@ def test_a_model_that_is_detached_has_fp32_gradients_again():
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("option", [{"grad_dtype": "16bit"}, {"moment_dtype": "bf16"}])
-def test_an_optimizer_that_is_not_wrapped_is_warned_of(option):
+@pytest.mark.parametrize(
+    "option", [{"grad_dtype": "16bit"}, {"moment_dtype": "bf16"}, {"cmp": "fp16"}, {"nonfinite": "skip"}]
+)
+def test_an_optimizer_that_is_not_wrapped_is_refused(option):
     model = made()
     attach_l2l(model, L2LConfig(device="cpu", layer_classes=("Block",), **option))
-    model(**batch(0))
-    with pytest.warns(UserWarning, match=r"call eps\.wrap\(optimizer\)"):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match=r"call eps\.wrap\(optimizer\) before backward"):
+        model(**batch(0)).loss.backward()
         model(**batch(0))
+    assert optimizer is not None
 
 
 def test_eager_updates_with_fp16_are_refused():
@@ -325,9 +332,29 @@ def test_eager_updates_with_fp16_are_refused():
         ("loss_scale_growth", 1.0),
         ("loss_scale_backoff", 1.0),
         ("loss_scale_interval", 0),
+        ("loss_scale_interval", 2.5),
+        ("loss_scale_interval", "2000"),
+        ("loss_scale_init", True),
         ("cmp", "int8"),
+        ("grad_dtype", "bf16"),
+        ("moment_dtype", "16bit"),
+        ("host_copies", True),
+        ("nonfinite", "ignore"),
     ],
 )
 def test_options_outside_their_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        L2LConfig(**{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        L2LConfig(**{"cmp": "fp16", name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_scale_interval": 5}, "which fp16 alone has"),
+        ({"cmp": "bf16", "loss_scale_init": 4.0}, "which fp16 alone has"),
+        ({"host_copies": "per_sweep"}, "got host_copies='per_sweep' with cmp=None"),
+    ],
+)
+def test_options_without_what_they_are_about_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        L2LConfig(**options)

@@ -50,21 +50,20 @@ def test_going_on_is_never_having_stopped(tmp_path, options, mode):
     assert all(state["exp_avg"].dtype == kept for state in moments.values())
 
 
-def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path):
-    trainer = l2l_trainer(tmp_path, **{**SAVING, **FP16}, logging_nan_inf_filter=False)
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path, mode):
+    # The first three scales overflow, whatever the last bits of the gradients.
+    options = {**SAVING, **FP16, "l2l_loss_scale_init": 2.0**30, "l2l_loss_scale_backoff": 2.0**-5, "eps_update": mode}
+    trainer = l2l_trainer(tmp_path, **options)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     skipped = [entry["skipped_steps"] for entry in logs]
-    assert skipped[0] == 1
-    assert skipped[-1] < len(logs)
-    scales = [entry["loss_scale"] for entry in logs]
+    assert 0 < skipped[0] <= skipped[-1] < len(logs) == 8
+    assert [entry["loss_scale"] for entry in logs] == [2.0 ** (30 - 5 * count) for count in skipped]
+    made = [1 - (count - before) for before, count in zip([0, *skipped], skipped, strict=False)]
     rates = [entry["learning_rate"] for entry in logs]
-    first = skipped.count(1) + 1 if skipped[1] == 1 else None
-    for turn in range(1, len(logs)):
-        was_skipped = skipped[turn] > skipped[turn - 1]
-        assert scales[turn] == scales[turn - 1] * (0.5 if was_skipped else 1.0)
-        if first is None:
-            assert (rates[turn] == rates[turn - 1]) == (skipped[turn - 1] > (skipped[turn - 2] if turn > 1 else 0))
+    # What a step logs is the rate that it was to be made with.
+    assert [a != b for a, b in zip(rates, rates[1:], strict=False)] == [bool(each) for each in made[:-1]]
 
 
 @pytest.mark.parametrize(("before", "after"), [(FP16, {}), ({}, FP16)], ids=["to fp32", "to fp16"])
@@ -96,6 +95,13 @@ def test_the_saved_model_has_the_dtype_that_is_asked_for_and_checkpoints_the_mas
 def test_two_options_for_one_thing_are_refused(tmp_path, option):
     with pytest.raises(ValueError, match=rf"got cmp='bf16' and {option}=True, which is autocast"):
         arguments(L2LTrainingArguments, tmp_path, cmp="bf16", **{option: True})
+
+
+@pytest.mark.parametrize("options", [{"cmp": "bf16"}, {}])
+def test_mixed_precision_of_accelerate_launch_is_refused(tmp_path, monkeypatch, options):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="launch with --mixed_precision no"):
+        arguments(L2LTrainingArguments, tmp_path, **options)
 
 
 def test_an_unknown_dtype_to_save_in_is_refused(tmp_path):

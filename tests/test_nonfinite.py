@@ -186,3 +186,70 @@ def test_the_trainer_skips_and_the_scheduler_waits(tmp_path, mode):
     rates = [entry["learning_rate"] for entry in logs]
     assert rates[0] > rates[1] == rates[2] > rates[3]
     assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+# ---- whose gradients are looked at
+
+
+def test_parameters_that_no_optimizer_has_are_no_reason():
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="cpu", nonfinite="skip"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.classifier.parameters(), lr=1e-2))
+    weight = model.classifier.weight.detach().clone()
+    for _ in range(2):
+        model(**batch_for(model)).loss.backward()
+        model.bert.embeddings.word_embeddings.weight.grad.fill_(float("inf"))  # and nobody clears it
+        optimizer.step()
+    assert eps.loss_scale.skipped == 0
+    assert not torch.equal(model.classifier.weight, weight)
+
+
+def test_one_vote_for_two_optimizers():
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="cpu", nonfinite="skip"))
+    first = eps.wrap(torch.optim.AdamW(model.classifier.parameters()))
+    second = eps.wrap(torch.optim.AdamW(model.bert.parameters()))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for spoilt in (True, False):
+        model(**batch_for(model)).loss.backward()
+        if spoilt:
+            model.classifier.bias.grad.fill_(float("nan"))
+        first.step()
+        second.step()
+        assert (eps.loss_scale.skipped, eps.updates.steps) == (1, 1 if spoilt else 2)
+        same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
+        assert all(same) if spoilt else not any(same)
+
+
+def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own():
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="cpu", nonfinite="skip"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(**batch_for(model)).loss.backward()
+    model.classifier.bias.grad.fill_(float("nan"))
+    optimizer.step()
+    model.classifier.weight.square().sum().backward()  # a penalty on a master
+    before = model.classifier.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.classifier.weight, before - 2 * before)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_loss_that_is_not_finite_although_its_gradients_are(tmp_path, skip):
+    model = broken_at(0)
+    trainer = l2l_trainer(tmp_path, model=model, l2l_nonfinite="skip" if skip else "raise")
+    computed = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: computed(*args, **kwargs) + float("inf")
+    if skip:
+        trainer.train()
+        assert trainer.eps.loss_scale.skipped == 4
+    else:
+        with pytest.raises(NonFiniteError, match=r"step 1: .*the loss or its gradient, after the layers"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_nothing_of_a_batch_is_held_whatever_the_mode(mode):
+    _, eps, _, step = model_and_step(mode)
+    step()
+    assert eps.vote.last_forward._again is None

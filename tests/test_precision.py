@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from typing import Any
 
@@ -34,10 +35,12 @@ def test_gradients_are_those_of_a_16_bit_model(family, cmp):
     loss = short(**{k: v.to(DTYPES[cmp]) if v.is_floating_point() else v for k, v in batch.items()}).loss
     (loss * SCALE).backward()
     options: dict[str, Any] = {"loss_scale_init": SCALE} if cmp == "fp16" else {}
-    attach_l2l(model, L2LConfig(device="cpu", cmp=cmp, **options))
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp=cmp, **options))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters()))
     found = model(**batch).loss
     found.backward()
     assert found.dtype == torch.float32
+    assert optimizer is not None
     # T5's attention takes another kernel where its mask needs a gradient, as it does in a whole graph.
     assert found.item() == (pytest.approx(loss.item(), rel=1e-3) if family == "t5" else loss.item())
     for (name, p), q in zip(model.named_parameters(), short.parameters(), strict=True):
@@ -87,7 +90,8 @@ def test_heads_return_fp32_while_attached():
     attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
     with torch.no_grad():
         assert model(**batch_for(model)).logits.dtype == torch.float32
-        assert model.transformer(batch_for(model)["input_ids"]).last_hidden_state.dtype == torch.bfloat16
+        # What leaves the engine is fp32, whoever computes with it.
+        assert model.transformer(batch_for(model)["input_ids"]).last_hidden_state.dtype == torch.float32
     detach_l2l(model)
     assert all(not m._forward_hooks for m in model.modules())
 
@@ -98,20 +102,30 @@ def test_inputs_are_cast_and_labels_are_not():
     assert batch_for(model)["pixel_values"].dtype == torch.float32
     model(**batch_for(model)).loss.backward()
     labels, states = torch.rand(2), torch.rand(2, 3, requires_grad=True)
-    args, kwargs = eps.copies.precision.of_inputs((states,), {"labels": labels, "mask": torch.ones(2, 3)})
+    precision = eps.copies.precision
+    args, kwargs = precision.of_inputs(model, (states,), {"labels": labels, "mask": torch.ones(2, 3)})
     assert (args[0].dtype, kwargs["mask"].dtype) == (torch.bfloat16, torch.bfloat16)
     assert kwargs["labels"] is labels
     assert list(kwargs) == ["labels", "mask"]
     args[0].float().sum().backward()
     assert states.grad is not None
+    # By position, too: the labels of this model come third.
+    places = list(inspect.signature(model.forward).parameters).index("labels")
+    given = [torch.rand(2) for _ in range(places + 1)]
+    assert [t.dtype == torch.float32 for t in precision.of_inputs(model, tuple(given), {})[0]] == [
+        *[False] * places,
+        True,
+    ]
 
 
 def test_embeddings_that_are_given_get_gradients():
     model = bert()
     given = torch.randn(4, 6, 16, requires_grad=True)
-    attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", ubatch_size=2, loss_scale_init=SCALE))
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", ubatch_size=2, loss_scale_init=SCALE))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters()))
     model(inputs_embeds=given, labels=torch.zeros(4, dtype=torch.long)).loss.backward()
     assert given.grad.dtype == torch.float32
+    assert optimizer is not None
     plain = bert()
     plain.load_state_dict(model.state_dict())
     expected = given.detach().clone().requires_grad_()
@@ -260,7 +274,7 @@ def test_a_state_of_another_run_does_not_scale_what_is_not_scaled():
 
 
 def test_a_scale_that_changes_between_forward_and_backward_is_the_one_of_the_backward():
-    eps, model = attached_fp16()
+    eps, model, _optimizer = attached_fp16()
     batch = batch_for(model)
     loss = model(**batch).loss
     loss.backward()
@@ -273,7 +287,149 @@ def test_a_scale_that_changes_between_forward_and_backward_is_the_one_of_the_bac
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-2, atol=1e-5)
 
 
-def attached_fp16() -> tuple[Any, nn.Module]:
+def attached_fp16() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = bert()
-    return attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", loss_scale_init=SCALE)), model
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", loss_scale_init=SCALE))
+    return eps, model, eps.wrap(torch.optim.SGD(model.parameters()))
+
+
+# ---- heads, buffers, views, other runs
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_heads_are_found_wherever_they_are(wrapped):
+    config = hf.BartConfig(
+        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
+    )  # fmt: skip
+    inner = hf.BartForSequenceClassification(config)
+    model = Wrapper(inner) if wrapped else inner
+    seen: list[torch.dtype] = []
+    attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", layer_classes=None))
+    inner.classification_head.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    ids = torch.full((2, 6), 2)
+    with torch.no_grad():
+        out = model(input_ids=ids, labels=torch.tensor([0, 1]))
+    assert seen == [torch.float32]
+    assert (out.loss.dtype, out.logits.dtype) == (torch.float32, torch.float32)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def test_small_gradients_survive_a_loss_outside_of_the_model():
+    torch.manual_seed(0)
+    model = bert().bert
+    reference = copy.deepcopy(model)
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="fp16"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters()))
+    ids = batch_for(bert())["input_ids"]
+    for each in (model, reference):
+        (each(input_ids=ids).pooler_output.square().sum() * 1e-4).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 0.02 * q.grad.norm() + 1e-9
+    assert optimizer is not None
+
+
+class Counting(nn.Module):
+    """Layers in whose midst something is counted, and normalized by running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def test_what_modules_write_to_adds_up_in_fp32():
+    model = Counting()
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16", layer_classes=("Linear",)))
+    with torch.no_grad():
+        for _ in range(300):
+            model(torch.randn(8, 4))
+    assert model.count.item() == 300  # bfloat16 stops at 256
+    assert model.norm.running_var.dtype == torch.float32
+
+
+def test_writes_through_older_views_are_told_with_synchronize():
+    model = bert()
+    views = [p.data for p in model.parameters()]
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    batch = batch_for(model)
+    with torch.no_grad():
+        before = model(**batch).loss
+        for view in views:
+            view.mul_(0.0)
+        eps.synchronize()
+        assert model(**batch).logits.abs().max() == 0.0
+    assert before > 0
+
+
+def test_a_model_that_was_attached_without_cmp_may_be_attached_with_it():
+    model = bert().bfloat16()
+    with pytest.warns(UserWarning, match="small updates are rounded away"):
+        eps = attach_l2l(model, L2LConfig(device="cpu"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    detach_l2l(model)
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_parameter_that_was_frozen_then_must_be_fp32_to_train():
+    model = bert().bfloat16()
+    model.classifier.weight.requires_grad_(False)
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    model.classifier.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"must be float32 with cmp \(got classifier.weight in 16 bits"):
+        eps.wrap(torch.optim.AdamW(model.parameters()))
+
+
+def test_moments_in_bf16_over_masters_that_are_short_themselves():
+    model = bert().bfloat16()
+    with pytest.warns(UserWarning, match="small updates are rounded away"):
+        eps = attach_l2l(model, L2LConfig(device="cpu", moment_dtype="bf16", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(**batch_for(model)).loss.backward()
+        optimizer.step()
+    eps.synchronize()
+
+
+def test_a_copy_of_an_attached_model_returns_what_it_computes():
+    model = gpt2()
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    for copied in (copy.deepcopy(model).bfloat16(), copy_as(model, torch.bfloat16)):
+        with torch.no_grad():
+            assert copied(batch_for(model)["input_ids"]).logits.dtype == torch.bfloat16
+
+
+def test_the_scale_of_torch_is_taken_and_given():
+    theirs, ours = torch.amp.GradScaler("cpu", init_scale=8.0), LossScale()
+    theirs.scale(torch.ones(1))
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.value == 8.0
+    ours.vote(finite=False)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == 4.0
+
+
+def test_a_scale_never_becomes_nothing():
+    scale = LossScale()
+    for _ in range(2000):
+        scale.vote(finite=False)
+    assert scale.value > 0
