@@ -288,6 +288,7 @@ def test_throughput_of_cross_mixed_precision(unchecked):
     assert found["rows"][1]["host_bytes"] == need.host_bytes > found["rows"][0]["device_bytes"]
 
 
+@pytest.mark.slow
 def test_memory_of_cross_mixed_precision(tmp_path):
     """In a process of its own: the accelerator is simulated."""
     script = Path(throughput.__file__).parent / "cmp_memory.py"
@@ -446,6 +447,7 @@ def glue_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_precisions_are_compared_and_no_run_is_made_twice(glue_folder, tiny_model):
     """In a process of its own: the accelerator is simulated."""
     file = glue_folder / "result.md"

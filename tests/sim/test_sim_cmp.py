@@ -31,11 +31,13 @@ def check(cmp: str, rows: int, mode: str, steps: int, **options: Any) -> None:
     assert_as_by_hand(reference, layer_to_layer(mode, rows, max_norm, "sim", steps, cmp=cmp, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"grad_dtype": "16bit", "host_copies": "per_sweep", "gradient_slots": 1}])
-@pytest.mark.parametrize("rows", [ROWS, 2])
-@pytest.mark.parametrize(("cmp", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(ROWS, {}), (2, {}), (2, {"grad_dtype": "16bit", "host_copies": "per_sweep", "gradient_slots": 1})],
+)
+@pytest.mark.parametrize(("cmp", "mode"), [case for case in CASES if case[1] != "serial"])
 def test_bits_are_those_of_serial_updates(cmp, rows, mode, options):
-    check(cmp, rows, mode, 5, **options)
+    check(cmp, rows, mode, 4, **options)
 
 
 @pytest.mark.slow
@@ -46,7 +48,7 @@ def test_bits_over_a_hundred_steps(cmp, rows, mode):
 
 
 @pytest.mark.parametrize("grad_dtype", ["fp32", "16bit"])
-@pytest.mark.parametrize(("cmp", "mode"), CASES)
+@pytest.mark.parametrize(("cmp", "mode"), [("bf16", "eager"), ("fp16", "serial")])
 def test_unclipped_bits_are_those_of_plain_torch_on_the_device(cmp, mode, grad_dtype):
     expected = by_hand(DTYPES[cmp], 2, 0.0, grad_dtype=grad_dtype, device="sim")
     assert_as_by_hand(expected, layer_to_layer(mode, 2, 0.0, "sim", cmp=cmp, grad_dtype=grad_dtype))

@@ -1,0 +1,50 @@
+"""The benchmarks of cross mixed precision run, tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from benchmarks import cmp_glue, cmp_memory
+from glue_script import ROWS, write
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """What a benchmark sets for its process."""
+    verbosity, threads = hf.logging.get_verbosity(), torch.get_num_threads()
+    yield
+    hf.logging.set_verbosity(verbosity)
+    hf.logging.enable_progress_bar()
+    torch.set_num_threads(threads)
+
+
+def test_host_bytes_and_peaks_of_every_setting(capsys):
+    rows = cmp_memory.main(["--width", "64", "--layers", "2", "--rows", "4", "--tokens", "16"])["rows"]
+    assert [round(row["host_bytes_per_parameter"], 1) for row in rows.values()] == [16.0, 18.0, 16.0, 12.0, 10.0]
+    peaks = [row["device_peak_bytes"] for row in rows.values()]
+    assert all(peak < peaks[0] for peak in peaks[1:])
+    assert "| fp32 | 16.00 |" in capsys.readouterr().out
+
+
+def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_path: Path, capsys):
+    pairs = [{"sentence1": row["sentence"], "sentence2": "it is good", "label": row["label"]} for row in ROWS]
+    (tmp_path / "rte").mkdir()
+    for split in ("train", "validation"):
+        write(tmp_path / "rte" / f"{split}.csv", [*pairs, *pairs])
+    options = ["--data", str(tmp_path), "--model", tiny_model, "--rows", "16", "--seeds", "3", "--tasks", "rte"]
+    options += ["--out", str(tmp_path / "result.md")]
+    cmp_glue.main([*options, "--precisions", "fp32", "bf16"])
+    assert capsys.readouterr().err.count("seed 3: accuracy") == 2
+    runs = cmp_glue.main([*options, "--precisions", "fp32", "bf16", "fp16"])["runs"]
+    assert capsys.readouterr().err.count("seed 3: accuracy") == 1
+    full, *others = runs
+    assert [run["loss_scale"] for run in runs] == [None, None, 2.0**16]
+    for run in others:
+        assert run["losses"] != full["losses"]
+        assert run["losses"] == pytest.approx(full["losses"], rel=1e-2), "another head, or other rows"
+    assert "rte" in (tmp_path / "result.md").read_text()
