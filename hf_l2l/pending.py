@@ -3,7 +3,8 @@
 As long as something is pending for a tensor, its class is one of two here, to which torch hands every operation that
 gets the tensor (`__torch_function__`). So a use is noticed in whatever thread and by whatever code, and when nothing
 is pending the tensor is an ordinary one again, at no cost. Reading a shape, a dtype or `p.grad` is no use of values.
-A view or NumPy array that somebody made before knows nothing of this.
+A view or NumPy array that somebody made before knows nothing of this. In the same way a master that has a 16-bit copy
+is held until somebody uses it, since he might write to it (`copies`).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def check_memory(width: int, heads: int, ubatch_rows: int, rows: int, tokens: in
         before = settled_memory()
         model = wide_bert(width, heads)
         config = L2LConfig(device="sim", cmp=cmp, grad_dtype=grad_dtype, ubatch_size=ubatch_rows)
-        attach_l2l(model, config)
+        optimizer = attach_l2l(model, config).wrap(torch.optim.SGD(model.parameters()))
         batch = {"input_ids": torch.randint(5, 1000, (rows, tokens)), "labels": torch.zeros(rows, dtype=torch.long)}
         for _ in range(2):  # slots for gradients are taken in the first backward
             torch.sim.reset_peak_memory_stats()
@@ -116,7 +116,7 @@ def check_memory(width: int, heads: int, ubatch_rows: int, rows: int, tokens: in
         assert 0.95 <= peak / formula <= 1.05
         rest[cmp] = peak - need.shell // 2 - need.slots
         detach_l2l(model)
-        del model
+        del model, optimizer
     assert rest["bf16"] <= 0.6 * rest[None]
 
 
