@@ -22,7 +22,9 @@ NAMES = [
     "L2LTrainer",
     "L2LTrainingArguments",
     "Lamb",
+    "NonFiniteError",
     "attach_l2l",
+    "copy_as",
     "detach_l2l",
     "estimate",
 ]

@@ -124,7 +124,8 @@ def test_forked_data_loaders_live_with_the_worker(tmp_path):
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 sys.path[:0] = {paths!r}
 import torch
 from hf_l2l import L2LConfig, attach_l2l, updates

@@ -68,7 +68,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("stash", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_prefetch_changes_no_bit(stash, accumulation):
     same = {"stash": stash, "accumulation": accumulation, "ubatch_size": 3}
     expected = steps(tiny_bert(), **same)
