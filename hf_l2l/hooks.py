@@ -198,7 +198,9 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
             f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
         )
     device = stream.execution_device(config.device)
-    dtype = computing_dtype(config.cmp, device)  # first, since the device may lack it
+    # First, since the device may lack a dtype, and updates may not suit it.
+    dtype = computing_dtype(config.cmp, device)
+    loss_scale = _loss_scale(config, dtype)
     move_to_host(model)
     turn_off_activation_checkpointing(model)
     if dtype is None:
@@ -207,15 +209,22 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         make_masters_fp32(model)
     if config.cmp == "auto":
         logger.warning("cmp='auto' computes in %s on %s", dtype, device)
-    return _attach(model, config, device, stacks)
+    return _attach(model, config, device, stacks, dtype, loss_scale)
 
 
-def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: list[LayerStack]) -> EagerParamServer:
+def _attach(
+    model: nn.Module,
+    config: L2LConfig,
+    device: torch.device,
+    stacks: list[LayerStack],
+    dtype: torch.dtype | None,
+    loss_scale: LossScale | None,
+) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
     timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
     precision = Precision(
         model,
-        computing_dtype(config.cmp, device),
+        dtype,
         gradients=config.grad_dtype,
         keeps_copies=config.host_copies == "kept",
     )
@@ -229,7 +238,7 @@ def _attach(model: nn.Module, config: L2LConfig, device: torch.device, stacks: l
         update=config.eps_update,
         num_threads=config.num_threads,
         moment_dtype=config.moment_dtype,
-        loss_scale=_loss_scale(config, precision.dtype),
+        loss_scale=loss_scale,
         # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
         goes_on=lambda: not GradientState().sync_gradients,
     )
