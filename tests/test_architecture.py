@@ -77,7 +77,7 @@ APART = ("testing", "demo")
 ORDER = [name for level in LEVELS for name in level]
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [*FILES, *sorted(p for p in (ROOT / "tests").rglob("*.py"))]
-MAX_LINES, MAX_FUNCTION_LINES = 300, 60
+MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 
 
 def named(file: Path) -> str:
