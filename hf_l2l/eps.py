@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from hf_l2l.host_memory import HostMemory
 from hf_l2l.loss_scale import EpsScaler, LossScale
 from hf_l2l.masters import check_optimizer
 from hf_l2l.nonfinite import Vote
+from hf_l2l.optimizer import unwrapped
 from hf_l2l.stacks import tensor_bytes
 from hf_l2l.timeline import Timeline
 from hf_l2l.updates import Updates
@@ -243,8 +244,7 @@ class EagerParamServer:
                 one layer without the others.
         """
         self.check(optimizer)
-        inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper keeps the optimizer there
-        self.updates.add(inner)
+        self.updates.add(unwrapped(optimizer))
         return optimizer
 
     def _repr_html_(self) -> str:
@@ -273,4 +273,4 @@ class EagerParamServer:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
-        check_optimizer(self.model, getattr(optimizer, "optimizer", optimizer), wide=self.copies.precision.is_mixed)
+        check_optimizer(self.model, unwrapped(optimizer), wide=self.copies.precision.is_mixed)

@@ -7,9 +7,7 @@ trained says so in a second and not after an hour in the swap.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +21,8 @@ from hf_l2l.background import Mode, update_mode
 from hf_l2l.config import L2LConfig, MomentDtype, size_text
 from hf_l2l.host_memory import on_meta
 from hf_l2l.layout import Layout
+from hf_l2l.locality import state_after_one_step
+from hf_l2l.optimizer import unwrapped
 from hf_l2l.precision import Precision, computing_dtype
 from hf_l2l.rounding import is_rounded
 from hf_l2l.stacks import find_stacks, shell_modules, tensor_bytes
@@ -72,7 +72,8 @@ def estimate(
     Args:
         model: the model; it may lie on the meta device.
         config: the options; None for the defaults.
-        optimizer: the optimizer that will update the model; None assumes two moments per trainable parameter.
+        optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; neither it nor its state
+            changes. None assumes two moments per trainable parameter.
     """
     config = config or L2LConfig()
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
@@ -111,9 +112,10 @@ def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
 def moment_bytes(optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32") -> int:
     """Bytes of the optimizer's state, kept in `dtype`, once every parameter has been updated, from shapes.
 
-    A copy of the optimizer takes one step on the meta device, for one parameter of each shape. Where its kernels do
-    not run there, its state is taken to be as large as Adam's.
+    A copy of the optimizer takes one step on the meta device, for one parameter of each shape. Where that raises
+    before there is a state, it is taken to be as large as Adam's.
     """
+    optimizer = unwrapped(optimizer)
     total = 0
     for group in optimizer.param_groups:
         per_shape: dict[tuple[torch.Size, torch.dtype], int] = {}
@@ -130,21 +132,10 @@ def moment_bytes(optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32") 
 def _state_bytes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, dtype: MomentDtype
 ) -> int:
-    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
-    stand_in.grad = torch.empty_like(stand_in)
-    # The fused and foreach kernels hold the same state as the plain loop, which runs on meta.
-    options = {k: deepcopy(v) for k, v in group.items() if k != "params"} | {"fused": False, "foreach": False}
-    trial = type(optimizer).__new__(type(optimizer))
-    trial.__dict__.update({**optimizer.__dict__, "param_groups": [{**options, "params": [stand_in]}]})
-    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    trial.state = type(optimizer.state)(dict)
-    try:
-        unpatched: Any = type(optimizer).step
-        unpatched(trial)
-    except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError):
-        if not trial.state[stand_in]:  # else it failed after its state was made
-            return MOMENTS_ASSUMED * parameter.numel() * (2 if dtype == "bf16" else parameter.element_size())
-    made = [v for v in trial.state[stand_in].values() if isinstance(v, torch.Tensor)]
+    state, is_whole = state_after_one_step(optimizer, group, parameter)
+    if not (state or is_whole):  # one that failed later has made its state by then
+        return MOMENTS_ASSUMED * parameter.numel() * (2 if dtype == "bf16" else parameter.element_size())
+    made = [v for v in state.values() if isinstance(v, torch.Tensor)]
     rounded = [v for v in made if dtype == "bf16" and is_rounded(v)]
     return tensor_bytes(made) - tensor_bytes(rounded) // 2
 

@@ -111,20 +111,9 @@ class _Trial:
         pairs = [(group, two) for group, two in pairs if two]
         meant = [p for _, two in pairs for p in two]
         self.parameters = [_tiny(p, number) for number, p in enumerate(meant)]
-        self.optimizer = object.__new__(type(optimizer))
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        # Where what is copied refers to a parameter, its copy refers to the tiny one, or to none.
-        memo: dict[int, Any] = {id(p): torch.empty(0) for group in optimizer.param_groups for p in group["params"]}
-        memo |= {id(p): tiny for p, tiny in zip(meant, self.parameters, strict=True)}
-        memo |= {id(optimizer): self.optimizer, id(optimizer.state): state}
-        vars(self.optimizer).update(
-            (name, OrderedDict() if name.endswith("_hooks") else _copied(value, memo))
-            for name, value in vars(optimizer).items()
-            if name not in ("state", "param_groups")
-        )
+        self.optimizer, state, memo = _bare_copy(optimizer, dict(zip(meant, self.parameters, strict=True)))
         groups = [_group_of(group, self.parameters[2 * n : 2 * n + 2], memo) for n, (group, _) in enumerate(pairs)]
-        with _Foreign():  # one that wraps another may not let them be set
-            self.optimizer.state, self.optimizer.param_groups = state, groups
+        _give(self.optimizer, groups, state)
         if with_state:
             for p, tiny in zip(meant, self.parameters, strict=True):
                 state[tiny] = {key: _corner(value, tiny, memo) for key, value in optimizer.state.get(p, {}).items()}
@@ -236,6 +225,62 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
 
 
+def _bare_copy(
+    optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, torch.Tensor]
+) -> tuple[torch.optim.Optimizer, defaultdict[Any, Any], dict[int, Any]]:
+    """An optimizer with copies of the attributes of this one, and without its hooks, its groups and its state.
+
+    Where an attribute refers to a parameter, its copy refers to the stand-in of that, or to an empty tensor.
+
+    Returns:
+        The optimizer; an empty state for it; and the memo of `copy.deepcopy` with which the rest is to be copied.
+
+    Raises:
+        _NotTriable: if an attribute cannot be copied.
+    """
+    other = object.__new__(type(optimizer))
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    memo: dict[int, Any] = {id(p): torch.empty(0) for group in optimizer.param_groups for p in group["params"]}
+    memo |= {id(p): stand_in for p, stand_in in stand_ins.items()}
+    memo |= {id(optimizer): other, id(optimizer.state): state}
+    vars(other).update(
+        (name, OrderedDict() if name.endswith("_hooks") else _copied(value, memo))
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups")
+    )
+    return other, state, memo
+
+
+def _give(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict[Any, Any]) -> None:
+    with _Foreign():  # one that wraps another may not let them be set
+        optimizer.state, optimizer.param_groups = state, groups
+
+
+def state_after_one_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> tuple[dict[str, Any], bool]:
+    """The state that `optimizer` makes for `parameter`, a member of `group`, in its first step.
+
+    A copy of the optimizer makes the step on the meta device; nothing that is given to this changes.
+
+    Returns:
+        The state, and whether the step came to its end: its kernels may not run there.
+    """
+    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
+    stand_in.grad = torch.empty_like(stand_in)
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    try:
+        with _generators_restored():
+            trial, state, memo = _bare_copy(optimizer, {parameter: stand_in})
+            options = {key: _copied(value, memo) for key, value in group.items() if key != "params"}
+            # The fused and foreach kernels hold the same state as the plain loop, which runs on meta.
+            _give(trial, [{**options, "fused": False, "foreach": False, "params": [stand_in]}], state)
+            _step_quietly(trial)
+    except _NotTriable:
+        return state[stand_in], False
+    return state[stand_in], True
+
+
 class _QuietSplitStep(SplitStep):
     @staticmethod
     def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -243,7 +288,11 @@ class _QuietSplitStep(SplitStep):
 
 
 def _step_quietly(optimizer: torch.optim.Optimizer) -> None:
-    """A step without the hooks that torch keeps for all optimizers: nobody is to count it."""
+    """A step without the hooks that torch keeps for all optimizers, which are not to count it.
+
+    Raises:
+        _NotTriable: whatever the step raises.
+    """
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # so torch marks what it has wrapped
         step = step.__wrapped__

@@ -239,6 +239,12 @@ def _snapshot(value: Any) -> Any:
     return type(value)(map(_snapshot, value)) if type(value) in (list, tuple) else value
 
 
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, where `optimizer` is Accelerate's wrapper of it: their attributes are not the same."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All that the optimizer may update, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]

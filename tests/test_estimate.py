@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import psutil
 import pytest
 import torch
 import transformers as hf
+from accelerate import Accelerator
 from torch import nn
 from transformers.optimization import Adafactor
 
 from families import VOCAB, batch_for, bert, gpt2, train_once
-from hf_l2l import L2LConfig
+from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l import estimate as estimate_function
 from hf_l2l.estimate import (
     SKIP_VARIABLE,
@@ -165,6 +168,64 @@ class Strange(torch.optim.Optimizer):
 def test_an_optimizer_that_needs_values_is_taken_for_adam():
     model = nn.Linear(3, 2)
     assert moment_bytes(Strange(model.parameters())) == 2 * 4 * 8
+
+
+class Careless(torch.optim.SGD):
+    """Keeps a map that it moves to where the parameters are, as some 8-bit optimizers do, and then gives up."""
+
+    def __init__(self, params, *, makes_state):
+        super().__init__(params, lr=0.1)
+        self.map, self.makes_state = {"signed": torch.linspace(-1, 1, 256)}, makes_state
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.map["signed"] = self.map["signed"].to(p.device)
+            if self.makes_state:
+                self.state[p]["moment"] = torch.zeros_like(p, dtype=torch.uint8)
+        raise Exception("the step needs a GPU")
+
+
+@pytest.mark.parametrize(("makes_state", "expected"), [(False, 2 * 4 * 8), (True, 8)])
+def test_a_trial_that_raises_anything_changes_nothing(makes_state, expected):
+    model = nn.Linear(3, 2)
+    optimizer = Careless(model.parameters(), makes_state=makes_state)
+    assert moment_bytes(optimizer) == expected
+    assert optimizer.map["signed"].device.type == "cpu"
+    assert not optimizer.state
+
+
+def test_an_optimizer_that_accelerate_has_wrapped_is_left_alone():
+    model = small_bert()
+    optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    eps = attach_l2l(model)
+    eps.wrap(optimizer)
+    train_once(model, batch_for(model))
+    optimizer.step()
+    eps.synchronize()
+    weights = {name: p.clone() for name, p in model.state_dict().items()}
+    state, steps = copy.deepcopy(optimizer.state_dict()), []
+    optimizer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    train_once(model, batch_for(model))
+    assert estimate(model, optimizer=optimizer) == estimate(model, optimizer=optimizer.optimizer)
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert optimizer.state_dict()["param_groups"] == state["param_groups"]
+    for index, moments in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][index][key]) for key, value in moments.items())
+    assert steps == []
+
+
+def test_a_trial_leaves_the_generators_alone():
+    class Noisy(torch.optim.SGD):
+        def step(self, closure=None):
+            torch.rand(3)
+            random.random()
+
+    model = nn.Linear(3, 2)
+    before = torch.get_rng_state(), random.getstate()
+    moment_bytes(Noisy(model.parameters(), lr=0.1))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
 
 
 # ---- the check at the start
