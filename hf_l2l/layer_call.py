@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from hf_l2l.capture import CapturedOutputs
 from hf_l2l.copies import Copies
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.splitting import Split, Ubatch
-from hf_l2l.stacks import flatten, is_cache, narrow
+from hf_l2l.stacks import flatten, is_cache, is_opaque, narrow, tensors_within
 from hf_l2l.stash import Stash
 
 
@@ -143,6 +144,33 @@ class LayerCall:
             with _evaluating(self.layer):
                 return self.execute([t.clone() for t in tensors])
 
+    @contextmanager
+    def refusing_writes_to_arguments(self) -> Iterator[None]:
+        """Inside, the layer runs without a graph: what it wrote into an argument would reach others without gradients.
+
+        Raises:
+            ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
+                knows are made anew for each call, and key-value caches are dropped.)
+        """
+        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if is_opaque(leaf)}
+        yield
+        for position, contents in before.items():
+            now = _contents(self.leaves[position])
+            if len(now) != len(contents) or any(
+                a is not b or version != later for (a, version), (b, later) in zip(contents, now, strict=True)
+            ):
+                raise ValueError(
+                    "a layer that trains must not write tensors into its arguments, since no gradient would come back "
+                    f"from there (a {type(self.layer).__name__} wrote to {self._argument_name(position)!r}); train "
+                    "this model without L2L, or configured so that its layers share nothing but what they return"
+                )
+
+    def _argument_name(self, position: int) -> str:
+        args, kwargs = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
+        names = inspect.signature(self.forward).parameters
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        return next((name for name, value in named.items() if position in pytree.tree_leaves(value)), str(position))
+
     def check_weights_unchanged(self) -> None:
         """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
         if [p._version for p in self.layer.parameters()] != self.weight_versions:
@@ -194,6 +222,11 @@ class InputGradients:
             if whole is None:
                 whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
             narrow(whole, self.call.input_dims[i], self.call.split.rows, *ubatch).copy_(leaf.grad)
+
+
+def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that an object holds, with their versions."""
+    return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(argument)]
 
 
 @contextmanager

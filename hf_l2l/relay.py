@@ -47,11 +47,15 @@ def forward_sweep(
 
     Returns:
         The layer's tensor outputs, with all rows.
+
+    Raises:
+        ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
     if for_backward:
         call.weight_versions = [p._version for p in call.layer.parameters()]
     joined: list[torch.Tensor] = []
-    with torch.no_grad(), call.autocast.entered(), weights.resident():
+    arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
+    with torch.no_grad(), call.autocast.entered(), weights.resident(), arguments:
         for ubatch in call.ubatches:
             before = stream.get_rng_state(call.device) if for_backward else None
             outputs = call.execute(call.input_rows(tensors, ubatch))

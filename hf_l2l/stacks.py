@@ -8,7 +8,7 @@ size: DeBERTa-v2's relative embeddings may have as many rows as the batch, and t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +125,36 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 _SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
+def is_opaque(leaf: Any) -> bool:
+    """Whether an argument of a layer is an object in which there may be tensors that are not flattened."""
+    return not isinstance(leaf, (torch.Tensor, *_SPLITTABLE)) and not callable(leaf)
+
+
+def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors that an object holds, in containers and attributes."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if not is_opaque(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner: Iterable[Any] = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+    for each in inner:
+        yield from tensors_within(each, seen)
+
+
 def cannot_split(leaves: Sequence[Any]) -> str | None:
     """Why arguments with these leaves must not be cut into ubatches, or None if they may be."""
     for leaf in leaves:
         if is_cache(leaf):
             return "it is given a key-value cache"
-        if not isinstance(leaf, torch.Tensor) and not isinstance(leaf, _SPLITTABLE) and not callable(leaf):
+        if is_opaque(leaf):
             return f"it is given a {type(leaf).__name__}, whose rows are unknown"
     return None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import types
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -207,3 +209,82 @@ def test_probing_does_not_write_into_the_batch():
     attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Writing",)))
     with torch.no_grad():
         assert torch.allclose(model(batch.clone()), expected, rtol=1e-12)
+
+
+# ---- layers that write to their arguments
+
+
+class WritingLayer(nn.Module):
+    """Keeps what it computes in an argument, for layers after it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.dense, self.how = nn.Linear(4, 4), how
+
+    def forward(self, hidden_states: torch.Tensor, shared: Any = None) -> torch.Tensor:
+        out = self.dense(hidden_states)
+        if self.how == "gains":
+            shared[len(shared)] = out, out
+        elif self.how == "changes":
+            shared["given"] += 1
+        elif self.how == "replaces":
+            shared["given"] = out
+        elif self.how == "an attribute" and shared is not None:
+            shared.inner = [out]
+        return out
+
+
+class Writers(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WritingLayer(how) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, shared: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, shared=shared)
+        return x
+
+
+@pytest.mark.parametrize("how", ["gains", "changes", "replaces", "an attribute"])
+def test_a_layer_that_trains_must_not_write_tensors_into_its_arguments(how):
+    model = Writers(how)
+    attach_l2l(model, L2LConfig(layer_classes=("WritingLayer",)))
+    shared = types.SimpleNamespace() if how == "an attribute" else UserDict(given=torch.ones(2))
+    with pytest.raises(ValueError, match=r"a WritingLayer wrote to 'shared'\); train this model without L2L"):
+        model(torch.ones(3, 4), shared)
+    with torch.no_grad():
+        model(torch.ones(3, 4), shared)
+
+
+def test_a_layer_may_be_given_objects_that_hold_tensors():
+    model = Writers("nothing")
+    attach_l2l(model, L2LConfig(layer_classes=("WritingLayer",)))
+    model(torch.ones(3, 4), UserDict(given=torch.ones(2))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_gemma_3n_trains_only_where_no_layer_reads_keys_of_another(shared):
+    config = hf.Gemma3nTextConfig(
+        **{**SMALL, "intermediate_size": [24] * 4, "num_hidden_layers": 4},
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size_per_layer_input=60,
+        hidden_size_per_layer_input=4,
+        laurel_rank=4,
+        num_kv_shared_layers=2 * shared,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=None,
+        pad_token_id=0,
+    )
+    model = hf.Gemma3nForCausalLM(config)
+    batch = batch_for(model)
+    stores = any(layer.self_attn.store_full_length_kv for layer in model.model.layers)
+    assert stores or not shared  # transformers 5.17 stores them even where no layer reads them
+    if stores:
+        with pytest.raises(ValueError, match="a Gemma3nTextDecoderLayer wrote to 'shared_kv_states'"):
+            train_once(attached(model), batch)
+        return
+    _, expected = reference(model, batch)
+    train_once(attached(model), batch)
+    assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
