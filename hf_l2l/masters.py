@@ -33,9 +33,10 @@ class Masters:
         """Remember the shapes of the parameters of `optimizer`."""
         self._shapes[optimizer] = [p.shape for p in parameters_of(optimizer)]
 
-    def check(self) -> None:
-        """Raise ValueError if a parameter is not what its optimizer knows any more, or has a hook that never runs."""
-        for optimizer, shapes in self._shapes.items():
+    def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raise ValueError if a parameter is not what one of these optimizers knows any more, or has a hook that never
+        runs."""
+        for optimizer, shapes in ((each, self._shapes[each]) for each in optimizers):
             for p, shape in zip(parameters_of(optimizer), shapes, strict=False):  # groups may have been added
                 if p.shape != shape:
                     raise ValueError(

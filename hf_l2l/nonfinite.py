@@ -141,6 +141,8 @@ class Vote:
 
     def reset(self) -> None:
         """There are new gradients."""
+        if self._stepped:  # they are those of a new step, although other optimizers may not have made the last one
+            self._vetoed = False
         self._result = None
         self._stepped.clear()
 

@@ -84,21 +84,24 @@ class Updates:
         """Those of the last step, and what was not over by then."""
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._retired: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Those in whose place others update the masters, until they step again."""
         self.eager = EagerStep(self.masters, self.worker, copies)
         gradients.backwards.call(at_failure=self.eager.fail_half_updated)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that update the masters."""
-        return list(self._hooks)
+        return [optimizer for optimizer in self._hooks if optimizer not in self._retired]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer` update the masters, in its `step()` or around it.
+        """Let `optimizer` update the masters, in its `step()` or around it, in place of those whose masters it has.
 
         Raises:
             ValueError: if it is to be eager and cannot update a layer by itself.
         """
         if optimizer in self._hooks:
+            self._retire_others(optimizer)
             return
         self._split[optimizer] = (self.mode != "serial" or self.in_parts) and can_split(
             optimizer, eager=self.mode == "eager", in_parts=self.in_parts
@@ -112,6 +115,17 @@ class Updates:
         if self._rounds:
             self._hooks[optimizer] += keep_loaded_dtypes(optimizer)
         self.masters.know(optimizer)
+        self._retire_others(optimizer)
+
+    def _retire_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Retire the optimizers whose trainable masters `optimizer` has, too: a program that makes a new one may keep
+        the old one alive, and no step waits for that any more."""
+        own, of_model = set(parameters_of(optimizer)), set(self.model.parameters())
+        for other in self.optimizers:
+            rest = (set(parameters_of(other)) & of_model) - own
+            if other is not optimizer and not any(p.requires_grad for p in rest):
+                self._retired.add(other)
+        self._retired.discard(optimizer)
 
     def check(self) -> None:
         """Raise what went wrong in the background, or EngineFailedError if that has been raised before."""
@@ -143,7 +157,7 @@ class Updates:
         Raises:
             ValueError: if a parameter is not what its optimizer knows any more.
         """
-        self.masters.check()
+        self.masters.check(self.optimizers)
         # Eager updates are given to the worker by a thread of torch's, which has other modes.
         self._modes = Modes.current()
 
@@ -152,7 +166,15 @@ class Updates:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._gradients.backwards.errors.raise_first()
         self.check()
-        self.masters.check()
+        if optimizer in self._retired:
+            if self.mode == "eager":
+                raise RuntimeError(
+                    "eps_update='eager' updates during backward with the optimizer that eps.wrap got last (got a step "
+                    f"of another {type(optimizer).__name__} of the same parameters); call eps.wrap(optimizer) before "
+                    "backward"
+                )
+            self._retire_others(optimizer)
+        self.masters.check(self.optimizers)
         parameters = parameters_of(optimizer)
         if not self._may_step():
             for p in parameters:
@@ -262,14 +284,14 @@ class Updates:
         if self.mode != "eager":
             return
         complete = [m for m in self.arrivals.count(masters) if can_hold(m)]
-        if complete and not self._hooks:
+        if complete and not self.optimizers:
             raise RuntimeError(
                 "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
                 "eps.wrap(optimizer) first"
             )
         for master in complete:
             settle(master)  # of two updates of a master, the second begins when the first is over
-        for optimizer in self._hooks:
+        for optimizer in self.optimizers:
             places = self._places_of(optimizer)
             gradients, norms, landed = self._gradients.take(p for p in complete if p in places)
             if gradients:

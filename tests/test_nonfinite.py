@@ -221,6 +221,38 @@ def test_one_vote_for_two_optimizers():
         assert all(same) if spoilt else not any(same)
 
 
+@pytest.mark.parametrize("others", [["model"], ["bert"]])
+def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others):
+    """One that a new optimizer has replaced, or one that steps less often."""
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="cpu", nonfinite="skip"))
+    modules = {"model": model, "bert": model.bert}
+    alive = [eps.wrap(torch.optim.AdamW(modules[name].parameters())) for name in others]
+    own = model.parameters() if others == ["model"] else model.classifier.parameters()
+    optimizer = eps.wrap(torch.optim.AdamW(own))
+    for step in range(3):
+        model.zero_grad()
+        model(**batch_for(model)).loss.backward()
+        if step == 0:
+            eps.vote.veto()
+        before = model.classifier.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(model.classifier.weight, before) == (step == 0)
+    assert eps.loss_scale.skipped == 1
+    assert all(not each.state for each in alive)
+
+
+def test_a_second_trainer_of_a_model_goes_on_after_a_loss_that_is_no_number(tmp_path):
+    model = tiny_bert(dropout=0.0)
+    first = l2l_trainer(tmp_path / "first", model=model, l2l_nonfinite="skip", max_steps=1)
+    first.train()
+    second = l2l_trainer(tmp_path / "second", model=model, l2l_nonfinite="skip", max_steps=3)
+    compute_loss, losses = second.compute_loss, iter([float("nan"), 1.0, 1.0])
+    second.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs) + 0.0 * next(losses)
+    second.train()
+    assert [entry["skipped_steps"] for entry in second.state.log_history if "loss" in entry] == [1, 1, 1]
+
+
 def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own():
     model = tiny_bert(dropout=0.0)
     eps = attach_l2l(model, L2LConfig(device="cpu", nonfinite="skip"))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from families import attached, batch_for, train_once
+from families import VOCAB, attached, batch_for, train_once
 from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l, updates
 from training import tiny_bert
 from update_cases import (
@@ -420,6 +420,61 @@ def test_parameters_that_changed_shape_are_refused(mode):
     del optimizer
     model.classifier.bias = nn.Parameter(torch.zeros(2))
     model(**batch_for(model))  # with no optimizer that would be wrong
+
+
+# ---- a new optimizer in the place of an old one, which is still alive
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_a_resized_model_trains_with_a_new_optimizer(mode):
+    model = tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode))
+    old = eps.wrap(torch.optim.AdamW(model.parameters()))
+    model.resize_token_embeddings(VOCAB + 3)
+    with pytest.raises(ValueError, match="make a new optimizer"):
+        train_once(model, batch_for(model))
+    new = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_once(model, batch_for(model))
+    new.step()
+    assert eps.updates.optimizers == [new]
+    assert not old.state
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_eager_updates_are_those_of_the_newest_optimizer(freeze):
+    model, reference = tiny_bert(dropout=0.0, layers=2), tiny_bert(dropout=0.0, layers=2)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="eager"))
+    old = eps.wrap(torch.optim.SGD(model.parameters(), lr=10.0))
+    for each in (model, reference):
+        each.bert.embeddings.requires_grad_(not freeze)  # `old` has more than the new one then
+    new = eps.wrap(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+    for each, optimizer in ((model, new), (reference, plain)):
+        train_once(each, batch_for(each))
+        optimizer.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+    train_once(model, batch_for(model))
+    with pytest.raises(RuntimeError, match=r"got a step of another SGD of the same parameters\); call eps.wrap"):
+        old.step()
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_optimizers_of_the_same_masters_may_take_turns(mode):
+    def trained(attach: bool) -> nn.Module:
+        model = tiny_bert(dropout=0.0, layers=2)
+        eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode, nonfinite="skip")) if attach else None
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=lr) for lr in (1e-2, 1e-3)]
+        for optimizer in optimizers if eps else ():
+            eps.wrap(optimizer)
+        for turn in range(4):
+            train_once(model, batch_for(model, seed=turn))
+            optimizers[turn % 2].step()
+            model.zero_grad()
+        return model
+
+    for p, q in zip(trained(True).parameters(), trained(False).parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_gradient_hooks_that_come_later_are_refused():
