@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from hf_l2l import stream
 from hf_l2l.background import update_mode
@@ -32,6 +32,15 @@ from hf_l2l.timeline import Timeline
 from hf_l2l.updates import Updates
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def refuse_several_processes() -> None:
+    """Raise ValueError in a process group of more than one: nothing would add up the gradients of its members."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"L2L trains in one process (got a process group of {distributed.get_world_size()}); start the script "
+            "with python, without torchrun or `accelerate launch`"
+        )
 
 
 class EagerParamServer:
@@ -100,6 +109,7 @@ class EagerParamServer:
         self.backwards.errors.raise_first()
         self.updates.check()
         if torch.is_grad_enabled():
+            refuse_several_processes()  # the group may have been made after the model was attached
             self.updates.start_forward()
         self.timeline.start_forward()
         if self.lane.is_stream:

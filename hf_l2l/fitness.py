@@ -8,6 +8,7 @@ import weakref
 import torch
 from accelerate.hooks import ModelHook
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hf_l2l import stream
 
@@ -37,6 +38,18 @@ def refuse_placed(model: nn.Module) -> None:
             f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "
             f"{hooked[0] or 'the model'!r}); call accelerate.hooks.remove_hook_from_submodules(model) first"
         )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError if `model` is wrapped in something that runs it otherwise."""
+    compiled = type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
+    if compiled or isinstance(model, DataParallel | DistributedDataParallel):
+        name, remedy = (
+            ("compiled model", "leave out torch.compile")
+            if compiled
+            else (type(model).__name__, "give it the model inside, in one process")
+        )
+        raise ValueError(f"L2L runs the layers of the model itself, without a wrapper (got a {name}); {remedy}")
 
 
 def move_to_host(model: nn.Module) -> None:

@@ -20,11 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l import stream
 from hf_l2l.config import EAGER_FP16, L2LConfig
-from hf_l2l.eps import EagerParamServer
+from hf_l2l.eps import EagerParamServer, refuse_several_processes
 from hf_l2l.fitness import (
     make_masters_fp32,
     move_to_host,
     refuse_placed,
+    refuse_wrapped,
     turn_off_activation_checkpointing,
     warn_of_short_masters,
 )
@@ -176,8 +177,9 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         config: the options; None for the defaults.
 
     Raises:
-        ValueError: for a model that is attached with another config, has no layer stack, lies on meta or is placed by
-            a device_map or other hooks.
+        ValueError: for a model that is attached with another config, has no layer stack, lies on meta, is placed by a
+            device_map or other hooks, or is wrapped for data parallelism or by torch.compile; and in a process group
+            of more than one.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)
@@ -191,6 +193,7 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         turn_off_activation_checkpointing(model)
         return attached.eps
     check_attachable(model)
+    refuse_several_processes()
     stacks = find_stacks(model, config.layer_classes)
     if not stacks:
         raise ValueError(
@@ -294,6 +297,8 @@ def detach_l2l(model: nn.Module) -> nn.Module:
 
 
 def check_attachable(model: nn.Module) -> None:
-    """Raise ValueError if something else than the host has the parameters of `model`, which may be attached."""
+    """Raise ValueError if `model`, which may be attached, is wrapped, or if something else than the host has its
+    parameters."""
     if attachment_of(model) is None:
+        refuse_wrapped(model)
         refuse_placed(model)

@@ -10,7 +10,8 @@ import torch
 import transformers as hf
 from accelerate import Accelerator
 from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
-from torch import nn
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from families import assert_same_bits, batch_for, bert, gpt2, gradients, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
@@ -312,6 +313,50 @@ def test_refused_models():
     model.is_quantized = True
     with pytest.raises(ValueError, match="must be plain tensors"):
         attach_l2l(model)
+
+
+@pytest.fixture
+def group_of_two():
+    """A process group in which this process has a partner that answers whatever it expects."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "compiled model": lambda model: torch.compile(model, backend="eager"),
+    "compiled model ": compiled_in_place,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_models_are_refused(name, group_of_two, tmp_path):
+    model = WRAPPERS[name](tiny_bert(layers=2))
+    for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
+        with pytest.raises(ValueError, match=rf"without a wrapper \(got a {name.strip()}\); (leave out|give it)"):
+            attach(model)
+
+
+def test_a_process_group_of_two_is_refused(group_of_two):
+    with pytest.raises(ValueError, match=r"got a process group of 2\); start the script with python"):
+        attach_l2l(tiny_bert(layers=2))
+
+
+def test_a_process_group_that_is_made_later_is_refused(request):
+    model = bert()
+    attach_l2l(model)
+    request.getfixturevalue("group_of_two")
+    with torch.no_grad():  # each process by itself
+        model(**batch_for(model))
+    with pytest.raises(ValueError, match="got a process group of 2"):
+        model(**batch_for(model))
 
 
 def test_a_bare_hook_is_what_copies_carry():
