@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
+from hf_l2l.anchor import FUNCTIONAL_CALL
 from hf_l2l.autocast import AutocastState
 from hf_l2l.capture import CapturedOutputs
 from hf_l2l.copies import Copies
@@ -27,7 +28,7 @@ from hf_l2l.stash import Stash
 class LayerCall:
     """One call of one layer: how to run it on some rows, and what it returns.
 
-    Holds no tensors but generator states.
+    Holds no tensors but generator states and the layer's own parameters.
     """
 
     layer: nn.Module
@@ -48,7 +49,8 @@ class LayerCall:
     split: Split | None = None
     rng: list[stream.RngState | None] = field(default_factory=list)
     """Per ubatch, the generators before it ran; None where it drew nothing."""
-    weight_versions: list[int] = field(default_factory=list)
+    weights: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    """The layer's, with their versions, as the forward found them."""
     captured_keys: tuple[str, ...] | None = None
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
@@ -171,13 +173,22 @@ class LayerCall:
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         return next((name for name, value in named.items() if position in pytree.tree_leaves(value)), str(position))
 
+    def remember_weights(self) -> None:
+        """Remember what `check_weights_unchanged` is to find."""
+        self.weights = [(p, p._version) for p in self.layer.parameters()]
+
     def check_weights_unchanged(self) -> None:
         """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
-        if [p._version for p in self.layer.parameters()] != self.weight_versions:
+        now, name = list(self.layer.parameters()), type(self.layer).__name__
+        if len(now) != len(self.weights) or any(p is not q for p, (q, _) in zip(now, self.weights, strict=True)):
             raise RuntimeError(
-                f"the weights of a layer must not change between its forward and its backward (a "
-                f"{type(self.layer).__name__} was changed in place); run backward before optimizer.step(), "
-                "load_state_dict or other writes"
+                f"a layer must have the same parameters in its forward and its backward (those of a {name} were "
+                f"replaced in between); {FUNCTIONAL_CALL}"
+            )
+        if any(p._version != version for p, version in self.weights):
+            raise RuntimeError(
+                f"the weights of a layer must not change between its forward and its backward (a {name} was changed "
+                "in place); run backward before optimizer.step(), load_state_dict or other writes"
             )
 
 

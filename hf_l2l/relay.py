@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hf_l2l import stream
 from hf_l2l.backwards import RaisedIn
@@ -52,7 +51,7 @@ def forward_sweep(
         ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
     if for_backward:
-        call.weight_versions = [p._version for p in call.layer.parameters()]
+        call.remember_weights()
     joined: list[torch.Tensor] = []
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
     with torch.no_grad(), call.autocast.entered(), weights.resident(), arguments:
@@ -162,9 +161,13 @@ class _RelayNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         with ctx.relay.eps.backwards.joined(), ctx.relay.eps.timeline.inside("backward"):
+            if torch.is_grad_enabled():  # autograd is to record this backward
+                raise RuntimeError(
+                    "L2L computes first derivatives only, since a layer's graph is gone after its backward (got "
+                    "create_graph=True); leave it out, or train this model without L2L"
+                )
             inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
             ctx.relay.backward(ctx.call, inputs, gradients)
         return None, None, None, *inputs.total
@@ -211,19 +214,18 @@ class Relay:
         else:
             self._next[call.before.layer] = layer
         call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
-        outputs = self._execute(call, tensors)
+        outputs = self._execute(root, call, tensors)
         root.layer_calls.append((call, [(out.shape, out.dtype) for out in outputs]))
         return call.assemble(outputs)
 
-    def _execute(self, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
+    def _execute(self, root: RootCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         trains = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors) or any(p.requires_grad for p in call.layer.parameters())
         )
         if not trains:
             return self.forward(call, tensors, for_backward=False)
         # An output must require a gradient even if no input does (frozen embeddings, LoRA): the anchor makes it so.
-        anchor = torch.empty(0, requires_grad=True)
-        outputs: Tensors = _RelayNode.apply(call, self, anchor, *tensors)  # type: ignore[no-untyped-call]
+        outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:

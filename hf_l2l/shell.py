@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
+from hf_l2l.anchor import anchor_of
 from hf_l2l.backwards import ONE_THREAD
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.loss_scale import LossScale, with_gradients_times
@@ -61,6 +62,8 @@ class RootCall:
     """The shell on the device."""
     rng: stream.RngState
     """The generators as the call found them, to replay its beginning."""
+    anchor: torch.Tensor | None
+    """What leads to the masters in its graph; None without a graph."""
     layer_calls: list[Any] = field(default_factory=list)
     """What the relay keeps of the layer calls made so far."""
     on_exit: Callable[[], None] = lambda: None
@@ -124,6 +127,8 @@ class Shell:
             self.eps.backwards.refuse_others(own=self._last_thread in (None, threading.get_ident()))
             self._last_thread = threading.get_ident()
             self.eps.start_forward()
+            # First: inside, other tensors stand in the places of the masters.
+            anchor = anchor_of(self.eps.model.parameters(), self.eps.backwards) if torch.is_grad_enabled() else None
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
@@ -137,7 +142,7 @@ class Shell:
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.layers else batch_rows((args, kwargs))
-            call = self._call = RootCall(module, forward, args, kwargs, rows, weights, rng)
+            call = self._call = RootCall(module, forward, args, kwargs, rows, weights, rng, anchor)
             try:
                 with weights.resident():
                     yield call

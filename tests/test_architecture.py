@@ -57,7 +57,7 @@ LEVELS = (
         "updates",
         "eps",
     ),
-    ("shell", "splitting", "layer_call", "relay"),
+    ("anchor", "shell", "splitting", "layer_call", "relay"),
     ("estimate", "progress", "fitness", "hooks"),
     ("training_args", "trainer", "measure", "compare", "glue"),
 )

@@ -211,6 +211,61 @@ def test_probing_does_not_write_into_the_batch():
         assert torch.allclose(model(batch.clone()), expected, rtol=1e-12)
 
 
+# ---- what cannot be differentiated
+
+
+OWN = {
+    "grad": lambda model, loss: torch.autograd.grad(loss, list(model.parameters())),
+    "unused allowed": lambda model, loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True),
+    "one of a layer": lambda model, loss: torch.autograd.grad(
+        loss, model.bert.encoder.layer[1].output.dense.weight, allow_unused=True
+    ),
+    "one in no layer": lambda model, loss: torch.autograd.grad(loss, model.classifier.bias, allow_unused=True),
+    "backward": lambda model, loss: loss.backward(inputs=list(model.parameters())),
+}
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_gradients_of_own_parameters_are_not_to_be_asked_for_by_name(how):
+    model = bert()
+    batch = batch_for(model)
+    _, expected = reference(model, batch)
+    attached(model)
+    loss = model(**batch).loss
+    with pytest.raises(RuntimeError, match=r"are in p\.grad after loss\.backward\(\)"):
+        OWN[how](model, loss)
+    assert all(p.grad is None for p in model.parameters())
+    train_once(model, batch)
+    assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_second_derivatives_are_refused():
+    model = attached(bert())
+    batch = batch_for(model)
+    with pytest.raises(RuntimeError, match=r"first derivatives only.*\(got create_graph=True\)"):
+        model(**batch).loss.backward(create_graph=True)
+    embedded = torch.randn(*batch.pop("input_ids").shape, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(model(inputs_embeds=embedded, **batch).loss, embedded, create_graph=True)
+
+
+def test_functional_call_is_for_evaluation_only():
+    model, other = bert(), bert()
+    attached(model)
+    batch = batch_for(model)
+    tensors = {name: p.detach().requires_grad_() for name, p in other.named_parameters()}
+    with pytest.raises(ValueError, match=r"must be its own parameters.*\[60, 16\].*functional_call"):
+        torch.func.functional_call(model, tensors, kwargs=batch)
+    with pytest.raises(ValueError, match=r"\[2, 16\]"):
+        torch.func.functional_call(model, {"classifier.weight": tensors["classifier.weight"]}, kwargs=batch)
+    loss = torch.func.functional_call(model, dict(other.named_parameters()), kwargs=batch).loss
+    with pytest.raises(RuntimeError, match=r"same parameters.*a BertLayer were replaced.*functional_call"):
+        loss.backward()
+    with torch.no_grad():
+        assert torch.equal(torch.func.functional_call(model, tensors, kwargs=batch).loss, other(**batch).loss)
+
+
 # ---- layers that write to their arguments
 
 
