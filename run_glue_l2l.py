@@ -74,6 +74,8 @@ LABEL = "label"
 VERSIONS = {module.__name__: module.__version__ for module in (hf_l2l, torch, transformers)}
 REFUSED, NO_MEMORY = 2, 3
 """Exit codes: the input was refused; the device or the host had too little memory."""
+NO_MEMORY_FILE = "RUN_GLUE_L2L_OUT_OF_MEMORY"
+"""The environment variable that names a file to write when memory was too little: a process may die after that."""
 
 TEXT_PAIRS = (
     ("sentence1", "sentence2"),
@@ -1080,11 +1082,14 @@ def run_apart(side: str, given: dict[str, Any], folder: Path, token: str | None)
         environment["TENSORBOARD_LOGGING_DIR"] += f"/{side}"
     own.mkdir(exist_ok=True)
     (own / "all_results.json").unlink(missing_ok=True)  # the Trainer adds to one that is there
+    out_of_memory = own / "out_of_memory.txt"
+    out_of_memory.unlink(missing_ok=True)
+    environment[NO_MEMORY_FILE] = str(out_of_memory)
     file = folder / f"{side}.json"
     file.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
     logger.info("%s: %s", NAMES[side], file)
     code = subprocess.run([sys.executable, __file__, str(file)], env=environment, check=False).returncode
-    if code == NO_MEMORY:
+    if code == NO_MEMORY or out_of_memory.exists():
         return OUT_OF_MEMORY
     if code != 0:
         stop(f"the run of {NAMES[side]} failed (exit code {code}); what it said is above", code)
@@ -1134,6 +1139,8 @@ def set_up_logging() -> None:
 
 def stop(said: str, code: int) -> NoReturn:
     """End with one line on stderr."""
+    if code == NO_MEMORY and NO_MEMORY_FILE in os.environ:
+        Path(os.environ[NO_MEMORY_FILE]).write_text(said + "\n", encoding="utf-8")
     print(f"run_glue_l2l.py: {' '.join(said.split())}", file=sys.stderr)
     raise SystemExit(code)
 

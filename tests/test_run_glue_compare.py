@@ -82,6 +82,21 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, files: Row, capfd:
 
 
 @needs_datasets
+def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
+    tiny_model: str, tmp_path: Path, files: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a library or a driver can end a process that has no memory left."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "2KiB"}
+    assert run_glue_l2l.run_apart("hf", given, tmp_path, None).out_of_memory
+    # What it left there is not taken for another run's.
+    monkeypatch.setattr(run_glue_l2l.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, -6))
+    with pytest.raises(SystemExit, match="-6"):
+        run_glue_l2l.run_apart("hf", given, tmp_path, None)
+
+
+@needs_datasets
 def test_too_small_a_device_is_said_in_one_line(tiny_model: str, tmp_path: Path, files: Row) -> None:
     argv = command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None)
     ran = subprocess.run(

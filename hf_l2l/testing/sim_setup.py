@@ -8,7 +8,7 @@ import threading
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hf_l2l.testing import sim_autocast, sim_device, sim_kernels, sim_patches
+from hf_l2l.testing import sim_autocast, sim_backward, sim_device, sim_kernels, sim_patches
 from hf_l2l.testing.sim_tensor import DEVICE_INDEX, NAME
 
 _once = threading.Lock()
@@ -21,7 +21,9 @@ def set_up_once() -> torch.device:
     with _once:
         if not _libraries:
             _refuse_other_accelerator()
-            _setup_privateuseone_for_python_backend(NAME, backend_module=sim_device)
+            guard = sim_backward.DeviceGuard()
+            _setup_privateuseone_for_python_backend(NAME, backend_module=sim_device, device_guard=guard)
+            sim_backward.let_exceptions_through()
             library, anything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
             _libraries.extend((library, anything))
             sim_kernels.register(library, anything)

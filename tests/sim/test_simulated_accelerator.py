@@ -522,6 +522,87 @@ def test_backward_has_its_own_thread_and_nests() -> None:
     assert NestedDouble.thread not in (None, threading.get_ident())
 
 
+def raises(*args: object) -> torch.Tensor:
+    raise KeyError("from the backward") from ValueError("its cause")
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        return raises()
+
+
+def raises_in_a_backward(grad: torch.Tensor) -> None:
+    with torch.enable_grad():
+        y = grad.detach().requires_grad_() * 2
+        y.register_hook(raises)
+        y.sum().backward()
+
+
+def raises_when_wanted(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, raises):
+        return x.sin()
+
+
+@pytest.mark.parametrize(
+    "ruined",
+    [
+        pytest.param(lambda x: x.register_hook(raises), id="tensor hook"),
+        pytest.param(lambda x: x.register_hook(raises_in_a_backward), id="nested"),
+        pytest.param(lambda x: x.grad_fn.register_prehook(raises), id="before a node"),
+        pytest.param(lambda x: x.grad_fn.register_hook(raises), id="after a node"),
+        pytest.param(Raises.apply, id="function"),
+        pytest.param(raises_when_wanted, id="saved tensor"),
+    ],
+)
+def test_an_exception_in_a_backward_reaches_the_caller(ruined: Callable[[torch.Tensor], object]) -> None:
+    before = settled_memory()
+    for whole in (True, False):
+        x = torch.ones(3, device="sim", requires_grad=True)
+        y = x * 2
+        z = ruined(y)
+        loss = (z if isinstance(z, torch.Tensor) else y).sum()
+        with pytest.raises(KeyError, match="from the backward") as raised:
+            loss.backward() if whole else torch.autograd.grad(loss, x)
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert raised.traceback[-1].name == "raises"
+        (x * 2).sum().backward()
+        assert x.grad.tolist() == [2.0] * 3
+        del y, z, loss, raised
+    del x
+    assert settled_memory() == before
+
+
+def test_an_exception_of_one_thread_is_not_anothers() -> None:
+    both = threading.Barrier(2)
+    found: dict[int, int] = {}
+
+    def fail(number: int) -> None:
+        def hook(grad: torch.Tensor) -> None:
+            raise KeyError(number)
+
+        x = torch.ones(3, device="sim", requires_grad=True)
+        y = x * 2
+        y.register_hook(hook)
+        both.wait(timeout=60)
+        try:
+            y.sum().backward()
+        except KeyError as error:
+            found[number] = error.args[0]
+
+    for _ in range(20):
+        threads = [threading.Thread(target=fail, args=(number,)) for number in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {1: 1, 2: 2}
+
+
 def bert() -> hf.PreTrainedModel:
     return hf.BertForSequenceClassification(hf.BertConfig(vocab_size=100, **TINY))
 

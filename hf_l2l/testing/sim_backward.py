@@ -1,0 +1,74 @@
+"""Exceptions of a backward on "sim" reach who called it, as they do on other devices.
+
+While a C++ exception leaves a node of autograd, torch sets the stream of before, and asks its guard of the device for
+its type. A device written in Python has Python asked. Where the exception came from Python and is still pending (of a
+tensor hook, or of an operation on "sim", but not of a `torch.autograd.Function`), that call fails for it, in a
+destructor, which ends the process. So what is pending is taken away, and raised where the backward was called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+_KEY = "hf_l2l.testing: exceptions taken"  # of what torch takes along from the thread that calls a backward
+
+# What is called through `pythonapi` raises what is pending, whoever set it; this one does nothing else.
+_raise_pending = ctypes.PYFUNCTYPE(None)(("PyErr_Occurred", ctypes.pythonapi))
+
+
+class DeviceGuard(torch._C._acc.DeviceGuard):
+    """Answers what torch asks of the device, also while an exception is pending."""
+
+    _type = torch._C._autograd.DeviceType.PrivateUse1
+
+    def type_(self) -> Any:
+        """Return the type of "sim"."""
+        # Nothing can be called before `_raise_pending`, not even what a `with` enters.
+        try:
+            _raise_pending()
+        finally:
+            error, taken = sys.exception(), _taken()
+            if error is not None and taken is not None:
+                taken.append(error)
+            return self._type  # noqa: B012  # the backward that it ends raises it again
+
+
+def _taken() -> list[BaseException] | None:
+    """The exceptions taken in the innermost backward that this thread works for."""
+    taken: list[BaseException] | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    return taken
+
+
+def _take_into(taken: list[BaseException] | None) -> None:
+    if taken is None and hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._remove_obj_from_tls(_KEY)
+    else:
+        torch._C._stash_obj_in_tls(_KEY, taken)
+
+
+def let_exceptions_through() -> None:
+    """Let every backward raise what `DeviceGuard` has taken; called once."""
+    graph = importlib.import_module("torch.autograd.graph")
+    original = graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        outer, taken = _taken(), list[BaseException]()
+        _take_into(taken)
+        try:
+            return original(*args, **kwargs)
+        except SystemError:  # what Python makes of a failure without an exception
+            if not taken:
+                raise
+        finally:
+            _take_into(outer)
+        raise taken.pop()  # out here, so that its context stays what it was
+
+    for module in (graph, torch.autograd):
+        setattr(module, "_engine_run_backward", run_backward)  # noqa: B010  # torch does not export it
