@@ -115,9 +115,22 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         else:
             super()._move_model_to_device(model, device)
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Overridden because `Accelerator.prepare` would move the model, and bounce the optimizer's state."""
-        return {**super()._build_accelerator_args(**kwargs), "device_placement": False}
+    def create_accelerator_and_postprocess(self) -> None:
+        """Overridden because `prepare` would move the model and bounce the optimizer's state. It places batches: with
+        `device_placement=False` Accelerate reads streamed data sets in another way, and gathers too many rows."""
+        super().create_accelerator_and_postprocess()
+        prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
+
+        def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
+            placed = device_placement if attachment_of(model) is None else False  # another one: a reference model
+            return prepare_model(model, device_placement=placed, **options)
+
+        def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
+            placed = device_placement if attachment_of(self.model) is None else False
+            return prepare_optimizer(optimizer, device_placement=placed)
+
+        self.accelerator.prepare_model = model_where_it_is
+        self.accelerator.prepare_optimizer = optimizer_where_it_is
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden to attach before the optimizer is made and the model is prepared."""

@@ -290,3 +290,42 @@ def test_the_optimizer_of_a_subclass_is_updated_in_the_background_too(tmp_path):
     made.train()
     assert made.eps.updates.optimizers == [inner_optimizer(made)]
     assert made.eps.updates.worker.lives
+
+
+# ---- loaders
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    """Rows of which only the next is known."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return iter(rows(self.count))
+
+
+@pytest.mark.parametrize("dispatched", [None, True], ids=["default", "dispatch_batches"])
+@pytest.mark.parametrize("layers", [4, 0])
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+def test_streamed_evaluation_with_a_short_last_batch(tmp_path, layers, dispatched):
+    def evaluated(kind, name):
+        model = tiny_bert(layers=layers)
+        made = trainer(kind, tmp_path / name, model=model, accelerator_config={"dispatch_batches": dispatched})
+        return made.evaluate(Streamed(66))["eval_loss"], made.predict(Streamed(66)).predictions
+
+    (loss, predictions), (expected, theirs) = evaluated(L2LTrainer, "l2l"), evaluated(hf.Trainer, "plain")
+    assert loss == expected
+    assert predictions.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("dispatched", [None, True], ids=["default", "dispatch_batches"])
+def test_same_bits_from_a_streamed_training_set(tmp_path, dispatched):
+    def trained(make, name):
+        made = make(tmp_path / name, accelerator_config={"dispatch_batches": dispatched})
+        made.train_dataset = Streamed(30)
+        made.train()
+        return made
+
+    expected, found = trained(plain_trainer, "plain"), trained(l2l_trainer, "l2l")
+    assert_same_run(found, expected)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, stream
 from hf_l2l.testing import sim_stream
-from training import assert_same_run, inner_optimizer, l2l_trainer, settled_memory, tiny_bert
+from training import assert_same_run, inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
 
@@ -349,6 +349,30 @@ def test_early_stopping_loads_the_best_model(tmp_path):
     )
     made.train()
     assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_trainers_loaders_place_batches_and_nothing_else(tmp_path, streamed):
+    made = l2l_trainer(tmp_path, max_steps=2, accelerator_config={"dispatch_batches": streamed})
+    if streamed:
+        made.train_dataset = StreamedRows()
+    loaders = [made.get_train_dataloader(), made.get_eval_dataloader(StreamedRows() if streamed else None)]
+    for loader in loaders:
+        batches = list(loader)
+        assert batches and {t.device for batch in batches for t in batch.values()} == {SIM}
+    made.train()
+    assert made.evaluate()["eval_loss"] > 0
+    assert all(p.device.type == "cpu" for p in made.model.parameters())
+    state = inner_optimizer(made).state.values()
+    assert all(t.device.type == "cpu" for s in state for t in s.values() if isinstance(t, torch.Tensor))
+    assert not made.optimizer.device_placement
+    reference = made.accelerator.prepare_model(tiny_bert(), evaluation_mode=True)
+    assert {p.device for p in reference.parameters()} == {SIM}  # which is not run layer to layer
+
+
+class StreamedRows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows(20))
 
 
 def test_the_first_step_takes_no_more_device_memory_than_later_ones():
