@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_l2l.config import option
+
 LAYER_BASE_CLASS = "GradientCheckpointingLayer"
 """The base class of the blocks of transformers' models (`transformers.modeling_layers`)."""
 
@@ -70,7 +72,7 @@ def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) 
         missing = [name for name in layer_classes if name not in classes]
         if missing:
             raise ValueError(
-                f"every name in layer_classes must be the class of a module of the model (no module is a "
+                f"every name in {option('layer_classes')} must be the class of a module of the model (no module is a "
                 f"{missing[0]!r}); the classes in it are "
                 f"{', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
             )

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.estimate import check_host_memory, estimate, summary
 from hf_l2l.fitness import move_to_host
@@ -75,6 +75,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _l2l_config(self) -> L2LConfig:
         return replace(l2l_config(self.args), device=self.args.device)
 
+    @options_of_the_trainer()
     def _streams(self, model: nn.Module | None = None) -> bool:
         """Whether the model has layers to stream; says so once if it has none."""
         model = self.model if model is None else model
@@ -89,6 +90,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             )
         return False
 
+    @options_of_the_trainer()
     def _attach(self) -> EagerParamServer | None:
         """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
         return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
@@ -132,6 +134,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         self.accelerator.prepare_model = model_where_it_is
         self.accelerator.prepare_optimizer = optimizer_where_it_is
 
+    @options_of_the_trainer()
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden to attach before the optimizer is made and the model is prepared."""
         eps = self._attach()
@@ -155,6 +158,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         betas = args.adam_beta1, args.adam_beta2
         return Lamb, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
+    @options_of_the_trainer()
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Overridden because the EPS checks the optimizer and clears the gradients it used."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)

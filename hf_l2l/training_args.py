@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from transformers import TrainingArguments
 
@@ -16,6 +16,8 @@ from hf_l2l.config import (
     MomentDtype,
     Nonfinite,
     StashPlace,
+    option,
+    options_of_the_trainer,
 )
 
 
@@ -147,30 +149,12 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
 def l2l_config(args: TrainingArguments) -> L2LConfig:
     """The `L2LConfig` that training arguments ask for; the defaults for plain `TrainingArguments`.
 
-    The device is left open: it is known once the arguments have been set up.
+    The device is left open: it is known once the arguments have been set up. Errors name options as they are called
+    there.
     """
-    classes: Any = getattr(args, "l2l_layer_classes", None)
-    if isinstance(classes, list):  # and not a string, which L2LConfig refuses
-        classes = tuple(classes)
-    return L2LConfig(
-        ubatch_size=getattr(args, "ubatch_size", None),
-        stash=getattr(args, "stash", "device"),
-        cmp=getattr(args, "cmp", None),
-        loss_scale_init=getattr(args, "l2l_loss_scale_init", 2.0**16),
-        loss_scale_growth=getattr(args, "l2l_loss_scale_growth", 2.0),
-        loss_scale_backoff=getattr(args, "l2l_loss_scale_backoff", 0.5),
-        loss_scale_interval=getattr(args, "l2l_loss_scale_interval", 2000),
-        grad_dtype=getattr(args, "l2l_grad_dtype", "fp32"),
-        moment_dtype=getattr(args, "l2l_moment_dtype", "fp32"),
-        host_copies=getattr(args, "l2l_host_copies", "kept"),
-        nonfinite=getattr(args, "l2l_nonfinite", "raise"),
-        prefetch=getattr(args, "l2l_prefetch", True),
-        gradient_slots=getattr(args, "l2l_gradient_slots", 2),
-        trace=getattr(args, "l2l_trace", None),
-        eps_update=getattr(args, "eps_update", "auto"),
-        num_threads=getattr(args, "l2l_num_threads", None),
-        layer_classes=classes,
-    )
+    with options_of_the_trainer():
+        given = {f.name: option(f.name) for f in fields(L2LConfig) if f.name != "device"}
+        return L2LConfig(**{name: getattr(args, typed) for name, typed in given.items() if hasattr(args, typed)})
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
 from hf_l2l.training_args import l2l_config, refuse_conflicts
 from training import arguments, rows, tiny_bert
 
@@ -59,6 +59,9 @@ def test_the_parser_refuses(words, capsys):
     [
         ({"stash": "disk"}, "stash must be one of 'device', 'host' (got 'disk')"),
         ({"ubatch_size": 0}, "ubatch_size must be a whole number of at least 1"),
+        ({"l2l_optimizer": ["lamb"]}, "l2l_optimizer must be 'lamb' or None (got ['lamb'])"),
+        ({"l2l_save_dtype": 16}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got 16)"),
+        ({"l2l_save_dtype": []}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got [])"),
     ],
     ids=str,
 )
@@ -99,6 +102,74 @@ def test_a_field_can_be_replaced(tmp_path):
     assert args.ubatch_size == 3
     with pytest.raises(ValueError, match=r"\(got 0\)"):
         dataclasses.replace(args, ubatch_size=0)
+
+
+# ---- names
+
+BARE = ("ubatch_size", "stash", "cmp", "eps_update")
+"""Options that are called on the command line what they are called in `L2LConfig`."""
+
+
+def argument_of(field: str) -> str:
+    return field if field in BARE else f"l2l_{field}"
+
+
+OPTIONS = [f.name for f in dataclasses.fields(L2LConfig) if f.name != "device"]
+
+
+@pytest.mark.parametrize("value", [5.5, "nonsense?/", [[]], b"", {}, 10**7, -1], ids=repr)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_errors_name_what_was_typed(option, value, tmp_path):
+    try:
+        L2LConfig(**{option: value})
+    except ValueError as error:
+        expected = str(error)
+    else:
+        assert l2l_config(arguments(L2LTrainingArguments, tmp_path, **{argument_of(option): value}))
+        return
+    with pytest.raises(ValueError) as refused:
+        arguments(L2LTrainingArguments, tmp_path, **{argument_of(option): value})
+    message = str(refused.value)
+    assert re.sub(r"\bl2l_", "", message) == expected
+    assert message.startswith(argument_of(option)) or f"(got {argument_of(option)}=" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"l2l_loss_scale_init": 2.0}, "l2l_loss_scale_init is of the loss scale, which fp16 alone has"),
+        ({"l2l_host_copies": "per_sweep"}, "(got l2l_host_copies='per_sweep' with cmp=None"),
+        (
+            {"l2l_nonfinite": "skip", "eps_update": "eager", "max_grad_norm": 0.0},
+            "(got l2l_nonfinite='skip'); use eps_update='deferred', or l2l_nonfinite='raise'",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_about_two_options_name_what_was_typed(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+class Noisy(torch.optim.SGD):
+    """Cannot be taken apart: its step draws random numbers."""
+
+    def step(self, closure=None):
+        torch.rand(())
+        return super().step(closure)
+
+
+def test_errors_of_later_on_name_what_was_typed(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes=["Nowhere"])
+    with pytest.raises(ValueError, match="every name in l2l_layer_classes must be"):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows()).l2l_summary()
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_grad_dtype="16bit")
+    with pytest.raises(ValueError, match=r"l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16' are made fp32"):
+        L2LTrainer(
+            tiny_bert(), args, train_dataset=rows(), optimizer_cls_and_kwargs=(Noisy, {"lr": 0.1})
+        ).create_optimizer()
+    with pytest.raises(ValueError, match="every name in layer_classes must be"):
+        attach_l2l(tiny_bert(), L2LConfig(device="cpu", layer_classes=("Nowhere",)))
 
 
 # ---- conflicts
