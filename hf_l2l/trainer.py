@@ -28,7 +28,7 @@ from hf_l2l.hooks import attach_l2l, attachment_of, check_attachable
 from hf_l2l.lamb import Lamb
 from hf_l2l.precision import copy_as
 from hf_l2l.stacks import find_stacks
-from hf_l2l.training_args import l2l_config, refuse_conflicts
+from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
@@ -50,17 +50,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     model: Any
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
-        if args is not None:
-            refuse_conflicts(args)
-            _refuse_several_devices(args)
-        if model is not None:
-            check_attachable(model)
         self._stackless_said = False
         self._tokens: int | None = 0
         """That training steps have seen since the last log, None if the inputs are not tokens."""
         super().__init__(model, args, *rest, **kwargs)
-        if args is None:  # the ones that Trainer made
-            _refuse_several_devices(self.args)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         if given and getattr(self.args, "l2l_optimizer", None) is not None:
             raise ValueError(
@@ -79,7 +72,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _streams(self, model: nn.Module | None = None) -> bool:
         """Whether the model has layers to stream; says so once if it has none."""
         model = self.model if model is None else model
-        if find_stacks(model, self._l2l_config().layer_classes):
+        if find_stacks(model, l2l_config(self.args).layer_classes):
             return True
         if not self._stackless_said:
             self._stackless_said = True
@@ -89,6 +82,13 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
                 stacklevel=3,
             )
         return False
+
+    def _refuse_unfit(self, model: nn.Module) -> None:
+        """Raise ValueError for a model with layers that cannot be run layer to layer, or not with these arguments."""
+        if self._streams(model):
+            refuse_for_layers(self.args)
+            _refuse_several_devices(self.args)
+            check_attachable(model)
 
     @options_of_the_trainer()
     def _attach(self) -> EagerParamServer | None:
@@ -117,9 +117,20 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         else:
             super()._move_model_to_device(model, device)
 
+    def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Overridden because the model is known only now."""
+        model: nn.Module = super().call_model_init(*args, **kwargs)
+        self._refuse_unfit(model)
+        return model
+
     def create_accelerator_and_postprocess(self) -> None:
         """Overridden because `prepare` would move the model and bounce the optimizer's state. It places batches: with
-        `device_placement=False` Accelerate reads streamed data sets in another way, and gathers too many rows."""
+        `device_placement=False` Accelerate reads streamed data sets in another way, and gathers too many rows.
+
+        And because here arguments and model are known for the first time, and nothing is allocated."""
+        refuse_conflicts(self.args)
+        if self.model is not None:  # `call_model_init` makes one
+            self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
         prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
@@ -28,7 +28,8 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
 
     Raises:
-        ValueError: for a bad value, or an option of the Trainer that L2L cannot honour.
+        ValueError: for a bad value, or options that contradict each other. What L2L cannot honour is refused by
+            `L2LTrainer`, which knows whether the model has layers.
     """
 
     ubatch_size: int | None = field(
@@ -139,8 +140,7 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     )
 
     def __post_init__(self) -> None:
-        # Before the base class acts on them: it would ask for packages that L2L does not use.
-        refuse_conflicts(self)
+        refuse_conflicts(self)  # before the base class acts on them
         l2l_config(self)
         super().__post_init__()
         refuse_conflicts(self)  # the base class derives some of them from others
@@ -158,9 +158,23 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:
-    """Raise ValueError for options of the Trainer that cannot be honoured together with L2L."""
+    """Raise ValueError for options that contradict each other, whatever the model."""
     _refuse_two_optimizers(args)
     _refuse_two_precisions(args)
+    if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
+        raise ValueError(
+            "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
+            f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
+            "gives the same bits as 'serial'"
+        )
+
+
+def refuse_for_layers(args: Any) -> None:
+    """Raise ValueError for options of the Trainer that cannot be honoured with a model that is run layer to layer.
+
+    Args:
+        args: what has the options that were given as attributes; those it lacks were not.
+    """
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
@@ -172,12 +186,8 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
-    if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
-        raise ValueError(
-            "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
-            f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
-            "gives the same bits as 'serial'"
-        )
+    if getattr(args, "mixed_precision", None) == "fp16":
+        raise ValueError(_two_precisions(args))
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:
@@ -197,12 +207,9 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
 
 def _refuse_two_precisions(args: TrainingArguments) -> None:
     cmp, save = getattr(args, "cmp", None), getattr(args, "l2l_save_dtype", "fp32")
-    launched = getattr(args, "mixed_precision", "no")  # ACCELERATE_MIXED_PRECISION, which `accelerate launch` sets
-    if launched == "fp16" or (cmp is not None and launched not in ("no", None) and not args.bf16):
-        raise ValueError(
-            f"one option says in what layers compute (got cmp={cmp!r}, and mixed_precision={launched!r} from "
-            "Accelerate); launch with --mixed_precision no, and use cmp"
-        )
+    launched = getattr(args, "mixed_precision", None)
+    if cmp is not None and launched not in ("no", None) and not (args.bf16 or args.fp16):
+        raise ValueError(_two_precisions(args))
     for name in ("bf16", "fp16"):
         if cmp is not None and getattr(args, name):
             raise ValueError(
@@ -213,3 +220,11 @@ def _refuse_two_precisions(args: TrainingArguments) -> None:
         raise ValueError(
             f"l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got {save!r}); leave it out for the fp32 masters"
         )
+
+
+def _two_precisions(args: TrainingArguments) -> str:
+    """What is wrong with ACCELERATE_MIXED_PRECISION, which `accelerate launch` sets."""
+    return (
+        f"one option says in what layers compute (got cmp={getattr(args, 'cmp', None)!r}, and "
+        f"mixed_precision={args.mixed_precision!r} from Accelerate); launch with --mixed_precision no, and use cmp"
+    )

@@ -190,22 +190,26 @@ def test_gradients_are_cleared_by_the_step(tmp_path):
     assert seen == [True] * 8
 
 
+class Flat(nn.Module):
+    """A model without layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def flat():
+    torch.manual_seed(0)
+    return Flat()
+
+
 @pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
 def test_a_model_without_layers_trains_as_with_trainer(tmp_path):
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(64, 8)
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            logits = self.head(self.embedding(input_ids).mean(1))
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    def flat():
-        torch.manual_seed(0)
-        return Flat()
-
     expected = trainer(hf.Trainer, tmp_path / "plain", model=flat())
     expected.train()
     with pytest.warns(UserWarning, match="no stack of layers was found in a Flat") as said:
@@ -214,6 +218,33 @@ def test_a_model_without_layers_trains_as_with_trainer(tmp_path):
         found.evaluate()
     assert len([w for w in said if "no stack" in str(w.message)]) == 1
     assert_same_run_without_evaluation(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"fp16_full_eval": True}, {"bf16_full_eval": True}, {"torch_compile_backend": "eager"}], ids=str
+)
+def test_a_model_without_layers_takes_what_trainer_takes(tmp_path, options):
+    def trained(kind, name):
+        made = trainer(kind, tmp_path / name, model=flat(), use_cpu=True, **options)
+        made.train()
+        made.evaluate()
+        return made
+
+    expected, found = trained(hf.Trainer, "plain"), trained(L2LTrainer, "l2l")
+    assert found.accelerator.state.dynamo_plugin.backend == expected.accelerator.state.dynamo_plugin.backend
+    assert logs(found) == logs(expected)
+    assert {p.dtype for p in found.model.parameters()} == {p.dtype for p in expected.model.parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+def test_a_model_without_layers_may_have_a_device_map_and_several_devices(tmp_path):
+    model = flat()
+    model.hf_device_map = {"embedding": "cpu", "head": "disk"}
+    args = arguments(hf.TrainingArguments, tmp_path, fp16=True)
+    args.mixed_precision = "no"  # which accelerate has for accelerators only
+    args._n_gpu = 2
+    assert L2LTrainer(model, args, train_dataset=rows()).model is model
 
 
 def assert_same_run_without_evaluation(found, expected):

@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
-from hf_l2l.training_args import l2l_config, refuse_conflicts
+from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 from training import arguments, rows, tiny_bert
 
 DEFAULTS = ["--output_dir", "out", "--report_to", "none"]
@@ -189,32 +189,33 @@ def message_of(name: str) -> str:
     return f"^{re.escape(f'{name} cannot be used with L2L (got {name}={value!r}): {remedy}')}$"
 
 
-@pytest.mark.parametrize("name", CONFLICTS)
-def test_conflicts_are_refused_in_our_arguments(name, tmp_path):
-    with pytest.raises(ValueError, match=message_of(name)):
-        arguments(L2LTrainingArguments, tmp_path, **{name: CONFLICTS[name][0]})
-
-
-def plain_with(name: str, folder) -> hf.TrainingArguments:
-    """Plain arguments with an option, set afterwards where this machine lacks what it needs."""
+def having(kind: type[hf.TrainingArguments], name: str, folder) -> hf.TrainingArguments:
+    """Arguments with an option, set afterwards where this machine lacks what it needs."""
     value = CONFLICTS[name][0]
-    if name in ("bf16_full_eval", "torch_compile"):
-        return arguments(hf.TrainingArguments, folder, use_cpu=True, **{name: value})
-    args = arguments(hf.TrainingArguments, folder)
+    if name not in ("deepspeed", "fsdp"):
+        return arguments(kind, folder, use_cpu=True, **{name: value})
+    args = arguments(kind, folder)
     setattr(args, name, value)
     return args
 
 
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
 @pytest.mark.parametrize("name", CONFLICTS)
-def test_conflicts_are_refused_in_plain_arguments(name, tmp_path):
-    args = plain_with(name, tmp_path)
+def test_conflicts_are_refused_for_a_model_with_layers(name, kind, tmp_path):
+    args = having(kind, name, tmp_path)
     with pytest.raises(ValueError, match=message_of(name)):
         L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    with pytest.raises(ValueError, match=message_of(name)):
+        L2LTrainer(model_init=lambda: tiny_bert(), args=args, train_dataset=rows())
 
 
 def test_bf16_and_the_defaults_are_no_conflict(tmp_path):
-    refuse_conflicts(arguments(L2LTrainingArguments, tmp_path, bf16=True, use_cpu=True))
-    refuse_conflicts(arguments(hf.TrainingArguments, tmp_path))
+    for args in (
+        arguments(L2LTrainingArguments, tmp_path, bf16=True, use_cpu=True),
+        arguments(hf.TrainingArguments, tmp_path),
+    ):
+        refuse_conflicts(args)
+        refuse_for_layers(args)
 
 
 # ---- one device, one process
@@ -250,8 +251,9 @@ def test_a_string_of_layer_classes_is_refused(tmp_path):
 
 
 def test_a_backend_that_implies_compiling_is_refused(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")
     with pytest.raises(ValueError, match="torch_compile cannot be used with L2L"):
-        arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
 
 
 # ---- updates and the optimizer
