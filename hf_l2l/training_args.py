@@ -186,6 +186,12 @@ def refuse_for_layers(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
+    optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
+    if optim.endswith("_layerwise"):
+        raise ValueError(
+            f"optim cannot be used with L2L (got optim={optim!r}): it updates parameters in hooks of their backward, "
+            f"which runs on copies; use optim={optim.removesuffix('_layerwise')!r}"
+        )
     if getattr(args, "mixed_precision", None) == "fp16":
         raise ValueError(_two_precisions(args))
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import transformers as hf
+from transformers.training_args import OptimizerNames
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
 from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
@@ -292,6 +293,26 @@ def test_lamb_is_made_of_the_trainers_options(tmp_path):
 def test_one_option_names_the_optimizer(options, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+LAYERWISE = [each.value for each in OptimizerNames if "layerwise" in each.value]
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_optimizers_that_update_in_backward_are_refused(name, tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, optim=name, optim_target_modules=["attention"])
+    remedy = name.removesuffix("_layerwise")
+    assert remedy in list(OptimizerNames)
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    assert str(error.value) == (
+        f"optim cannot be used with L2L (got optim={name!r}): it updates parameters in hooks of their backward, which "
+        f"runs on copies; use optim={remedy!r}"
+    )
+
+
+def test_all_layerwise_optimizers_are_known():
+    assert {"galore_adamw_layerwise", "apollo_adamw_layerwise"} <= set(LAYERWISE)
 
 
 @pytest.mark.parametrize("by", ["optimizers", "optimizer_cls_and_kwargs"])
