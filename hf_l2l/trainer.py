@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,8 @@ logger = logging.get_logger("transformers.hf_l2l")
 class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
 
-    A model without a layer stack trains as with `Trainer`, with one warning.
+    A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
+    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes.
 
     Raises:
         ValueError: for a model or arguments that cannot be run layer to layer.
@@ -49,11 +51,13 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     model: Any
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
+    @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # As they come: beside another trainer, it is that one which knows their order.
         self._stackless_said = False
         self._tokens: int | None = 0
         """That training steps have seen since the last log, None if the inputs are not tokens."""
-        super().__init__(model, args, *rest, **kwargs)
+        super().__init__(*args, **kwargs)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         if given and getattr(self.args, "l2l_optimizer", None) is not None:
             raise ValueError(
@@ -129,7 +133,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
         And because here arguments and model are known for the first time, and nothing is allocated."""
         refuse_conflicts(self.args)
-        if self.model is not None:  # `call_model_init` makes one
+        if isinstance(self.model, nn.Module):  # and not None, where `call_model_init` makes one
             self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
         prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
@@ -195,9 +199,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             if attached is not None:
                 attached.eps.timeline.unwatch()
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, padding included, as transformers does for `num_input_tokens_seen`."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers are given lists of rows
         if self._tokens is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
             self._tokens += tokens.numel()
         else:

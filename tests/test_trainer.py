@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from contextlib import nullcontext
 
@@ -360,3 +361,83 @@ def test_same_bits_from_a_streamed_training_set(tmp_path, dispatched):
 
     expected, found = trained(plain_trainer, "plain"), trained(l2l_trainer, "l2l")
     assert_same_run(found, expected)
+
+
+# ---- with trainers of other signatures
+
+
+class Preferring(hf.Trainer):
+    """Takes its arguments in another order, as TRL's DPOTrainer does."""
+
+    def __init__(self, model=None, ref_model=None, args=None, train_dataset=None, *, beta=0.1):
+        self.ref_model, self.beta = ref_model, beta
+        super().__init__(model=model, args=args, train_dataset=train_dataset)
+
+
+class Loading(hf.Trainer):
+    """Loads the model itself, as TRL's SFTTrainer does."""
+
+    def __init__(self, model, args=None, **kwargs):
+        if isinstance(model, str):
+            model = hf.AutoModelForSequenceClassification.from_pretrained(model)
+        super().__init__(model, args, **kwargs)
+
+
+class Collecting(hf.Trainer):
+    """Makes a batch of a list of rows, as TRL's GRPOTrainer does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, data_collator=list, **kwargs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        assert isinstance(inputs, list)
+        return super().training_step(model, hf.default_data_collator(inputs), num_items_in_batch)
+
+
+def mixed(kind, first=True):
+    return type("Mixed", (L2LTrainer, kind) if first else (kind, L2LTrainer), {})
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
+    def trained(kind, folder):
+        model, args = tiny_bert(), arguments(hf.TrainingArguments, tmp_path / folder)
+        if positional:
+            made = kind(model, None, args, rows(), beta=0.5)
+        else:
+            made = kind(model, args=args, beta=0.5, train_dataset=rows())
+        made.train()
+        assert (made.args, made.ref_model, made.beta) == (args, None, 0.5)
+        return made
+
+    expected, found = trained(Preferring, "plain"), trained(mixed(Preferring, first), "l2l")
+    assert found.eps is not None
+    assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
+    tiny_bert().save_pretrained(tmp_path / "model")
+    args = arguments(hf.TrainingArguments, tmp_path)
+    made = mixed(Loading, first)(str(tmp_path / "model"), args, train_dataset=rows())
+    assert made.eps is not None
+    with pytest.raises(ValueError, match="fp16_full_eval cannot be used with L2L"):
+        args = arguments(hf.TrainingArguments, tmp_path, fp16_full_eval=True)
+        mixed(Loading, first)(str(tmp_path / "model"), args)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
+    def trained(kind, folder):
+        args = arguments(hf.TrainingArguments, tmp_path / folder)
+        made = kind(tiny_bert(), args, train_dataset=rows())
+        made.train()
+        return made
+
+    expected, found = trained(Collecting, "plain"), trained(mixed(Collecting, first), "l2l")
+    assert_same_run(found, expected)
+
+
+def test_the_signature_is_that_of_trainer():
+    assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)
