@@ -7,8 +7,9 @@ size: DeBERTa-v2's relative embeddings may have as many rows as the batch, and t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,46 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return pytree.tree_flatten(value, is_leaf=is_cache)
 
 
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value`, what a model is called with or returns, with `fn` of every tensor in its place.
+
+    Key-value caches are left alone. Mappings that pytree does not know, such as transformers' `BatchEncoding`, are
+    copied where something in them changes, and keep their type unless it cannot be made of a dict.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fn(leaf)
+        if not isinstance(leaf, Mapping):
+            return leaf
+        before = dict(leaf.items())
+        after = {key: map_tensors(fn, item) for key, item in before.items()}
+        return leaf if all(after[key] is before[key] for key in before) else _remade(leaf, after)
+
+    return pytree.tree_map(of_leaf, value, is_leaf=is_cache)
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """The leaves of nested containers, those of every kind of mapping included; a key-value cache is one leaf."""
+    for leaf in pytree.tree_leaves(value, is_leaf=is_cache):
+        if isinstance(leaf, Mapping):
+            yield from leaves_of(dict(leaf.items()))
+        else:
+            yield leaf
+
+
+def _remade(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of `mapping`, if it can be, with other values."""
+    try:
+        if not isinstance(mapping, dict | UserDict):  # a shallow copy of others may share what holds the values
+            return type(mapping)(items)  # type: ignore[call-arg]
+        made = copy.copy(mapping)
+    except TypeError:
+        return items
+    made.update(items)
+    return made
+
+
 _SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
@@ -197,21 +238,14 @@ def batch_rows(args: Any) -> int | None:
 
     Of sizes equally common the largest: position ids may come as one row for all.
     """
-    leaves, _ = flatten(args)
-    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
 def doubled(args: Any, rows: int) -> Any:
     """`args` of a model with its batch concatenated with itself."""
-    return pytree.tree_map(
-        lambda leaf: (
-            torch.cat([leaf, leaf])
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-            else leaf
-        ),
-        args,
-        is_leaf=is_cache,
+    return map_tensors(
+        lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor, args
     )
 
 
