@@ -64,6 +64,7 @@ from hf_l2l.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run
 from hf_l2l.demo import demo_files
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.testing import enable_simulated_accelerator
+from hf_l2l.training_args import refuse_for_layers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -304,7 +305,12 @@ def checked(given: dict[str, Any]) -> Options:
         simulate(given["simulate"])  # before TrainingArguments looks for a device
     if not torch.accelerator.is_available() or "simulate" in given:
         given = {"dataloader_pin_memory": False, **given}  # there is nothing to copy to from pinned memory
+    layered = given.get("trainer") != "hf"
+    if layered:  # before packages are asked for that L2L does not use
+        refuse_for_layers(argparse.Namespace(**given))
     script, model, data, training = parser.parse_dict(given)
+    if layered:
+        refuse_for_layers(training)  # some are derived from others
     check_data_options(data, training)
     check_writable(training.output_dir)
     training.resume_from_checkpoint = checkpoint_to_resume(training)

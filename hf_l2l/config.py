@@ -6,8 +6,11 @@ command line.
 
 from __future__ import annotations
 
-import math
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -92,8 +95,8 @@ class L2LConfig:
 
     num_threads: int | None = None
     """Threads of the updates in the background: two updates run at once, each with half of them (one, with one). None
-    takes as many as the program has, at most all cores but one, which is left to the thread that drives the device. A
-    serial update has those of the program."""
+    takes as many as the program has, at most all cores but one, which is left to the thread that drives the device. No
+    more than the machine has cores. A serial update has the threads of the program."""
 
     trace: str | os.PathLike[str] | None = None
     """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,
@@ -106,58 +109,48 @@ class L2LConfig:
         check_ubatch_size(self.ubatch_size)
         for name, (known, remedy) in _CHOICES.items():
             value = getattr(self, name)
-            if not (value in get_args(known) or (name == "cmp" and value is None)):
+            is_none = name == "cmp" and value is None
+            if not is_none and not (isinstance(value, str) and value in get_args(known)):
                 none = "None or " if name == "cmp" else ""
                 raise ValueError(
-                    f"{name} must be {none}one of {', '.join(map(repr, get_args(known)))} (got {value!r}); {remedy}"
+                    f"{option(name)} must be {none}one of {', '.join(map(repr, get_args(known)))} (got {value!r}); "
+                    f"{remedy}"
                 )
         self._check_loss_scale()
         self._check_together()
         if not isinstance(self.prefetch, bool):
             raise ValueError(
-                f"prefetch must be True or False (got {self.prefetch!r}); False is for measuring what it is worth"
+                f"{option('prefetch')} must be True or False (got {self.prefetch!r}); False is for measuring what it "
+                "is worth"
             )
-        if isinstance(self.gradient_slots, bool) or self.gradient_slots not in (1, 2):
+        if not (_is_whole_number(self.gradient_slots) and self.gradient_slots in (1, 2)):
             raise ValueError(
-                f"gradient_slots must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory is short"
+                f"{option('gradient_slots')} must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory "
+                "is short"
             )
         if self.trace is not None:
-            check_trace_path(self.trace)
+            check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
-        threads = self.num_threads
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ValueError(
-                f"num_threads must be a whole number of at least 1, or None for all cores but one (got {threads!r}); "
-                "it counts the threads of an update in the background"
-            )
+        _check_num_threads(self.num_threads)
         if self.device is not None:
             _check_device(self.device)
-        if isinstance(self.layer_classes, str):
-            raise ValueError(
-                f"layer_classes must be a tuple of class names (got the string {self.layer_classes!r}); "
-                f"write ({self.layer_classes!r},)"
-            )
+        if self.layer_classes is not None:
+            _check_layer_classes(self.layer_classes)
+            object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
 
     def _check_loss_scale(self) -> None:
-        for name in ("loss_scale_init", "loss_scale_growth", "loss_scale_backoff", "loss_scale_interval"):
+        for name, (low, high, rule, usual) in _LOSS_SCALE.items():
             value = getattr(self, name)
-            kinds = int if name == "loss_scale_interval" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                kind = "a whole number" if kinds is int else "a number"
-                raise ValueError(f"{name} must be {kind} (got {value!r}); leave it out for torch's value")
-        rules = {
-            "loss_scale_init": (0 < self.loss_scale_init < math.inf, "above 0 and finite", "65536.0"),
-            "loss_scale_growth": (1 < self.loss_scale_growth < math.inf, "above 1 and finite", "2.0"),
-            "loss_scale_backoff": (0 < self.loss_scale_backoff < 1, "between 0 and 1", "0.5"),
-            "loss_scale_interval": (self.loss_scale_interval >= 1, "at least 1", "2000"),
-        }
-        for name, (holds, rule, usual) in rules.items():
-            if not holds:
-                raise ValueError(f"{name} must be {rule} (got {getattr(self, name)!r}); torch's value is {usual}")
-            given = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            whole = name == "loss_scale_interval"
+            if not (_is_whole_number(value) or (isinstance(value, float) and not whole)):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"{option(name)} must be {kind} (got {value!r}); leave it out for torch's value")
+            if not low < value < high:
+                raise ValueError(f"{option(name)} must be {rule} (got {value!r}); torch's value is {usual}")
+            given = value != type(self).__dataclass_fields__[name].default
             if given and self.cmp not in ("fp16", "auto"):
                 raise ValueError(
-                    f"{name} is of the loss scale, which fp16 alone has (got {getattr(self, name)!r} with "
+                    f"{option(name)} is of the loss scale, which fp16 alone has (got {value!r} with "
                     f"cmp={self.cmp!r}); leave it out, or use cmp='fp16'"
                 )
 
@@ -167,12 +160,13 @@ class L2LConfig:
         if self.nonfinite == "skip" and self.eps_update == "eager":
             raise ValueError(
                 "eps_update='eager' updates layers before it is known whether the gradients of others are finite, so "
-                "no step can be skipped (got nonfinite='skip'); use eps_update='deferred', or nonfinite='raise'"
+                f"no step can be skipped (got {option('nonfinite')}='skip'); use eps_update='deferred', or "
+                f"{option('nonfinite')}='raise'"
             )
         if self.host_copies == "per_sweep" and self.cmp is None:
             raise ValueError(
-                "host_copies is about the 16-bit copies of cmp (got host_copies='per_sweep' with cmp=None, where the "
-                "masters themselves travel); leave it out, or set cmp"
+                f"{option('host_copies')} is about the 16-bit copies of cmp (got {option('host_copies')}='per_sweep' "
+                "with cmp=None, where the masters themselves travel); leave it out, or set cmp"
             )
 
 
@@ -190,31 +184,93 @@ _CHOICES: dict[str, tuple[Any, str]] = {
 }
 """Option -> its values, and what to do."""
 
+_LOSS_SCALE: dict[str, tuple[float, float, str, str]] = {
+    "loss_scale_init": (0.0, sys.float_info.max, "above 0 and finite", "65536.0"),
+    "loss_scale_growth": (1.0, sys.float_info.max, "above 1 and finite", "2.0"),
+    "loss_scale_backoff": (0.0, 1.0, "between 0 and 1", "0.5"),
+    "loss_scale_interval": (0.0, sys.float_info.max, "at least 1", "2000"),
+}
+"""Option -> what it lies between, the rule in words, and torch's value."""
+
 EAGER_FP16 = (
     "eps_update='eager' updates layers before it is known whether a gradient of another one overflows in fp16 (got "
     "cmp with fp16); use eps_update='deferred', which knows and gives the same bits as 'serial', or cmp='bf16'"
 )
 
 
+SHORT_NAMES = ("ubatch_size", "stash", "cmp", "eps_update")
+"""Options that the Trainer's arguments call what `L2LConfig` calls them; the others begin with "l2l_" there."""
+
+_of_the_trainer: ContextVar[bool] = ContextVar("_of_the_trainer", default=False)
+
+
+@contextmanager
+def options_of_the_trainer() -> Iterator[None]:
+    """Inside, errors name options as the Trainer's arguments do."""
+    before = _of_the_trainer.set(True)
+    try:
+        yield
+    finally:
+        _of_the_trainer.reset(before)
+
+
+def option(name: str) -> str:
+    """What the user called the option `name` of `L2LConfig`; every error about one says it so."""
+    return f"l2l_{name}" if _of_the_trainer.get() and name not in SHORT_NAMES else name
+
+
 def check_ubatch_size(ubatch_size: int | None) -> None:
     """Raise ValueError unless `ubatch_size` is None or a whole number of at least 1."""
     if ubatch_size is None:
         return
-    if isinstance(ubatch_size, bool) or not isinstance(ubatch_size, int) or ubatch_size < 1:
+    if not _is_whole_number(ubatch_size) or ubatch_size < 1:
         raise ValueError(
             f"ubatch_size must be a whole number of at least 1, or None for the whole device batch (got "
             f"{ubatch_size!r}); set it to the rows that fit through one layer at once"
         )
 
 
+def _is_whole_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_num_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    name, cores = option("num_threads"), os.cpu_count() or 1
+    if not _is_whole_number(threads) or threads < 1:
+        raise ValueError(
+            f"{name} must be a whole number of at least 1, or None for all cores but one (got {threads!r}); it counts "
+            "the threads of an update in the background"
+        )
+    if threads > cores:  # torch itself does not survive very many
+        raise ValueError(
+            f"{name} must be at most the {cores} cores of this machine (got {threads}); leave it out for all cores "
+            "but one"
+        )
+
+
 def _check_device(device: torch.device | str) -> None:
     try:
+        if isinstance(device, bool):
+            raise TypeError("a bool is no device")
         torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(
             f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current "
             "accelerator"
         ) from error
+
+
+def _check_layer_classes(classes: object) -> None:
+    name = option("layer_classes")
+    if isinstance(classes, str):
+        raise ValueError(f"{name} must be a tuple of class names (got the string {classes!r}); write ({classes!r},)")
+    if not isinstance(classes, tuple | list) or not classes or not all(isinstance(c, str) for c in classes):
+        raise ValueError(
+            f"{name} must be a tuple of class names (got {classes!r}); write ('MyBlock',), or leave it out to have "
+            "the stacks found"
+        )
 
 
 def size_text(num_bytes: int) -> str:

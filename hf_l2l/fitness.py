@@ -15,11 +15,13 @@ from hf_l2l import stream
 
 def refuse_placed(model: nn.Module) -> None:
     """Raise ValueError if something else than the host has the parameters of `model`."""
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map is not None:
+    device_map = getattr(model, "hf_device_map", None) or {}
+    if any(str(place) != "cpu" for place in device_map.values()):
+        name = getattr(model, "name_or_path", "")
+        remedy = f"load it as {type(model).__name__}.from_pretrained({name!r}, dtype=torch.float32)"
         raise ValueError(
-            f"a model under L2L must be on the host, without a device_map (got {device_map}); load it as "
-            f"{type(model).__name__}.from_pretrained({getattr(model, 'name_or_path', '...')!r}, dtype=torch.float32)"
+            f"a model under L2L must be on the host, without a device_map (got {device_map}); "
+            f"{remedy if name else 'make or load it without device_map'}"
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:

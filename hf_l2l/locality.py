@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hf_l2l.config import option
 from hf_l2l.optimizer import SplitStep
 
 _SCALES = (1.0, 2.0**-10, 2.0**12)
@@ -75,8 +76,8 @@ def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool) 
         )
     if in_parts:
         raise ValueError(
-            f"grad_dtype='16bit' and moment_dtype='bf16' are made fp32 a layer at a time, but {rule}; leave them out, "
-            "or use torch.optim.AdamW"
+            f"{option('grad_dtype')}='16bit' and {option('moment_dtype')}='bf16' are made fp32 a layer at a time, but "
+            f"{rule}; leave them out, or use torch.optim.AdamW"
         )
     warnings.warn(f"{rule}: it updates all of them in optimizer.step(), as eps_update='serial' does", stacklevel=5)
     return False

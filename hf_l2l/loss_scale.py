@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from hf_l2l.stacks import is_cache
+from hf_l2l.stacks import map_tensors
 
 _SMALLEST = 2.0**-100
 
@@ -40,14 +39,13 @@ def with_gradients_times(factor: Callable[[], float], value: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return value
-    return pytree.tree_map(
-        lambda leaf: (
-            _Scaled.apply(factor, leaf)  # type: ignore[no-untyped-call]
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            else leaf
+    return map_tensors(
+        lambda tensor: (
+            _Scaled.apply(factor, tensor)  # type: ignore[no-untyped-call]
+            if tensor.requires_grad
+            else tensor
         ),
         value,
-        is_leaf=is_cache,
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hf_l2l.loss_scale import LossScale
 from hf_l2l.masters import Masters
 from hf_l2l.optimizer import parameters_of
-from hf_l2l.stacks import is_cache
+from hf_l2l.stacks import is_cache, leaves_of, map_tensors
 
 
 class NonFiniteError(RuntimeError):
@@ -65,10 +65,10 @@ class LastForward:
             kwargs: the same.
             replayed: runs what it is given with the random numbers of that call.
         """
-        if any(map(is_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_cache))):
+        if any(map(is_cache, leaves_of((args, kwargs)))):
             self.forget()  # it has been written to
             return
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        args, kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
         self._module, self._again = module, lambda: replayed(lambda: module(*args, **kwargs))
 
     def forget(self) -> None:

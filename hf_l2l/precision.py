@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l import stream
 from hf_l2l.config import Cmp, GradDtype
-from hf_l2l.stacks import is_cache, shell_modules
+from hf_l2l.stacks import map_tensors, shell_modules
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,11 +114,7 @@ class Precision:
         return tuple(cast), {k: v if _is_of_a_loss(k) else self._of_input(v) for k, v in kwargs.items()}
 
     def _of_input(self, value: Any) -> Any:
-        return pytree.tree_map(
-            lambda leaf: leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
-            value,
-            is_leaf=is_cache,
-        )
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, value)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Let `tensor` stay as it is from now on."""
@@ -177,11 +172,7 @@ class _AsItIs:
 def in_fp32(value: Any) -> Any:
     """`value` with every 16-bit tensor in it as float32; a key-value cache is left alone."""
     short = set(_DTYPES.values())
-    return pytree.tree_map(
-        lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in short else leaf,
-        value,
-        is_leaf=is_cache,
-    )
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in short else tensor, value)
 
 
 def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hf_l2l import stream
 from hf_l2l.anchor import anchor_of
@@ -24,7 +23,7 @@ from hf_l2l.eps import EagerParamServer
 from hf_l2l.loss_scale import LossScale, with_gradients_times
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.precision import in_fp32
-from hf_l2l.stacks import batch_rows, is_cache, shell_modules
+from hf_l2l.stacks import batch_rows, map_tensors, shell_modules
 
 
 class Turnstile:
@@ -179,6 +178,4 @@ class Shell:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`."""
-    return pytree.tree_map(
-        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value, is_leaf=is_cache
-    )
+    return map_tensors(lambda tensor: tensor.to(device), value)

@@ -7,14 +7,17 @@ size: DeBERTa-v2's relative embeddings may have as many rows as the batch, and t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from hf_l2l.config import option
 
 LAYER_BASE_CLASS = "GradientCheckpointingLayer"
 """The base class of the blocks of transformers' models (`transformers.modeling_layers`)."""
@@ -70,7 +73,7 @@ def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) 
         missing = [name for name in layer_classes if name not in classes]
         if missing:
             raise ValueError(
-                f"every name in layer_classes must be the class of a module of the model (no module is a "
+                f"every name in {option('layer_classes')} must be the class of a module of the model (no module is a "
                 f"{missing[0]!r}); the classes in it are "
                 f"{', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
             )
@@ -120,6 +123,46 @@ def is_cache(value: object) -> bool:
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of nested containers, and their structure. A key-value cache is one leaf: it is changed in place."""
     return pytree.tree_flatten(value, is_leaf=is_cache)
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value`, what a model is called with or returns, with `fn` of every tensor in its place.
+
+    Key-value caches are left alone. Mappings that pytree does not know, such as transformers' `BatchEncoding`, are
+    copied where something in them changes, and keep their type unless it cannot be made of a dict.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fn(leaf)
+        if not isinstance(leaf, Mapping):
+            return leaf
+        before = dict(leaf.items())
+        after = {key: map_tensors(fn, item) for key, item in before.items()}
+        return leaf if all(after[key] is before[key] for key in before) else _remade(leaf, after)
+
+    return pytree.tree_map(of_leaf, value, is_leaf=is_cache)
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """The leaves of nested containers, those of every kind of mapping included; a key-value cache is one leaf."""
+    for leaf in pytree.tree_leaves(value, is_leaf=is_cache):
+        if isinstance(leaf, Mapping):
+            yield from leaves_of(dict(leaf.items()))
+        else:
+            yield leaf
+
+
+def _remade(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of `mapping`, if it can be, with other values."""
+    try:
+        if not isinstance(mapping, dict | UserDict):  # a shallow copy of others may share what holds the values
+            return type(mapping)(items)  # type: ignore[call-arg]
+        made = copy.copy(mapping)
+    except TypeError:
+        return items
+    made.update(items)
+    return made
 
 
 _SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -219,21 +262,14 @@ def batch_rows(args: Any) -> int | None:
 
     Of sizes equally common the largest: position ids may come as one row for all.
     """
-    leaves, _ = flatten(args)
-    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
 def doubled(args: Any, rows: int) -> Any:
     """`args` of a model with its batch concatenated with itself."""
-    return pytree.tree_map(
-        lambda leaf: (
-            torch.cat([leaf, leaf])
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-            else leaf
-        ),
-        args,
-        is_leaf=is_cache,
+    return map_tensors(
+        lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor, args
     )
 
 

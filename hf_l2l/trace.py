@@ -68,7 +68,7 @@ class TraceFile:
             with open(self.path, "wb") as file:
                 file.write(text.encode() + _END)
         except OSError as error:
-            raise ValueError(_cannot_be_written(path, error)) from error
+            raise ValueError(_cannot_be_written(repr(self.path), error)) from error
 
     def write(self, spans: Iterable[Span]) -> None:
         """Add spans, in any order; those of one row must not overlap in part.
@@ -98,20 +98,26 @@ class TraceFile:
             warnings.warn(f"the trace {self.path} ends here, it cannot be written any more: {error}", stacklevel=2)
 
 
-def check_trace_path(path: object) -> None:
-    """Raise ValueError unless a file can be written at `path`; nothing is written."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+def check_trace_path(path: object, name: str = "trace") -> None:
+    """Raise ValueError, which calls the option `name`, unless a file can be written at `path`; nothing is written."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
         raise ValueError(
-            f"trace must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
+            f"{name} must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
         )
-    folder = os.path.dirname(os.path.abspath(path))
+    got, folder = f"{name}={path!r}", os.path.dirname(os.path.abspath(path))
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, or of characters that no file system takes
+        raise ValueError(_cannot_be_written(got, error)) from error
     if not os.path.isdir(folder):
-        raise ValueError(_cannot_be_written(path, f"there is no folder {folder}"))
+        raise ValueError(_cannot_be_written(got, f"there is no folder {folder}"))
     if os.path.isdir(path):
-        raise ValueError(_cannot_be_written(path, "it is a folder"))
+        raise ValueError(_cannot_be_written(got, "it is a folder"))
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(_cannot_be_written(path, "permission denied"))
+        raise ValueError(_cannot_be_written(got, "permission denied"))
 
 
-def _cannot_be_written(path: object, reason: object) -> str:
-    return f"the trace must go where a file can be written (got {path!r}: {reason}); give a file in an existing folder"
+def _cannot_be_written(got: str, reason: object) -> str:
+    return f"the trace must go where a file can be written (got {got}: {reason}); give a file in an existing folder"

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.estimate import check_host_memory, estimate, summary
 from hf_l2l.fitness import move_to_host
@@ -28,7 +29,7 @@ from hf_l2l.hooks import attach_l2l, attachment_of, check_attachable
 from hf_l2l.lamb import Lamb
 from hf_l2l.precision import copy_as
 from hf_l2l.stacks import find_stacks
-from hf_l2l.training_args import l2l_config, refuse_conflicts
+from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
@@ -40,7 +41,8 @@ logger = logging.get_logger("transformers.hf_l2l")
 class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
 
-    A model without a layer stack trains as with `Trainer`, with one warning.
+    A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
+    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes.
 
     Raises:
         ValueError: for a model or arguments that cannot be run layer to layer.
@@ -49,18 +51,13 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     model: Any
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
-        if args is not None:
-            refuse_conflicts(args)
-            _refuse_several_devices(args)
-        if model is not None:
-            check_attachable(model)
+    @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # As they come: beside another trainer, it is that one which knows their order.
         self._stackless_said = False
         self._tokens: int | None = 0
         """That training steps have seen since the last log, None if the inputs are not tokens."""
-        super().__init__(model, args, *rest, **kwargs)
-        if args is None:  # the ones that Trainer made
-            _refuse_several_devices(self.args)
+        super().__init__(*args, **kwargs)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         if given and getattr(self.args, "l2l_optimizer", None) is not None:
             raise ValueError(
@@ -75,10 +72,11 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _l2l_config(self) -> L2LConfig:
         return replace(l2l_config(self.args), device=self.args.device)
 
+    @options_of_the_trainer()
     def _streams(self, model: nn.Module | None = None) -> bool:
         """Whether the model has layers to stream; says so once if it has none."""
         model = self.model if model is None else model
-        if find_stacks(model, self._l2l_config().layer_classes):
+        if find_stacks(model, l2l_config(self.args).layer_classes):
             return True
         if not self._stackless_said:
             self._stackless_said = True
@@ -89,6 +87,14 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             )
         return False
 
+    def _refuse_unfit(self, model: nn.Module) -> None:
+        """Raise ValueError for a model with layers that cannot be run layer to layer, or not with these arguments."""
+        if self._streams(model):
+            refuse_for_layers(self.args)
+            _refuse_several_devices(self.args)
+            check_attachable(model)
+
+    @options_of_the_trainer()
     def _attach(self) -> EagerParamServer | None:
         """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
         return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
@@ -115,10 +121,35 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         else:
             super()._move_model_to_device(model, device)
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Overridden because `Accelerator.prepare` would move the model, and bounce the optimizer's state."""
-        return {**super()._build_accelerator_args(**kwargs), "device_placement": False}
+    def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Overridden because the model is known only now."""
+        model: nn.Module = super().call_model_init(*args, **kwargs)
+        self._refuse_unfit(model)
+        return model
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Overridden because `prepare` would move the model and bounce the optimizer's state. It places batches: with
+        `device_placement=False` Accelerate reads streamed data sets in another way, and gathers too many rows.
+
+        And because here arguments and model are known for the first time, and nothing is allocated."""
+        refuse_conflicts(self.args)
+        if isinstance(self.model, nn.Module):  # and not None, where `call_model_init` makes one
+            self._refuse_unfit(self.model)
+        super().create_accelerator_and_postprocess()
+        prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
+
+        def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
+            placed = device_placement if attachment_of(model) is None else False  # another one: a reference model
+            return prepare_model(model, device_placement=placed, **options)
+
+        def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
+            placed = device_placement if attachment_of(self.model) is None else False
+            return prepare_optimizer(optimizer, device_placement=placed)
+
+        self.accelerator.prepare_model = model_where_it_is
+        self.accelerator.prepare_optimizer = optimizer_where_it_is
+
+    @options_of_the_trainer()
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden to attach before the optimizer is made and the model is prepared."""
         eps = self._attach()
@@ -142,6 +173,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         betas = args.adam_beta1, args.adam_beta2
         return Lamb, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
+    @options_of_the_trainer()
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Overridden because the EPS checks the optimizer and clears the gradients it used."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
@@ -167,9 +199,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             if attached is not None:
                 attached.eps.timeline.unwatch()
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, padding included, as transformers does for `num_input_tokens_seen`."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers are given lists of rows
         if self._tokens is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
             self._tokens += tokens.numel()
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -16,6 +16,8 @@ from hf_l2l.config import (
     MomentDtype,
     Nonfinite,
     StashPlace,
+    option,
+    options_of_the_trainer,
 )
 
 
@@ -26,7 +28,8 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
 
     Raises:
-        ValueError: for a bad value, or an option of the Trainer that L2L cannot honour.
+        ValueError: for a bad value, or options that contradict each other. What L2L cannot honour is refused by
+            `L2LTrainer`, which knows whether the model has layers.
     """
 
     ubatch_size: int | None = field(
@@ -137,8 +140,7 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     )
 
     def __post_init__(self) -> None:
-        # Before the base class acts on them: it would ask for packages that L2L does not use.
-        refuse_conflicts(self)
+        refuse_conflicts(self)  # before the base class acts on them
         l2l_config(self)
         super().__post_init__()
         refuse_conflicts(self)  # the base class derives some of them from others
@@ -147,36 +149,32 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
 def l2l_config(args: TrainingArguments) -> L2LConfig:
     """The `L2LConfig` that training arguments ask for; the defaults for plain `TrainingArguments`.
 
-    The device is left open: it is known once the arguments have been set up.
+    The device is left open: it is known once the arguments have been set up. Errors name options as they are called
+    there.
     """
-    classes: Any = getattr(args, "l2l_layer_classes", None)
-    if isinstance(classes, list):  # and not a string, which L2LConfig refuses
-        classes = tuple(classes)
-    return L2LConfig(
-        ubatch_size=getattr(args, "ubatch_size", None),
-        stash=getattr(args, "stash", "device"),
-        cmp=getattr(args, "cmp", None),
-        loss_scale_init=getattr(args, "l2l_loss_scale_init", 2.0**16),
-        loss_scale_growth=getattr(args, "l2l_loss_scale_growth", 2.0),
-        loss_scale_backoff=getattr(args, "l2l_loss_scale_backoff", 0.5),
-        loss_scale_interval=getattr(args, "l2l_loss_scale_interval", 2000),
-        grad_dtype=getattr(args, "l2l_grad_dtype", "fp32"),
-        moment_dtype=getattr(args, "l2l_moment_dtype", "fp32"),
-        host_copies=getattr(args, "l2l_host_copies", "kept"),
-        nonfinite=getattr(args, "l2l_nonfinite", "raise"),
-        prefetch=getattr(args, "l2l_prefetch", True),
-        gradient_slots=getattr(args, "l2l_gradient_slots", 2),
-        trace=getattr(args, "l2l_trace", None),
-        eps_update=getattr(args, "eps_update", "auto"),
-        num_threads=getattr(args, "l2l_num_threads", None),
-        layer_classes=classes,
-    )
+    with options_of_the_trainer():
+        given = {f.name: option(f.name) for f in fields(L2LConfig) if f.name != "device"}
+        return L2LConfig(**{name: getattr(args, typed) for name, typed in given.items() if hasattr(args, typed)})
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:
-    """Raise ValueError for options of the Trainer that cannot be honoured together with L2L."""
+    """Raise ValueError for options that contradict each other, whatever the model."""
     _refuse_two_optimizers(args)
     _refuse_two_precisions(args)
+    if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
+        raise ValueError(
+            "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
+            f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
+            "gives the same bits as 'serial'"
+        )
+
+
+def refuse_for_layers(args: Any) -> None:
+    """Raise ValueError for options of the Trainer that cannot be honoured with a model that is run layer to layer.
+
+    Args:
+        args: what has the options that were given as attributes; those it lacks were not.
+    """
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
@@ -188,12 +186,14 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
-    if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
+    optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
+    if optim.endswith("_layerwise"):
         raise ValueError(
-            "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
-            f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
-            "gives the same bits as 'serial'"
+            f"optim cannot be used with L2L (got optim={optim!r}): it updates parameters in hooks of their backward, "
+            f"which runs on copies; use optim={optim.removesuffix('_layerwise')!r}"
         )
+    if getattr(args, "mixed_precision", None) == "fp16":
+        raise ValueError(_two_precisions(args))
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:
@@ -213,12 +213,9 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
 
 def _refuse_two_precisions(args: TrainingArguments) -> None:
     cmp, save = getattr(args, "cmp", None), getattr(args, "l2l_save_dtype", "fp32")
-    launched = getattr(args, "mixed_precision", "no")  # ACCELERATE_MIXED_PRECISION, which `accelerate launch` sets
-    if launched == "fp16" or (cmp is not None and launched not in ("no", None) and not args.bf16):
-        raise ValueError(
-            f"one option says in what layers compute (got cmp={cmp!r}, and mixed_precision={launched!r} from "
-            "Accelerate); launch with --mixed_precision no, and use cmp"
-        )
+    launched = getattr(args, "mixed_precision", None)
+    if cmp is not None and launched not in ("no", None) and not (args.bf16 or args.fp16):
+        raise ValueError(_two_precisions(args))
     for name in ("bf16", "fp16"):
         if cmp is not None and getattr(args, name):
             raise ValueError(
@@ -229,3 +226,11 @@ def _refuse_two_precisions(args: TrainingArguments) -> None:
         raise ValueError(
             f"l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got {save!r}); leave it out for the fp32 masters"
         )
+
+
+def _two_precisions(args: TrainingArguments) -> str:
+    """What is wrong with ACCELERATE_MIXED_PRECISION, which `accelerate launch` sets."""
+    return (
+        f"one option says in what layers compute (got cmp={getattr(args, 'cmp', None)!r}, and "
+        f"mixed_precision={args.mixed_precision!r} from Accelerate); launch with --mixed_precision no, and use cmp"
+    )

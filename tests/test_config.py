@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_l2l import L2LConfig
-from hf_l2l.config import check_ubatch_size, size_text
+from hf_l2l.config import _CHOICES, check_ubatch_size, size_text
 
 NO_UBATCH_SIZES = st.one_of(
     st.integers(max_value=0),
@@ -129,4 +131,67 @@ def test_when_to_update_is_one_of_four(value):
 def test_threads_are_a_positive_whole_number(value):
     with pytest.raises(ValueError, match="num_threads must be a whole number of at least 1, or None"):
         L2LConfig(num_threads=value)
-    assert L2LConfig(num_threads=3).num_threads == 3
+    assert L2LConfig(num_threads=1).num_threads == 1
+
+
+def test_there_are_no_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert L2LConfig(num_threads=4).num_threads == 4
+    with pytest.raises(ValueError) as error:
+        L2LConfig(num_threads=1_000_000)
+    assert str(error.value) == (
+        "num_threads must be at most the 4 cores of this machine (got 1000000); leave it out for all cores but one"
+    )
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0, True, "2", 3, None])
+def test_gradient_slots_are_one_or_two(value):
+    with pytest.raises(ValueError, match=rf"gradient_slots must be 1 or 2 \(got {value!r}\); use 1 where"):
+        L2LConfig(gradient_slots=value)
+
+
+@pytest.mark.parametrize("value", [5, (), ("Block", 5), [None], {"Block"}, True])
+def test_layer_classes_are_words(value):
+    message = f"layer_classes must be a tuple of class names (got {value!r}); write ('MyBlock',), or leave it out to"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        L2LConfig(layer_classes=value)
+
+
+def test_a_list_of_layer_classes_is_the_tuple():
+    assert L2LConfig(layer_classes=["Block"]) == L2LConfig(layer_classes=("Block",))
+
+
+WORDS = sorted({word for known, _ in _CHOICES.values() for word in get_args(known)})
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.integers(),
+    st.just(10**400),
+    st.floats(),
+    st.complex_numbers(),
+    st.sampled_from(["cpu", "cuda:1", "Block", "yes", "4", "a\0b", "\ud800", "x" * 300, *WORDS]),
+    st.text(st.characters(exclude_characters="/"), max_size=5),  # and no path that another test looks at
+    st.binary(max_size=3),
+)
+ANYTHING = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=2),
+    st.lists(SCALARS, max_size=2).map(tuple),
+    st.dictionaries(st.text(max_size=2), SCALARS, max_size=1),
+    st.builds(torch.ones, st.integers(0, 2)),
+    st.builds(object),
+)
+FIELDS = [field.name for field in dataclasses.fields(L2LConfig)]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@given(value=ANYTHING)
+def test_any_value_makes_a_config_or_is_refused(name, value):
+    try:
+        config = L2LConfig(**{name: value})
+    except ValueError as error:
+        assert re.search(rf"\b{name}\b", str(error)), str(error)
+    else:
+        assert config == L2LConfig(**{name: value})
+        assert isinstance(hash(config), int)

@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 import transformers as hf
-from accelerate import Accelerator
+from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
 from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -299,6 +299,9 @@ def test_refused_models():
         match=r"without a device_map .*SequenceClassification.from_pretrained\('some/model', dtype=torch.float32\)",
     ):
         attach_l2l(model)
+    model.name_or_path = ""
+    with pytest.raises(ValueError, match=r"'classifier': 'cpu'\}\); make or load it without device_map$"):
+        attach_l2l(model)
     with torch.device("meta"):
         model = bert()
     with pytest.raises(ValueError, match=r"must hold values \(got bert.embeddings.word_embeddings.weight on the meta"):
@@ -357,6 +360,15 @@ def test_a_process_group_that_is_made_later_is_refused(request):
         model(**batch_for(model))
     with pytest.raises(ValueError, match="got a process group of 2"):
         model(**batch_for(model))
+
+
+@pytest.mark.parametrize("places", [{"": torch.device("cpu")}, {"bert": "cpu", "classifier": "cpu"}], ids=str)
+def test_a_device_map_that_is_all_host_is_no_placement(places):
+    model = bert()
+    dispatch_model(model, places)
+    assert model.hf_device_map == places
+    attach_l2l(model)
+    train_once(model, batch_for(model))
 
 
 def test_a_bare_hook_is_what_copies_carry():

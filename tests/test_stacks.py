@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import UserDict
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from hf_l2l.stacks import (
     doubled,
     find_stacks,
     flatten,
+    leaves_of,
+    map_tensors,
     narrow,
     parameter_bytes,
     shell_modules,
@@ -319,3 +323,79 @@ def test_the_key_knows_the_class_and_the_mode():
     assert key(layer) != key(nn.Identity())
     training = key(layer)
     assert key(layer.eval()) != training
+
+
+# ---- leaves
+
+
+class Labelled(dict):
+    """A dict that is no node of pytree, with an attribute."""
+
+    label = "none"
+
+
+class Frozen(Mapping):
+    """What can be read only, and shares its storage with shallow copies of it."""
+
+    def __init__(self, data):
+        self._data = dict(data)
+
+    def __getitem__(self, key):
+        return self._data[key]
+
+    def __iter__(self):
+        return iter(self._data)
+
+    def __len__(self):
+        return len(self._data)
+
+
+class Particular(Frozen):
+    """Cannot be made of its items."""
+
+    def __init__(self, *, of):
+        super().__init__(of)
+
+
+def labelled(data):
+    made = Labelled(data)
+    made.label = "mine"
+    return made
+
+
+MAPPINGS = {
+    "BatchEncoding": (hf.BatchEncoding, hf.BatchEncoding),
+    "UserDict": (UserDict, UserDict),
+    "dict": (labelled, Labelled),
+    "proxy": (MappingProxyType, MappingProxyType),
+    "frozen": (Frozen, Frozen),
+    "particular": (lambda data: Particular(of=data), dict),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_leaves_in_mappings_are_seen_and_the_callers_object_stays(name):
+    make, kind = MAPPINGS[name]
+    ids, mask = torch.ones(3, 2), torch.zeros(3, 2)
+    given = make({"ids": ids, "more": [make({"mask": mask})], "text": "x"})
+    found = map_tensors(lambda tensor: tensor + 1, ([given], 5))
+    changed = found[0][0]
+    assert type(changed) is kind and found[1] == 5
+    assert torch.equal(changed["ids"], ids + 1) and torch.equal(changed["more"][0]["mask"], mask + 1)
+    assert changed["text"] == "x"
+    assert given["ids"] is ids and given["more"][0]["mask"] is mask
+    assert getattr(changed, "label", None) == getattr(given, "label", None)
+    assert [leaf for leaf in leaves_of(([given], 5)) if isinstance(leaf, torch.Tensor)] == [ids, mask]
+
+
+def test_a_mapping_in_which_nothing_changes_stays_the_same_object():
+    given = hf.BatchEncoding({"ids": torch.ones(2), "text": "x"})
+    assert map_tensors(lambda tensor: tensor, {"batch": given})["batch"] is given
+
+
+def test_rows_of_a_batch_in_a_mapping():
+    batch = hf.BatchEncoding({"ids": torch.ones(3, 2), "mask": torch.ones(3, 2)})
+    assert batch_rows(((batch,), {})) == 3
+    twice = doubled(((batch,), {}), 3)[0][0]
+    assert [t.shape[0] for t in twice.values()] == [6, 6]
+    assert [t.shape[0] for t in batch.values()] == [3, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from contextlib import nullcontext
 
@@ -190,22 +191,26 @@ def test_gradients_are_cleared_by_the_step(tmp_path):
     assert seen == [True] * 8
 
 
+class Flat(nn.Module):
+    """A model without layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def flat():
+    torch.manual_seed(0)
+    return Flat()
+
+
 @pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
 def test_a_model_without_layers_trains_as_with_trainer(tmp_path):
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(64, 8)
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            logits = self.head(self.embedding(input_ids).mean(1))
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    def flat():
-        torch.manual_seed(0)
-        return Flat()
-
     expected = trainer(hf.Trainer, tmp_path / "plain", model=flat())
     expected.train()
     with pytest.warns(UserWarning, match="no stack of layers was found in a Flat") as said:
@@ -214,6 +219,33 @@ def test_a_model_without_layers_trains_as_with_trainer(tmp_path):
         found.evaluate()
     assert len([w for w in said if "no stack" in str(w.message)]) == 1
     assert_same_run_without_evaluation(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"fp16_full_eval": True}, {"bf16_full_eval": True}, {"torch_compile_backend": "eager"}], ids=str
+)
+def test_a_model_without_layers_takes_what_trainer_takes(tmp_path, options):
+    def trained(kind, name):
+        made = trainer(kind, tmp_path / name, model=flat(), use_cpu=True, **options)
+        made.train()
+        made.evaluate()
+        return made
+
+    expected, found = trained(hf.Trainer, "plain"), trained(L2LTrainer, "l2l")
+    assert found.accelerator.state.dynamo_plugin.backend == expected.accelerator.state.dynamo_plugin.backend
+    assert logs(found) == logs(expected)
+    assert {p.dtype for p in found.model.parameters()} == {p.dtype for p in expected.model.parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+def test_a_model_without_layers_may_have_a_device_map_and_several_devices(tmp_path):
+    model = flat()
+    model.hf_device_map = {"embedding": "cpu", "head": "disk"}
+    args = arguments(hf.TrainingArguments, tmp_path, fp16=True)
+    args.mixed_precision = "no"  # which accelerate has for accelerators only
+    args._n_gpu = 2
+    assert L2LTrainer(model, args, train_dataset=rows()).model is model
 
 
 def assert_same_run_without_evaluation(found, expected):
@@ -290,3 +322,122 @@ def test_the_optimizer_of_a_subclass_is_updated_in_the_background_too(tmp_path):
     made.train()
     assert made.eps.updates.optimizers == [inner_optimizer(made)]
     assert made.eps.updates.worker.lives
+
+
+# ---- loaders
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    """Rows of which only the next is known."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return iter(rows(self.count))
+
+
+@pytest.mark.parametrize("dispatched", [None, True], ids=["default", "dispatch_batches"])
+@pytest.mark.parametrize("layers", [4, 0])
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+def test_streamed_evaluation_with_a_short_last_batch(tmp_path, layers, dispatched):
+    def evaluated(kind, name):
+        model = tiny_bert(layers=layers)
+        made = trainer(kind, tmp_path / name, model=model, accelerator_config={"dispatch_batches": dispatched})
+        return made.evaluate(Streamed(66))["eval_loss"], made.predict(Streamed(66)).predictions
+
+    (loss, predictions), (expected, theirs) = evaluated(L2LTrainer, "l2l"), evaluated(hf.Trainer, "plain")
+    assert loss == expected
+    assert predictions.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("dispatched", [None, True], ids=["default", "dispatch_batches"])
+def test_same_bits_from_a_streamed_training_set(tmp_path, dispatched):
+    def trained(make, name):
+        made = make(tmp_path / name, accelerator_config={"dispatch_batches": dispatched})
+        made.train_dataset = Streamed(30)
+        made.train()
+        return made
+
+    expected, found = trained(plain_trainer, "plain"), trained(l2l_trainer, "l2l")
+    assert_same_run(found, expected)
+
+
+# ---- with trainers of other signatures
+
+
+class Preferring(hf.Trainer):
+    """Takes its arguments in another order, as TRL's DPOTrainer does."""
+
+    def __init__(self, model=None, ref_model=None, args=None, train_dataset=None, *, beta=0.1):
+        self.ref_model, self.beta = ref_model, beta
+        super().__init__(model=model, args=args, train_dataset=train_dataset)
+
+
+class Loading(hf.Trainer):
+    """Loads the model itself, as TRL's SFTTrainer does."""
+
+    def __init__(self, model, args=None, **kwargs):
+        if isinstance(model, str):
+            model = hf.AutoModelForSequenceClassification.from_pretrained(model)
+        super().__init__(model, args, **kwargs)
+
+
+class Collecting(hf.Trainer):
+    """Makes a batch of a list of rows, as TRL's GRPOTrainer does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, data_collator=list, **kwargs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        assert isinstance(inputs, list)
+        return super().training_step(model, hf.default_data_collator(inputs), num_items_in_batch)
+
+
+def mixed(kind, first=True):
+    return type("Mixed", (L2LTrainer, kind) if first else (kind, L2LTrainer), {})
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
+    def trained(kind, folder):
+        model, args = tiny_bert(), arguments(hf.TrainingArguments, tmp_path / folder)
+        if positional:
+            made = kind(model, None, args, rows(), beta=0.5)
+        else:
+            made = kind(model, args=args, beta=0.5, train_dataset=rows())
+        made.train()
+        assert (made.args, made.ref_model, made.beta) == (args, None, 0.5)
+        return made
+
+    expected, found = trained(Preferring, "plain"), trained(mixed(Preferring, first), "l2l")
+    assert found.eps is not None
+    assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
+    tiny_bert().save_pretrained(tmp_path / "model")
+    args = arguments(hf.TrainingArguments, tmp_path)
+    made = mixed(Loading, first)(str(tmp_path / "model"), args, train_dataset=rows())
+    assert made.eps is not None
+    with pytest.raises(ValueError, match="fp16_full_eval cannot be used with L2L"):
+        args = arguments(hf.TrainingArguments, tmp_path, fp16_full_eval=True)
+        mixed(Loading, first)(str(tmp_path / "model"), args)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
+    def trained(kind, folder):
+        args = arguments(hf.TrainingArguments, tmp_path / folder)
+        made = kind(tiny_bert(), args, train_dataset=rows())
+        made.train()
+        return made
+
+    expected, found = trained(Collecting, "plain"), trained(mixed(Collecting, first), "l2l")
+    assert_same_run(found, expected)
+
+
+def test_the_signature_is_that_of_trainer():
+    assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)

@@ -12,9 +12,10 @@ import sys
 import pytest
 import torch
 import transformers as hf
+from transformers.training_args import OptimizerNames
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb
-from hf_l2l.training_args import l2l_config, refuse_conflicts
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
+from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 from training import arguments, rows, tiny_bert
 
 DEFAULTS = ["--output_dir", "out", "--report_to", "none"]
@@ -59,6 +60,9 @@ def test_the_parser_refuses(words, capsys):
     [
         ({"stash": "disk"}, "stash must be one of 'device', 'host' (got 'disk')"),
         ({"ubatch_size": 0}, "ubatch_size must be a whole number of at least 1"),
+        ({"l2l_optimizer": ["lamb"]}, "l2l_optimizer must be 'lamb' or None (got ['lamb'])"),
+        ({"l2l_save_dtype": 16}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got 16)"),
+        ({"l2l_save_dtype": []}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got [])"),
     ],
     ids=str,
 )
@@ -101,6 +105,74 @@ def test_a_field_can_be_replaced(tmp_path):
         dataclasses.replace(args, ubatch_size=0)
 
 
+# ---- names
+
+BARE = ("ubatch_size", "stash", "cmp", "eps_update")
+"""Options that are called on the command line what they are called in `L2LConfig`."""
+
+
+def argument_of(field: str) -> str:
+    return field if field in BARE else f"l2l_{field}"
+
+
+OPTIONS = [f.name for f in dataclasses.fields(L2LConfig) if f.name != "device"]
+
+
+@pytest.mark.parametrize("value", [5.5, "nonsense?/", [[]], b"", {}, 10**7, -1], ids=repr)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_errors_name_what_was_typed(option, value, tmp_path):
+    try:
+        L2LConfig(**{option: value})
+    except ValueError as error:
+        expected = str(error)
+    else:
+        assert l2l_config(arguments(L2LTrainingArguments, tmp_path, **{argument_of(option): value}))
+        return
+    with pytest.raises(ValueError) as refused:
+        arguments(L2LTrainingArguments, tmp_path, **{argument_of(option): value})
+    message = str(refused.value)
+    assert re.sub(r"\bl2l_", "", message) == expected
+    assert message.startswith(argument_of(option)) or f"(got {argument_of(option)}=" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"l2l_loss_scale_init": 2.0}, "l2l_loss_scale_init is of the loss scale, which fp16 alone has"),
+        ({"l2l_host_copies": "per_sweep"}, "(got l2l_host_copies='per_sweep' with cmp=None"),
+        (
+            {"l2l_nonfinite": "skip", "eps_update": "eager", "max_grad_norm": 0.0},
+            "(got l2l_nonfinite='skip'); use eps_update='deferred', or l2l_nonfinite='raise'",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_about_two_options_name_what_was_typed(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+class Noisy(torch.optim.SGD):
+    """Cannot be taken apart: its step draws random numbers."""
+
+    def step(self, closure=None):
+        torch.rand(())
+        return super().step(closure)
+
+
+def test_errors_of_later_on_name_what_was_typed(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes=["Nowhere"])
+    with pytest.raises(ValueError, match="every name in l2l_layer_classes must be"):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows()).l2l_summary()
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_grad_dtype="16bit")
+    with pytest.raises(ValueError, match=r"l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16' are made fp32"):
+        L2LTrainer(
+            tiny_bert(), args, train_dataset=rows(), optimizer_cls_and_kwargs=(Noisy, {"lr": 0.1})
+        ).create_optimizer()
+    with pytest.raises(ValueError, match="every name in layer_classes must be"):
+        attach_l2l(tiny_bert(), L2LConfig(device="cpu", layer_classes=("Nowhere",)))
+
+
 # ---- conflicts
 
 CONFLICTS = {
@@ -118,32 +190,33 @@ def message_of(name: str) -> str:
     return f"^{re.escape(f'{name} cannot be used with L2L (got {name}={value!r}): {remedy}')}$"
 
 
-@pytest.mark.parametrize("name", CONFLICTS)
-def test_conflicts_are_refused_in_our_arguments(name, tmp_path):
-    with pytest.raises(ValueError, match=message_of(name)):
-        arguments(L2LTrainingArguments, tmp_path, **{name: CONFLICTS[name][0]})
-
-
-def plain_with(name: str, folder) -> hf.TrainingArguments:
-    """Plain arguments with an option, set afterwards where this machine lacks what it needs."""
+def having(kind: type[hf.TrainingArguments], name: str, folder) -> hf.TrainingArguments:
+    """Arguments with an option, set afterwards where this machine lacks what it needs."""
     value = CONFLICTS[name][0]
-    if name in ("bf16_full_eval", "torch_compile"):
-        return arguments(hf.TrainingArguments, folder, use_cpu=True, **{name: value})
-    args = arguments(hf.TrainingArguments, folder)
+    if name not in ("deepspeed", "fsdp"):
+        return arguments(kind, folder, use_cpu=True, **{name: value})
+    args = arguments(kind, folder)
     setattr(args, name, value)
     return args
 
 
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
 @pytest.mark.parametrize("name", CONFLICTS)
-def test_conflicts_are_refused_in_plain_arguments(name, tmp_path):
-    args = plain_with(name, tmp_path)
+def test_conflicts_are_refused_for_a_model_with_layers(name, kind, tmp_path):
+    args = having(kind, name, tmp_path)
     with pytest.raises(ValueError, match=message_of(name)):
         L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    with pytest.raises(ValueError, match=message_of(name)):
+        L2LTrainer(model_init=lambda: tiny_bert(), args=args, train_dataset=rows())
 
 
 def test_bf16_and_the_defaults_are_no_conflict(tmp_path):
-    refuse_conflicts(arguments(L2LTrainingArguments, tmp_path, bf16=True, use_cpu=True))
-    refuse_conflicts(arguments(hf.TrainingArguments, tmp_path))
+    for args in (
+        arguments(L2LTrainingArguments, tmp_path, bf16=True, use_cpu=True),
+        arguments(hf.TrainingArguments, tmp_path),
+    ):
+        refuse_conflicts(args)
+        refuse_for_layers(args)
 
 
 # ---- one device, one process
@@ -179,8 +252,9 @@ def test_a_string_of_layer_classes_is_refused(tmp_path):
 
 
 def test_a_backend_that_implies_compiling_is_refused(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")
     with pytest.raises(ValueError, match="torch_compile cannot be used with L2L"):
-        arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
 
 
 # ---- updates and the optimizer
@@ -219,6 +293,26 @@ def test_lamb_is_made_of_the_trainers_options(tmp_path):
 def test_one_option_names_the_optimizer(options, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+LAYERWISE = [each.value for each in OptimizerNames if "layerwise" in each.value]
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_optimizers_that_update_in_backward_are_refused(name, tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, optim=name, optim_target_modules=["attention"])
+    remedy = name.removesuffix("_layerwise")
+    assert remedy in list(OptimizerNames)
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    assert str(error.value) == (
+        f"optim cannot be used with L2L (got optim={name!r}): it updates parameters in hooks of their backward, which "
+        f"runs on copies; use optim={remedy!r}"
+    )
+
+
+def test_all_layerwise_optimizers_are_known():
+    assert {"galore_adamw_layerwise", "apollo_adamw_layerwise"} <= set(LAYERWISE)
 
 
 @pytest.mark.parametrize("by", ["optimizers", "optimizer_cls_and_kwargs"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections import UserDict
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, stream
 from hf_l2l.testing import sim_stream
-from training import assert_same_run, inner_optimizer, l2l_trainer, settled_memory, tiny_bert
+from training import assert_same_run, inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
 
@@ -351,6 +353,30 @@ def test_early_stopping_loads_the_best_model(tmp_path):
     assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_trainers_loaders_place_batches_and_nothing_else(tmp_path, streamed):
+    made = l2l_trainer(tmp_path, max_steps=2, accelerator_config={"dispatch_batches": streamed})
+    if streamed:
+        made.train_dataset = StreamedRows()
+    loaders = [made.get_train_dataloader(), made.get_eval_dataloader(StreamedRows() if streamed else None)]
+    for loader in loaders:
+        batches = list(loader)
+        assert batches and {t.device for batch in batches for t in batch.values()} == {SIM}
+    made.train()
+    assert made.evaluate()["eval_loss"] > 0
+    assert all(p.device.type == "cpu" for p in made.model.parameters())
+    state = inner_optimizer(made).state.values()
+    assert all(t.device.type == "cpu" for s in state for t in s.values() if isinstance(t, torch.Tensor))
+    assert not made.optimizer.device_placement
+    reference = made.accelerator.prepare_model(tiny_bert(), evaluation_mode=True)
+    assert {p.device for p in reference.parameters()} == {SIM}  # which is not run layer to layer
+
+
+class StreamedRows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows(20))
+
+
 def test_the_first_step_takes_no_more_device_memory_than_later_ones():
     """Finding out how to split a batch must not need the memory that splitting it saves."""
     model = attached(tiny_bert(dropout=0.0), device="sim", ubatch_size=1, stash="host")
@@ -436,3 +462,65 @@ def test_buffers_written_on_the_device_come_back():
     for name, buffer in model.named_buffers():
         assert buffer.device.type == "cpu", name
         assert torch.allclose(buffer, expected[name], rtol=1e-12), name
+
+
+class Features(nn.Module):
+    """Takes one mapping, as the modules of sentence-transformers do, and writes into what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = bert()
+
+    def forward(self, features, /, extra=None):
+        output = self.bert(**{k: v for k, v in features.items() if k != "scale"})
+        features["logits"] = output.logits * features["scale"] + (0 if extra is None else extra["bias"])
+        return features
+
+
+def as_dict(data):
+    return dict(data)
+
+
+@pytest.mark.parametrize("kind", [as_dict, hf.BatchEncoding, UserDict], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("ubatch_size", [None, 2])
+def test_inputs_in_a_mapping_get_to_the_device(kind, ubatch_size):
+    model = Features().double()
+    plain = copy.deepcopy(model)
+    batch = {k: v for k, v in batch_for(model.bert).items() if k != "labels"}
+    batch["scale"] = torch.arange(1.0, 1.0 + len(batch["input_ids"]), dtype=torch.float64)[:, None]
+    bias = MappingProxyType({"bias": torch.ones(2, dtype=torch.float64)})
+    attach_l2l(model, L2LConfig(device="sim", ubatch_size=ubatch_size))
+    rows_seen = []
+    layer = model.bert.bert.encoder.layer[0]
+    layer.attention.register_forward_hook(lambda module, args, output: rows_seen.append(len(output[0])))
+    given = kind(batch)
+    with torch.no_grad():
+        model(given, extra=bias)  # finds out how to split
+        rows_seen.clear()
+        found = model(given, extra=bias)
+    assert type(found) is type(given)
+    assert found["logits"].device == SIM
+    assert "logits" not in given and {t.device.type for t in given.values()} == {"cpu"}
+    assert bias["bias"].device.type == "cpu"
+    rows_in_all = len(batch["input_ids"])
+    assert rows_seen == ([rows_in_all] if ubatch_size is None else [2] * (rows_in_all // 2) + [1] * (rows_in_all % 2))
+    expected = plain(dict(batch), extra=bias)["logits"]
+    assert torch.allclose(found["logits"].cpu(), expected, rtol=1e-12)
+    out = model(given, extra=bias)
+    out["logits"].sum().backward()
+    expected.sum().backward()
+    assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+def test_the_loss_scale_reaches_outputs_in_a_mapping():
+    model = Features()
+    plain = copy.deepcopy(model)
+    batch = {k: v for k, v in batch_for(model.bert).items() if k != "labels"}
+    batch["scale"] = torch.ones(1)
+    eps = attach_l2l(model, L2LConfig(device="sim", cmp="fp16", loss_scale_init=256.0))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(hf.BatchEncoding(batch))["logits"].sum().backward()
+    plain(dict(batch))["logits"].sum().backward()
+    assert optimizer.param_groups
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=0.1, atol=0.05)
