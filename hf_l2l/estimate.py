@@ -225,6 +225,7 @@ def _own_bytes(status: Path = Path("/proc/self/status")) -> int:
 def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
     """What will be run, where and why: the block that training starts with."""
     device = stream.execution_device(config.device)
+    mode = update_mode(config.eps_update, device)
     stacks = find_stacks(model, config.layer_classes)
     lines = [f"***** Layer-to-layer execution of {type(model).__name__} *****"]
     for stack in stacks:
@@ -247,13 +248,13 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Device = {device}",
         f"  Micro-batches = {_ubatch_text(config)}",
         f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
-        f"  Update = {_UPDATES[update_mode(config.eps_update, device)]}",
+        f"  Update = {_UPDATES[mode]}",
         f"  Precision = {_precision_text(config, device)}",
         f"  Host memory = {_kinds(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
         "parameter)",
-        f"  Device memory = shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of "
-        f"2 layers, gradients of {config.gradient_slots}), and activations",
-        f"  Bound by = {_bound_text(device, sum(sum(stack.layer_bytes) for stack in stacks))}",
+        f"  Device memory = {_device_text(config, device, need)}",
+        f"  Link = {_link_text(model, config, device, layers, need)}",
+        f"  Bound by = what l2l_bound says in the logs: {_BOUNDS[mode]}",
     ]
     return "\n".join(lines)
 
@@ -263,6 +264,37 @@ _UPDATES: dict[Mode, str] = {
     "deferred": "deferred: the host updates layer by layer in the background, under the next forward",
     "eager": "eager: the host updates layer by layer in the background, during the backward",
 }
+
+
+_BOUNDS: dict[Mode, str] = {
+    "serial": "nothing hides the update",
+    "deferred": "the next forward hides the update as far as it lasts, but for the shell and the first layer",
+    "eager": "the backward hides the update, but for the shell and the first layer",
+}
+"""What is known before the run of what it will wait for."""
+
+
+def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) -> str:
+    if not stream.shares_host_memory(device):
+        return (
+            f"shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of 2 layers, gradients of "
+            f"{config.gradient_slots}), and activations"
+        )
+    weights = "masters" if computing_dtype(config.cmp, device) is None else "16-bit copies"
+    return f"the host's, where layers compute with the {weights}: activations come on top"
+
+
+def _link_text(
+    model: nn.Module, config: L2LConfig, device: torch.device, layers: list[nn.Module], need: MemoryEstimate
+) -> str:
+    if stream.shares_host_memory(device):
+        return "none: host and device are one, nothing travels"
+    precision = Precision(model, computing_dtype(config.cmp, device))
+    weights = tensor_bytes(on_meta(p, precision.of(p)) for layer in layers for p in layer.parameters())
+    return (
+        f"up to {size_text(weights)} of weights of layers in each forward and again in each backward, "
+        f"{size_text(need.gradients)} of gradients back"
+    )
 
 
 def _precision_text(config: L2LConfig, device: torch.device) -> str:
@@ -276,12 +308,3 @@ def _ubatch_text(config: L2LConfig) -> str:
     if config.ubatch_size is None:
         return "the whole device batch at once (ubatch_size=None)"
     return f"{config.ubatch_size} rows at a time (ubatch_size={config.ubatch_size})"
-
-
-def _bound_text(device: torch.device, layer_bytes: int) -> str:
-    if device.type == "cpu":
-        return "compute: host and device are one, nothing travels"
-    return (
-        f"compute, or the link where {size_text(2 * layer_bytes)} of weights per step take longer; then the host "
-        "optimizer, which nothing hides"
-    )

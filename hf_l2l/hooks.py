@@ -7,7 +7,6 @@ the module's original forward, where `add_hook_to_module` keeps it. Everything e
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -49,33 +48,13 @@ class Runner(Protocol):
 
 
 class Replacement:
-    """Stands in for a bound method of a module. A copy or pickle of it is the original method of the copied module."""
+    """Stands in for a bound method of a module."""
 
     __slots__ = ("module", "original")  # no dict: where transformers wraps it again, that would be copied
 
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         self.module = module
         self.original = original
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bound_method, (self.module, self.original.__name__)
-
-
-def bound_method(module: nn.Module, name: str) -> types.MethodType:
-    """The method `name` of a module's class, bound to it, whatever stands in its place on the instance."""
-    return types.MethodType(getattr(type(module), name), module)
-
-
-class _HookedForward(Replacement):
-    """Accelerate's hooked forward, which is a local function and could not be pickled."""
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any], hooked: Callable[..., Any]) -> None:
-        super().__init__(module, original)
-        self.hooked = hooked
-        self.__wrapped__ = original  # so that inspect finds its signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hooked(*args, **kwargs)
 
 
 class _Forward(Replacement):
@@ -89,24 +68,38 @@ class _Forward(Replacement):
         return self.runner.run(self.module, self.original, args, kwargs)
 
 
-class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
-    """Lets a runner execute a module's original forward. A deep copy or pickle of it is a hook that does nothing."""
+class _PlainState(Replacement):
+    """Stands in for `Module.__getstate__`: a deep copy or pickle is a module that has no hook, and that anyone can
+    load. Accelerate's own forward could not be pickled, and hooks know of locks and threads."""
 
-    def __init__(self, runner: Runner) -> None:
+    __slots__ = ()
+    left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__")
+
+    def __call__(self) -> Any:
+        state = self.original()
+        return {k: v for k, v in state.items() if k not in self.left_out} if isinstance(state, dict) else state
+
+
+class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
+    """Lets a runner execute a module's original forward, and guards the module while it is attached."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
         self.runner = runner
+        self.device = device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        if not isinstance(module._old_forward, _Forward):  # embeddings that were resized are given theirs again
-            module._old_forward = _Forward(module, module._old_forward, self.runner)  # type: ignore[assignment, arg-type]
+        replaced: Any = module
+        if not isinstance(replaced._old_forward, _Forward):  # embeddings that were resized are given theirs again
+            replaced._old_forward = _Forward(module, replaced._old_forward, self.runner)
+            replaced._apply = _MoveGuard(module, replaced._apply, self.device)
+            replaced.__getstate__ = _PlainState(module, replaced.__getstate__)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        replaced: Any = module._old_forward
-        module._old_forward = replaced.original
+        replaced: Any = module
+        for name in ("_old_forward", "_apply", "__getstate__"):
+            setattr(replaced, name, getattr(replaced, name).original)
         return module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModelHook, ()
 
 
 class LayerHook(_L2LHook):
@@ -249,9 +242,9 @@ def _attach(
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     for module in outside:
-        _add_hook(module, ShellHook(shell), device)
+        add_hook_to_module(module, ShellHook(shell, device))
     for layer in layers:
-        _add_hook(layer, LayerHook(relay), device)
+        add_hook_to_module(layer, LayerHook(relay, device))
     handles = let_heads_return_fp32(model, layers) if precision.is_mixed else []
     setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers], handles))
     return eps
@@ -267,13 +260,6 @@ def _loss_scale(config: L2LConfig, dtype: torch.dtype | None) -> LossScale | Non
     )
 
 
-def _add_hook(module: nn.Module, hook: _L2LHook, device: torch.device) -> None:
-    original = module.forward
-    add_hook_to_module(module, hook)
-    module.forward = _HookedForward(module, original, module.forward)
-    module._apply = _MoveGuard(module, module._apply, device)  # type: ignore[method-assign]
-
-
 def detach_l2l(model: nn.Module) -> nn.Module:
     """Make `model` an ordinary model on the host again; nothing happens if nothing is attached. Returns the model."""
     attached = attachment_of(model)
@@ -285,13 +271,12 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), _L2LHook)]  # resized embeddings
     for module in dict.fromkeys([*attached.hooked, *later]):
         remove_hook_from_module(module)
-        if isinstance(module.__dict__.get("_original_forward"), Replacement):
-            del module.__dict__["_original_forward"]  # of accelerate's autocast wrapper, which went with the hook
-        # Both leave an attribute behind that only repeats what the class says.
-        for name in ("forward", "_apply"):
-            method = module.__dict__.get(name)
-            if isinstance(method, Replacement) or getattr(method, "__func__", None) is getattr(type(module), name):
+        # What is given back is an attribute that only repeats what the class says.
+        for name in ("forward", "_apply", "__getstate__"):
+            if module.__dict__.get(name) == getattr(type(module), name).__get__(module):
                 del module.__dict__[name]
+        if "forward" not in module.__dict__:
+            module.__dict__.pop("_original_forward", None)  # of accelerate's autocast wrapper, gone with the hook
     delattr(model, _ATTRIBUTE)
     return model
 

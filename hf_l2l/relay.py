@@ -71,6 +71,7 @@ def _join(
     if ubatch is None or call.split is None:
         return outputs
     rows, (start, stop), dims = call.split.rows, ubatch, call.split.outputs.dims
+    _check_number(call, outputs, len(dims), "set ubatch_size to None for such layers")
     if not joined:
         joined = [
             out if dim is None else _with_rows(out, dim, rows, stop - start)
@@ -80,6 +81,15 @@ def _join(
         if dim is not None:
             narrow(whole, dim, rows, start, stop).copy_(out)
     return joined
+
+
+def _check_number(call: LayerCall, outputs: Tensors, expected: int, remedy: str) -> None:
+    """Raise RuntimeError if a layer returned other outputs than it did, or than one of its kind did."""
+    if len(outputs) != expected:
+        raise RuntimeError(
+            f"a layer must return the same number of tensors in all its ubatches, and when it is recomputed (a "
+            f"{type(call.layer).__name__} returned {len(outputs)} after {expected}, captured ones included); {remedy}"
+        )
 
 
 def _with_rows(out: torch.Tensor, dim: int, rows: int, ubatch_rows: int) -> torch.Tensor:
@@ -126,6 +136,7 @@ def _backward(
     call: LayerCall, outputs: Tensors, gradients: Sequence[torch.Tensor | None], ubatch: Ubatch | None
 ) -> None:
     """Run backward from the outputs of one ubatch, with its rows of their gradients."""
+    _check_number(call, outputs, len(gradients), "let it return the same with and without gradients")
     roots, root_gradients = [], []
     for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if gradient is None or not output.requires_grad:

@@ -276,7 +276,8 @@ def doubled(args: Any, rows: int) -> Any:
 def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:
     """What layer calls must have in common to be split alike.
 
-    The class, the structure (None against tensor included), and per tensor its rank, dtype and which sizes are one or
+    The classes of the layer and of all modules in it (a dense layer among those with experts has another output
+    captured), the structure (None against tensor included), and per tensor its rank, dtype and which sizes are one or
     equal to the rows, so that a tensor that starts to carry rows is not taken for the shared one it was.
     """
 
@@ -286,4 +287,4 @@ def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], row
         # Numbers may differ from call to call; flags and words decide what is computed.
         return (type(leaf), leaf) if isinstance(leaf, bool | str) else type(leaf)
 
-    return type(layer), layer.training, spec, tuple(kind(leaf) for leaf in leaves)
+    return tuple(type(m) for m in layer.modules()), layer.training, spec, tuple(kind(leaf) for leaf in leaves)

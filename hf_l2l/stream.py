@@ -64,7 +64,7 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     A device type without an index becomes the current device of that type.
 
     Raises:
-        ValueError: if this machine has no such device.
+        ValueError: if this machine has no such device, or its random generator cannot be put back.
     """
     if device is None:
         # check_available: a build of torch that knows an accelerator runs on machines that have none.
@@ -80,6 +80,13 @@ def execution_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(
             f"the execution device must be one this machine has (got {device}); set device to None for the current "
             "accelerator, or to 'cpu'"
+        )
+    missing = [name for name in ("get_rng_state", "set_rng_state") if not hasattr(module, name)]
+    if missing:
+        raise ValueError(
+            "the execution device must be one whose random generator can be read and set, since the backward draws "
+            f"again what the forward drew (got {device}: {module.__name__} has no {missing[0]}); set device to 'cpu', "
+            f"or add the function to {module.__name__}"
         )
     if device.index is not None:
         return device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -57,3 +58,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is None:
+        # The Makefile does so, too. From here on as well, since nothing has asked CUDA for its devices yet.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -71,6 +71,31 @@ def test_the_auxiliary_loss_trains_the_router(ubatch_size, only):
 
 
 @UBATCH_SIZES
+@pytest.mark.parametrize("dense", [[0], [1], [0, 2]], ids=str)
+def test_dense_layers_among_those_with_routers(ubatch_size, dense):
+    """They are of one class, and only some capture router logits."""
+    config = hf.Qwen3MoeConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        mlp_only_layers=dense,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
+    )
+    model = hf.Qwen3MoeForCausalLM(config)
+    expected, found, error = both(model, lambda out: out.loss, {"ubatch_size": ubatch_size}, batch_for(model))
+    assert error <= TOLERANCE[torch.float32]
+    assert len(found.router_logits) == len(expected.router_logits) == 3 - len(dense)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert len(routers(model)) == 3 - len(dense)
+    assert all(p.grad.abs().max() > 0 for p in routers(model))
+
+
+@UBATCH_SIZES
 @pytest.mark.parametrize("make", [bert, llama], ids=lambda make: make.__name__)
 def test_attentions_and_hidden_states(make, ubatch_size):
     model = make(attn_implementation="eager").to(FLOAT64)

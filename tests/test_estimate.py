@@ -17,8 +17,9 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from families import VOCAB, batch_for, bert, gpt2, train_once
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import L2LConfig, attach_l2l, stream
 from hf_l2l import estimate as estimate_function
+from hf_l2l.config import size_text
 from hf_l2l.estimate import (
     SKIP_VARIABLE,
     MemoryEstimate,
@@ -27,6 +28,7 @@ from hf_l2l.estimate import (
     check_host_memory,
     estimate,
     moment_bytes,
+    summary,
 )
 from hf_l2l.pages import Pages, Room
 from training import inner_optimizer, l2l_trainer
@@ -389,3 +391,58 @@ def test_page_locked_memory_is_the_processes_own():
     held = room.tensor_like(torch.empty(size, dtype=torch.uint8)).fill_(1)
     assert 0.9 * size <= MODULE._own_bytes() - before <= 1.1 * size
     assert held.sum() == size
+
+
+# ---- the block that training starts with
+
+
+def told(monkeypatch, device: str, **options) -> dict[str, str]:
+    """The lines of the summary, by their heads. No device of that type needs to be there."""
+    monkeypatch.setattr(stream, "execution_device", lambda asked: torch.device(device))
+    monkeypatch.setattr(MODULE, "computing_dtype", lambda cmp, on: cmp and torch.bfloat16)
+    model, config = small_bert(), L2LConfig(**options)
+    lines = summary(model, config, estimate(model, config)).splitlines()[1:]
+    return {head.strip(): text for head, _, text in (line.partition(" = ") for line in lines)}
+
+
+@pytest.mark.parametrize("cmp", [None, "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(
+    ("mode", "says", "not_hidden"),
+    [
+        ("serial", "in step()", "nothing hides the update"),
+        (
+            "deferred",
+            "under the next forward",
+            "the next forward hides the update as far as it lasts, but for the shell and the first layer",
+        ),
+        (
+            "eager",
+            "during the backward",
+            "the backward hides the update, but for the shell and the first layer",
+        ),
+    ],
+)
+def test_the_summary_says_what_is_known_before_the_run(mode, says, not_hidden, device, cmp, monkeypatch):
+    lines = told(monkeypatch, device, eps_update=mode, cmp=cmp)
+    assert lines["Update"].startswith(f"{mode}: ") and says in lines["Update"]
+    # Whether it will be compute, the link or the host update depends on the machine.
+    assert lines["Bound by"] == f"what l2l_bound says in the logs: {not_hidden}"
+    weights = "16-bit copies" if cmp else "masters"
+    if device == "cpu":
+        assert (
+            lines["Device memory"] == f"the host's, where layers compute with the {weights}: activations come on top"
+        )
+        assert lines["Link"] == "none: host and device are one, nothing travels"
+    else:
+        weights_bytes = 2 * LAYER * (2 if cmp else 4)
+        assert lines["Device memory"].startswith("shell ") and "slots" in lines["Device memory"]
+        assert lines["Link"] == (
+            f"up to {size_text(weights_bytes)} of weights of layers in each forward and again in each backward, "
+            f"{size_text(4 * (SHELL + 2 * LAYER))} of gradients back"
+        )
+
+
+def test_gradients_come_back_in_the_dtype_they_wait_in(monkeypatch):
+    lines = told(monkeypatch, "cuda:0", cmp="bf16", grad_dtype="16bit")
+    assert f"{size_text(2 * (SHELL + 2 * LAYER))} of gradients back" in lines["Link"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
 from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from families import assert_same_bits, batch_for, bert, gpt2, gradients, reference, train_once
+from families import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from training import l2l_trainer, tiny_bert
 
@@ -157,6 +158,35 @@ def test_a_copy_is_a_detached_model(by):
     assert_same_bits(gradients(other), expected)
     attach_l2l(other, L2LConfig(ubatch_size=2))
     detach_l2l(other)
+
+
+@pytest.mark.parametrize("by", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("make", [bert, gpt2, llama], ids=lambda make: make.__name__)
+def test_a_model_with_resized_embeddings_is_copied_and_detached(make, by):
+    """Accelerate puts the hook of the old embeddings on the new ones, and its own function in their forward."""
+    model = make()
+    attach_l2l(model)
+    model.resize_token_embeddings(80, mean_resizing=False)
+    other = copy.deepcopy(model) if by == "deepcopy" else pickle.loads(pickle.dumps(model))  # noqa: S301  # our own bytes
+    batch = batch_for(model)
+    batch["input_ids"][0, 0] = 79
+    loss = train_once(model, batch)
+    detach_l2l(model)
+    for each in (other, model):
+        names = {name for module in each.modules() for name in vars(module)}
+        assert not names & {"_hf_hook", "_old_forward", "forward", "_apply", "__getstate__"}
+    assert torch.equal(train_once(other, batch), loss)
+    assert_same_bits(gradients(other), gradients(model))
+    attach_l2l(other)
+
+
+def test_resized_embeddings_are_guarded():
+    model = llama()
+    attach_l2l(model)
+    model.resize_token_embeddings(80, mean_resizing=False)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        with pytest.raises(ValueError, match="keeps the dtype of its master weights"):
+            module.half()
 
 
 def test_moves_of_an_attached_model():

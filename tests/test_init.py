@@ -8,10 +8,12 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import conftest
 import hf_l2l
 
 ROOT = Path(__file__).parent.parent
@@ -107,3 +109,36 @@ def test_supported_versions_are_those_the_package_is_installed_with():
         assert f'"{package}>={lowest},<{end}"' in requirements
     assert f'version = "{hf_l2l.__version__}"' in requirements
     assert torch.__version__.startswith(version("torch").split("+")[0])
+
+
+# ---- on a machine with a GPU
+
+
+def commands(target: str) -> list[str]:
+    """The calls of pytest that a target of the Makefile makes."""
+    done = subprocess.run(
+        ["make", "-n", "-o", ".venv/ready", "-o", ".venv-oldest/ready", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [line for line in done.stdout.splitlines() if " -m pytest " in line]
+
+
+def test_tests_and_what_they_start_see_no_gpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    for target in ("test", "test-all", "test-oldest"):
+        assert len(commands(target)) == 2
+        assert all("CUDA_VISIBLE_DEVICES= " in command for command in commands(target))
+
+
+def test_tests_of_the_gpu_see_it(monkeypatch):
+    [command] = commands("test-gpu")
+    words = command.split()
+    asked = words[words.index("-m", words.index("pytest")) + 1]
+    assert "CUDA_VISIBLE_DEVICES" not in command
+    for marks, seen in ((asked, "3"), ("gpu and not slow", "3"), ("not slow and not gpu", ""), ("", "")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        conftest.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=marks)))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

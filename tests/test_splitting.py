@@ -219,6 +219,52 @@ def test_each_class_that_cannot_be_cut_is_named():
     assert [str(w.message).split(":")[0].split()[-1] for w in said] == ["Centered", "Other"]
 
 
+class Counting(Block):
+    """Returns one more output in some of its calls."""
+
+    def __init__(self, more: Callable[[], bool] = lambda: False):
+        super().__init__()
+        self.more = more
+
+    def forward(self, x, **extras):
+        out = super().forward(x)
+        return (out, x.mean(1)) if self.more() else out
+
+
+class Unpacking(Stacked):
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            out = block(x)
+            x = out[0] if isinstance(out, tuple) else out
+        return x.square().mean()
+
+
+def test_layers_of_one_class_and_other_modules_are_cut_each_in_its_way():
+    plain = Unpacking(Counting)
+    plain.blocks[1].more, plain.blocks[1].inner = lambda: True, nn.Identity()
+    plain = plain.to(FLOAT64)
+    ours = copy.deepcopy(plain)
+    attach_l2l(ours, L2LConfig(layer_classes=("Counting",), ubatch_size=2))
+    seen = rows_seen(ours.blocks[1].linear)
+    compare(plain, ours, 1)
+    assert seen[-4:] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [(lambda index: index == 2, "ubatch_size to None"), (lambda _: torch.is_grad_enabled(), "without gradients")],
+    ids=["one of the layers", "the recompute"],
+)
+def test_a_layer_that_returns_more_than_it_did_is_told_of(more, remedy):
+    model = Unpacking(Counting)
+    for index, block in enumerate(model.blocks):
+        block.more = lambda index=index: more(index)
+    attach_l2l(model, L2LConfig(layer_classes=("Counting",), ubatch_size=2))
+    with pytest.raises(RuntimeError, match=rf"a Counting returned 2 after 1.*{remedy}"):
+        model(torch.randn(6, 3)).backward()
+
+
 class Failing(Stacked):
     def forward(self, x):
         if len(x) > 8:

@@ -318,9 +318,10 @@ def test_calls_of_different_kinds_have_different_keys(one, other):
     assert key(layer, **one) != key(layer, **other)
 
 
-def test_the_key_knows_the_class_and_the_mode():
+def test_the_key_knows_the_classes_and_the_mode():
     layer = nn.Linear(3, 3)
     assert key(layer) != key(nn.Identity())
+    assert key(nn.Sequential(layer)) == key(nn.Sequential(nn.Linear(3, 3))) != key(nn.Sequential(nn.Identity()))
     training = key(layer)
     assert key(layer.eval()) != training
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import stream
+from hf_l2l import L2LConfig, attach_l2l, stream
 from hf_l2l.stream import HOST, RngState
+from training import tiny_bert
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -59,6 +60,20 @@ def test_the_host_has_one_name(asked):
 def test_without_an_accelerator_the_host_executes(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert stream.execution_device(None) == HOST
+
+
+@pytest.mark.parametrize("missing", ["get_rng_state", "set_rng_state"])
+def test_a_device_whose_generator_cannot_be_put_back_is_refused_at_attach(missing, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delattr(torch.cuda, missing)
+    model = tiny_bert()
+    before = {name: list(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(
+        ValueError, match=rf"generator can be read and set.*got cuda:0: torch.cuda has no {missing}\); set device to"
+    ):
+        attach_l2l(model, L2LConfig(device="cuda:0"))
+    assert {name: list(vars(module)) for name, module in model.named_modules()} == before
 
 
 def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):

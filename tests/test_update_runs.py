@@ -164,9 +164,10 @@ def test_a_signal_ends_the_program(mode, seconds, sent):
         assert program.stdout.readline() == b"updating\n"
         time.sleep(0.3)
         program.send_signal(sent)
-        began = time.monotonic()
-        _, errors = program.communicate(timeout=20)
-        assert time.monotonic() - began < 10.0
+        try:
+            _, errors = program.communicate(timeout=100)  # much less than the update takes
+        finally:
+            program.kill()
     assert program.returncode == -sent
     if sent == signal.SIGINT:
         assert b"KeyboardInterrupt" in errors and b"Error" not in errors

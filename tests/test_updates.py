@@ -256,12 +256,13 @@ def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, num_
     optimizer = eps.wrap(Broken(model.parameters()))
     address = model.bert.encoder.layer[index].output.dense.bias.data_ptr()
     optimizer.victim = address
-    began = time.monotonic()
+    before_told = 0
     with pytest.raises(BrokenError) as told:
         for _ in range(2):
             train_once(model, batch_for(model))
             optimizer.step()
-    assert time.monotonic() - began < 5.0
+            before_told += 1
+    assert before_told == 0 or mode == "deferred"  # then it may be told of in the next step
     assert f"layer.{index}" in "".join(told.value.__notes__)
     with pytest.raises(EngineFailedError, match="BrokenError: no update"):
         model(**batch_for(model))
@@ -336,7 +337,7 @@ def test_no_thread_is_left(num_threads):
     assert len(workers()) == before
     model, optimizer, _ = run("eager", count=2, num_threads=num_threads)
     del model, optimizer
-    until = time.monotonic() + 5.0  # the last reference may be dropped by the thread itself, which then ends by itself
+    until = time.monotonic() + 60  # the last reference may be dropped by the thread itself, which then ends by itself
     while len(workers()) > before and time.monotonic() < until:
         gc.collect()
     assert len(workers()) == before

@@ -171,7 +171,8 @@ CASES.remove(("update", "serial"))  # there the optimizer's own step raises
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize(("fault", "mode"), CASES)
 def test_a_fault_is_told_with_its_layer(fault, mode, index, monkeypatch):
-    """Within 5 seconds, with its type; then the step can be made again, or the engine says that it has failed."""
+    """With its type; in its own step, or in the next one if the update is deferred. Then the step can be made again,
+    or the engine says that it has failed."""
     model = toy()
     options: dict[str, Any] = {"eps_update": mode, "ubatch_size": 3, "num_threads": 1 + index % 2}
     eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **options))
@@ -184,12 +185,13 @@ def test_a_fault_is_told_with_its_layer(fault, mode, index, monkeypatch):
         optimizer.step()
 
     step()
-    began = time.monotonic()
+    before_told = 0
     with pytest.MonkeyPatch.context() as patch, FAULTS[fault](model, index, patch):
         with pytest.raises(FaultError) as told:
             for _ in range(2):
                 step()
-    assert time.monotonic() - began < 5.0
+                before_told += 1
+    assert before_told == 0 or (fault, mode) == ("update", "deferred")
     assert f"blocks.{index}" in " ".join(told.value.__notes__)
     # Masters that have been updated cannot be put back; in an eager step, the head's and those of the layers above.
     lost = fault == "update" or (mode == "eager" and fault in ("download", "norm"))
