@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l.backwards import Backwards
+from hf_l2l.pending import untouched
 
 FUNCTIONAL_CALL = (
     "torch.func.functional_call, which replaces them for one call, is for torch.no_grad() only under L2L: write the "
@@ -17,7 +18,11 @@ FUNCTIONAL_CALL = (
 
 
 def anchor_of(parameters: Iterable[torch.Tensor], backwards: Backwards) -> torch.Tensor:
-    """A tensor without elements that requires a gradient if one of `parameters` does.
+    """A tensor without elements that requires a gradient.
+
+    It comes from those of `parameters` that are trained and have no gradient yet. One that has is left out: then
+    autograd leads to it only where a loss uses the master itself, which `Gradients` asks for before it adds to the
+    gradient.
 
     Raises:
         ValueError: if other tensors than parameters stand in their places.
@@ -29,7 +34,10 @@ def anchor_of(parameters: Iterable[torch.Tensor], backwards: Backwards) -> torch
             "the weights of a model that trains under L2L must be its own parameters, where gradients arrive (got a "
             f"{type(strange).__name__} of shape {list(strange.shape)} in place of one); {FUNCTIONAL_CALL}"
         )
-    anchor: torch.Tensor = _Anchor.apply(backwards, *trained)  # type: ignore[no-untyped-call]
+    with untouched():
+        masters = [p for p in trained if p.grad is None]
+    itself = torch.empty(0, requires_grad=True)
+    anchor: torch.Tensor = _Anchor.apply(backwards, itself, *masters)  # type: ignore[no-untyped-call]
     return anchor
 
 
@@ -41,9 +49,9 @@ class _Anchor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, backwards: Backwards, *masters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, backwards: Backwards, itself: torch.Tensor, *masters: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.backwards, ctx.count = backwards, len(masters)
+        ctx.backwards, ctx.count = backwards, 1 + len(masters)
         return torch.empty(0)
 
     @staticmethod

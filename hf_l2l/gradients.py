@@ -249,7 +249,8 @@ def _autograd_adds_to(master: torch.Tensor) -> bool:
     """Whether the backward that this is called in adds to `master.grad` itself, as for a loss made of a master."""
     with untouched(), torch.enable_grad():
         view = master.view_as(master)
-    return view.grad_fn is not None and torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0])
+    accumulates = view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
+    return accumulates is not None and torch._C._will_engine_execute_node(accumulates)
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
