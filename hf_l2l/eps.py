@@ -235,7 +235,7 @@ class EagerParamServer:
         """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
 
         The same optimizer comes back: its groups, state, state dict and schedulers are untouched. Calling it again
-        with the same optimizer changes nothing.
+        with the same optimizer changes nothing. From `step()` on `p.grad` is None, not only from `zero_grad()` on.
 
         Raises:
             ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter

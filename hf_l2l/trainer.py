@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
@@ -42,7 +43,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
 
     A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
-    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes.
+    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes. Other than with `Trainer`, `p.grad` is None
+    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`.
 
     Raises:
         ValueError: for a model or arguments that cannot be run layer to layer.
@@ -157,6 +159,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             self.accelerator.scaler = eps.scaler
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
+            if type(self.lr_scheduler) is AdafactorSchedule:
+                self.lr_scheduler.__class__ = _RatesOfState
             eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
             self._warn_of_accumulation()
             eps.timeline.watch()
@@ -280,6 +284,17 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             "is the same step and moves them twice",
             stacklevel=4,
         )
+
+
+class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types
+    """Adafactor's own rates, of groups that it has updated: their gradients, by which transformers goes, are gone."""
+
+    def get_lr(self) -> list[Any]:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        for group in groups:
+            group["params"][0].detach()  # waits for its update, which writes its state
+        updated = [(group, optimizer.state.get(group["params"][0])) for group in groups]
+        return [optimizer._get_lr(group, state) for group, state in updated if state] or list(self.base_lrs)
 
 
 def _refuse_several_devices(args: TrainingArguments) -> None:
