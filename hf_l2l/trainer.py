@@ -102,6 +102,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
 
     @property
+    def _logs_times(self) -> bool:
+        return bool(getattr(self.args, "l2l_log_times", True))
+
+    @property
     def eps(self) -> EagerParamServer | None:
         """The host side of the model as it is now, attached if it was not; None for one without a layer stack."""
         return self._attach()
@@ -163,7 +167,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
                 self.lr_scheduler.__class__ = _RatesOfState
             eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
             self._warn_of_accumulation()
-            eps.timeline.watch()
+            if self._logs_times:
+                eps.timeline.watch()
             self._tokens = 0  # of a training that was interrupted
             logger.info(self.l2l_summary())
         return prepared
@@ -224,7 +229,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Overridden to say, with each training loss, what an optimizer step has waited for since the last one."""
         attached = attachment_of(self.model)
-        averages = attached.eps.timeline.averages() if "loss" in logs and attached is not None else None
+        timed = attached if "loss" in logs and self._logs_times else None
+        averages = None if timed is None else timed.eps.timeline.averages()
         if averages is not None:
             logs["l2l_wait_upload_s"] = averages.upload_s
             logs["l2l_wait_download_s"] = averages.download_s
