@@ -246,8 +246,9 @@ class EagerParamServer:
         """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
 
         The same optimizer comes back: its groups, state, state dict and schedulers are untouched. Calling it again
-        with the same optimizer changes nothing. One that has all trainable masters of an earlier optimizer takes its
-        place, until the earlier one steps or is wrapped again.
+        with the same optimizer changes nothing. From `step()` on `p.grad` is None, not only from `zero_grad()` on. One
+        that has all trainable masters of an earlier optimizer takes its place, until the earlier one steps or is
+        wrapped again.
 
         Raises:
             ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter

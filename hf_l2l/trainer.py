@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
@@ -42,7 +43,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
 
     A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
-    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes.
+    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes. Other than with `Trainer`, `p.grad` is None
+    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`.
 
     Raises:
         ValueError: for a model or arguments that cannot be run layer to layer.
@@ -98,6 +100,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _attach(self) -> EagerParamServer | None:
         """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
         return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
+
+    @property
+    def _logs_times(self) -> bool:
+        return bool(getattr(self.args, "l2l_log_times", True))
 
     @property
     def eps(self) -> EagerParamServer | None:
@@ -157,9 +163,12 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             self.accelerator.scaler = eps.scaler
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
+            if type(self.lr_scheduler) is AdafactorSchedule:
+                self.lr_scheduler.__class__ = _RatesOfState
             eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
             self._warn_of_accumulation()
-            eps.timeline.watch()
+            if self._logs_times:
+                eps.timeline.watch()
             self._tokens = 0  # of a training that was interrupted
             logger.info(self.l2l_summary())
         return prepared
@@ -220,7 +229,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Overridden to say, with each training loss, what an optimizer step has waited for since the last one."""
         attached = attachment_of(self.model)
-        averages = attached.eps.timeline.averages() if "loss" in logs and attached is not None else None
+        timed = attached if "loss" in logs and self._logs_times else None
+        averages = None if timed is None else timed.eps.timeline.averages()
         if averages is not None:
             logs["l2l_wait_upload_s"] = averages.upload_s
             logs["l2l_wait_download_s"] = averages.download_s
@@ -280,6 +290,17 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             "is the same step and moves them twice",
             stacklevel=4,
         )
+
+
+class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types
+    """Adafactor's own rates, of groups that it has updated: their gradients, by which transformers goes, are gone."""
+
+    def get_lr(self) -> list[Any]:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        for group in groups:
+            group["params"][0].detach()  # waits for its update, which writes its state
+        updated = [(group, optimizer.state.get(group["params"][0])) for group in groups]
+        return [optimizer._get_lr(group, state) for group, state in updated if state] or list(self.base_lrs)
 
 
 def _refuse_several_devices(args: TrainingArguments) -> None:

@@ -132,6 +132,13 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
             "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay."
         },
     )
+    l2l_log_times: bool = field(
+        default=True,
+        metadata={
+            "help": "Log what steps wait for, and tokens per second (l2l_wait_*_s, l2l_bound, l2l_tokens_per_s). "
+            "Without them, equal runs have equal checkpoints, trainer_state.json included."
+        },
+    )
     l2l_layer_classes: list[str] | None = field(
         default=None,
         metadata={
@@ -161,6 +168,12 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     """Raise ValueError for options that contradict each other, whatever the model."""
     _refuse_two_optimizers(args)
     _refuse_two_precisions(args)
+    log_times = getattr(args, "l2l_log_times", True)
+    if not isinstance(log_times, bool):
+        raise ValueError(
+            f"l2l_log_times must be True or False (got {log_times!r}); False leaves times out of the logs, so that "
+            "those of equal runs are equal"
+        )
     if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(
             "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "

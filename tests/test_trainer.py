@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from transformers.optimization import AdafactorSchedule
 
 from hf_l2l import L2LTrainer, stream
 from training import (
@@ -441,3 +442,27 @@ def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
 
 def test_the_signature_is_that_of_trainer():
     assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)
+
+
+# ---- schedules
+
+
+@pytest.mark.parametrize("eps_update", ["serial", "deferred"])
+@pytest.mark.parametrize("relative", [True, False])
+def test_adafactors_own_learning_rates_are_reported(tmp_path, eps_update, relative):
+    def trained(make, name, **options):
+        model = tiny_bert()
+        rate = {"relative_step": True, "warmup_init": True} if relative else {"lr": 1e-2, "relative_step": False}
+        optimizer = hf.Adafactor(model.parameters(), scale_parameter=True, **rate)
+        scheduler = AdafactorSchedule(optimizer, initial_lr=1e-3)
+        made = make(tmp_path / name, model=model, optimizers=(optimizer, scheduler), max_steps=5, **options)
+        made.train()
+        assert scheduler is made.lr_scheduler
+        return made
+
+    expected = trained(plain_trainer, "plain")
+    found = trained(l2l_trainer, "l2l", eps_update=eps_update)
+    rates = [entry["learning_rate"] for entry in logs(found)[:-1]]
+    assert len(set(rates)) == 5 and all(rates)
+    assert_same_run(found, expected)
+    assert set(found.lr_scheduler.state_dict()) == set(expected.lr_scheduler.state_dict())

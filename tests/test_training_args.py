@@ -61,6 +61,7 @@ def test_the_parser_refuses(words, capsys):
         ({"stash": "disk"}, "stash must be one of 'device', 'host' (got 'disk')"),
         ({"ubatch_size": 0}, "ubatch_size must be a whole number of at least 1"),
         ({"l2l_optimizer": ["lamb"]}, "l2l_optimizer must be 'lamb' or None (got ['lamb'])"),
+        ({"l2l_log_times": "no"}, "l2l_log_times must be True or False (got 'no')"),
         ({"l2l_save_dtype": 16}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got 16)"),
         ({"l2l_save_dtype": []}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got [])"),
     ],
