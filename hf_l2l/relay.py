@@ -173,7 +173,8 @@ class _RelayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        with ctx.relay.eps.backwards.joined(), ctx.relay.eps.timeline.inside("backward"):
+        timeline = ctx.relay.eps.timeline
+        with ctx.relay.eps.backwards.joined(), timeline.inside("backward"), timeline.at(ctx.call.layer):
             if torch.is_grad_enabled():  # autograd is to record this backward
                 raise RuntimeError(
                     "L2L computes first derivatives only, since a layer's graph is gone after its backward (got "
@@ -224,8 +225,9 @@ class Relay:
                 self._slots.forget()
         else:
             self._next[call.before.layer] = layer
-        call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
-        outputs = self._execute(root, call, tensors)
+        with self.eps.timeline.at(layer):
+            call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
+            outputs = self._execute(root, call, tensors)
         root.layer_calls.append((call, [(out.shape, out.dtype) for out in outputs]))
         return call.assemble(outputs)
 
@@ -247,7 +249,7 @@ class Relay:
             self._turnstile.entered(),
             self._weights(call.layer, requires_grad=False) as weights,
             self._prefetching(following),
-            self.eps.timeline.layer("forward", call.layer),
+            self.eps.timeline.computes("forward", call.layer),
         ):
             return forward_sweep(call, tensors, weights, for_backward=for_backward)
 
@@ -263,7 +265,7 @@ class Relay:
             self._weights(call.layer, requires_grad=True) as weights,
             self._prefetching(following),
             self._summing(weights) as sums,
-            self.eps.timeline.layer("backward", call.layer),
+            self.eps.timeline.computes("backward", call.layer),
         ):
             backward_sweep(call, inputs, gradients, weights)
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.

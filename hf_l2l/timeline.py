@@ -43,8 +43,6 @@ ROWS = (
 )
 """Of the trace, from top to bottom. What is updated while another update runs has a row of its own."""
 
-_INTO = ", {seconds} into this step"
-
 
 class _Noted(NamedTuple):
     row: str
@@ -60,7 +58,8 @@ class _Noted(NamedTuple):
 class Timeline:
     """The timeline of one engine. It is kept while somebody looks: a trace file, or who has called `watch`.
 
-    While nobody does, it only tells where the first step is if that takes long.
+    While nobody does, it only tells where a sweep of the first step is if that takes long. Times are those of the
+    sweep: whether earlier ones are of the same step is known only when it ends.
     """
 
     def __init__(
@@ -80,10 +79,9 @@ class Timeline:
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
         self._names = _names(model, layers)
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
-        self._first_step: Whereabouts | None = Whereabouts()
-        """Where it is, until it has ended."""
-        self._has_backward = False
-        """Whether a backward came after the last forward."""
+        self._in_first_step = True
+        self._sweep: tuple[str, Whereabouts] | None = None
+        """The sweep of the first step that is under way, and where it is."""
         self._noted: deque[_Noted] = deque()
         """In the order of the program; but what `host_works` notes, in the background, is somewhere in between."""
         self._host_rows = FreeRows([HOST_UPDATE, SECOND_UPDATE])
@@ -128,7 +126,7 @@ class Timeline:
         """Write what has not been written, and keep nothing any more."""
         self.collect()
         self._trace, self._step_began = None, None
-        self._go(None)
+        self._end_sweep()
         self._noted.clear()
         self._names.clear()
         unwatch(self.device, self)
@@ -155,13 +153,15 @@ class Timeline:
     def start_update(self) -> None:
         """The optimizer begins to update all layers, and everything waits for it."""
         self._update_began = self.clock.now()
-        if self._first_step is not None:  # called in a hook of `optimizer.step()`, which may fail
-            self._first_step.go("the update of all layers" + _INTO, call=sys._getframe(2).f_code)
+        self._end_sweep()
+        if self._in_first_step:  # called in a hook of `optimizer.step()`, which may fail
+            self._sweep = "update", Whereabouts()
+            self._sweep[1].go("the update of all layers, {seconds} so far", call=sys._getframe(2).f_code)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
-        self._go(None)
-        self._first_step = None
+        self._end_sweep()
+        self._in_first_step = False
         if self._step_began is not None:
             if self._update_began is not None:
                 update = self._update_began, self.clock.now()
@@ -179,38 +179,43 @@ class Timeline:
         Between those of one backward, autograd computes what is in no layer, until `end_backward`.
         """
         before, HERE.is_in_sweep = HERE.is_in_sweep, True
-        if sweep == "backward" or torch.is_grad_enabled():
-            if sweep == "forward" and self._first_step is not None and not self._has_backward:
-                self._first_step = Whereabouts()  # what was before may have been no step at all
-            self._has_backward = sweep == "backward"
-            self._go(f"{sweep}, what is in no layer")
+        trains = sweep == "backward" or torch.is_grad_enabled()
+        if trains and self._in_first_step and (self._sweep is None or self._sweep[0] != sweep):
+            self._end_sweep()
+            self._sweep = sweep, Whereabouts()
+            self._go("what is in no layer")
         try:
             yield
         finally:
             HERE.is_in_sweep = before
-            if sweep == "forward":
-                self._go(None)
+            if sweep == "forward" and trains:
+                self._end_sweep()
 
     def end_backward(self) -> None:
         """The backward is over, or has failed."""
-        self._go(None)
+        self._end_sweep()
 
     @contextmanager
-    def layer(self, sweep: str, layer: nn.Module) -> Iterator[None]:
-        """Inside, `layer` computes, on the "forward" or "backward" sweep."""
-        name = self._name(layer)
-        place = f"{sweep}, layer {self._layers.get(layer, 0)} of {len(self._layers)} ({name})"
-        first = self._first_step
-        with (
-            # In an evaluation, the program is nowhere.
-            nullcontext() if first is None or first.place is None else first.inside(place + _INTO),
-            self._span(COMPUTE, f"{sweep} {name}") if self.is_watched else nullcontext(),
-        ):
-            yield
+    def at(self, layer: nn.Module) -> Iterator[None]:
+        """Inside, the sweep is at `layer`, which is waited for, computes, or is learned about."""
+        place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({self._name(layer)})"
+        self._go(place)
+        yield
+        self._go(f"what is in no layer, after {place}")
 
-    def _go(self, place: str | None) -> None:
-        if self._first_step is not None:
-            self._first_step.go(None if place is None else place + _INTO)
+    def computes(self, sweep: str, layer: nn.Module) -> AbstractContextManager[None]:
+        """Inside, `layer` computes, on the "forward" or "backward" sweep."""
+        return self._span(COMPUTE, f"{sweep} {self._name(layer)}") if self.is_watched else nullcontext()
+
+    def _go(self, place: str) -> None:
+        if self._sweep is not None:  # in an evaluation, the program is nowhere
+            sweep, whereabouts = self._sweep
+            whereabouts.go(f"{sweep}, {place}, {{seconds}} into this {sweep}")
+
+    def _end_sweep(self) -> None:
+        if self._sweep is not None:
+            self._sweep[1].go(None)
+            self._sweep = None
 
     @contextmanager
     def host_works(self, name: str) -> Iterator[None]:

@@ -28,6 +28,7 @@ from transformers.integrations import integration_utils
 
 from families import batch_for
 from hf_l2l import (
+    EagerParamServer,
     L2LConfig,
     L2LTrainer,
     L2LTrainingArguments,
@@ -38,7 +39,10 @@ from hf_l2l import (
     whereabouts,
     worker,
 )
+from hf_l2l.layer_call import InputGradients
 from hf_l2l.optimizer import SplitStep
+from hf_l2l.relay import Relay
+from hf_l2l.splitting import Splitter
 from hf_l2l.timeline import Timeline
 from hf_l2l.trace import Span, TraceFile
 from hf_l2l.waits import Averages
@@ -584,15 +588,12 @@ def test_a_first_step_says_where_it_is_and_no_other_does(soon, caplog):
     lines = [re.sub(r"\d+ s", "1 s", record.getMessage()) for record in caplog.records]
     places = [place for place, after in zip(lines, [*lines[1:], ""], strict=True) if place != after]
     assert places == [
-        f"{place}, 1 s into this step"
-        for place in (
-            "forward, layer 1 of 2 (blocks.0)",
-            "forward, layer 2 of 2 (blocks.1)",
-            "forward, what is in no layer",
-            "backward, layer 2 of 2 (blocks.1)",
-            "backward, layer 1 of 2 (blocks.0)",
-            "the update of all layers",
-        )
+        "forward, layer 1 of 2 (blocks.0), 1 s into this forward",
+        "forward, layer 2 of 2 (blocks.1), 1 s into this forward",
+        "forward, what is in no layer, after layer 2 of 2 (blocks.1), 1 s into this forward",
+        "backward, layer 2 of 2 (blocks.1), 1 s into this backward",
+        "backward, layer 1 of 2 (blocks.0), 1 s into this backward",
+        "the update of all layers, 1 s so far",
     ]
     waits = False
     caplog.clear()
@@ -608,20 +609,93 @@ def test_an_evaluation_says_nothing_and_is_no_first_step(soon, caplog):
         model(torch.ones(2, 1))
     assert not caplog.records
     model(torch.ones(2, 1)).backward()
-    assert_lines(caplog, r"(forward|backward), layer [12] of 2 \(blocks.[01]\), \d+ s into this step")
+    assert_lines(caplog, r"(forward|backward), layer [12] of 2 \(blocks.[01]\), \d+ s into this \1")
 
 
-def test_a_pause_between_forward_and_backward_says_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.5)
-    model = Blocks(lambda: None)
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets so many virtual seconds pass; after each of them, the program is looked at."""
+    now, at = 0.0, set()
+
+    def passes(seconds: int) -> None:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            for each in list(at):
+                each.say()
+
+    def looks_at(each: whereabouts.Whereabouts, *, looks: bool) -> None:
+        (at.add if looks else at.discard)(each)
+
+    clock = types.SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr(whereabouts, "time", clock)
+    monkeypatch.setattr(whereabouts._Lookout, "set", looks_at)
+    return passes
+
+
+def test_a_pause_between_forward_and_backward_says_nothing(passes, caplog):
+    model = Blocks(lambda: passes(1))
     optimizer = attached(model)
     loss = model(torch.ones(2, 1))
-    time.sleep(0.8)
+    passes(60)
     loss.backward()
-    time.sleep(0.8)
+    passes(60)
     optimizer.step()
-    time.sleep(0.8)
+    passes(60)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["with backward", "forward only"])
+def test_sweeps_that_are_never_stepped_after_are_timed_one_by_one(backward, passes, caplog):
+    """As in a loop that looks at gradients; each of them ends long before a line is due."""
+    takes = 1
+    model = Blocks(lambda: passes(takes))
+    attached(model)
+    for _ in range(30):
+        loss = model(torch.ones(2, 1))
+        if backward:
+            loss.backward()
+    assert not caplog.records
+    takes = 12
+    loss = model(torch.ones(2, 1))
+    if backward:
+        loss.backward()
+    assert [record.getMessage() for record in caplog.records] == [
+        "forward, layer 1 of 2 (blocks.0), 10 s into this forward",
+        "forward, layer 2 of 2 (blocks.1), 20 s into this forward",
+        "backward, layer 2 of 2 (blocks.1), 10 s into this backward",
+        "backward, layer 1 of 2 (blocks.0), 20 s into this backward",
+    ][: 4 if backward else 2]
+
+
+def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
+    """Learning how to split it, uploading it, receiving its gradients; what comes between layers tells after which."""
+
+    def before(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            passes(20)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    before(Splitter, "split_for")
+    before(Relay, "_weights")
+    before(InputGradients, "__init__")
+    before(EagerParamServer, "receive")
+    model = Blocks(lambda: None, head=lambda: passes(10))
+    attached(model)
+    model(torch.ones(2, 1)).backward()
+    first, second = "layer 1 of 2 (blocks.0)", "layer 2 of 2 (blocks.1)"
+    forward = [(first, (10, 20, 30, 40)), (second, (50, 60, 70, 80)), (f"what is in no layer, after {second}", (90,))]
+    backward = [(second, (10, 20, 30, 40, 50, 60)), (first, (70, 80, 90, 100, 110, 120))]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{sweep}, {place}, {seconds} s into this {sweep}"
+        for sweep, places in (("forward", forward), ("backward", backward))
+        for place, times in places
+        for seconds in times
+    ]
 
 
 def test_an_update_that_failed_is_not_said_to_go_on(soon, caplog):

@@ -65,6 +65,24 @@ def test_moments_in_16_bits_have_the_bits_of_the_host(mode):
 # ---- device memory
 
 
+@pytest.mark.parametrize("precision", ["fp32", "cmp", "autocast"])
+def test_the_loss_of_a_decoder_takes_twelve_bytes_per_token_and_entry_of_the_vocabulary(precision):
+    entries, sizes = 4000, {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+    def peak(tokens: int) -> int:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=entries))
+        attach_l2l(model, L2LConfig(device="sim", cmp="bf16" if precision == "cmp" else None))
+        ids = torch.randint(0, entries, (tokens // 16, 16))
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        with torch.autocast("sim", dtype=torch.bfloat16, enabled=precision == "autocast"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return int(torch.accelerator.max_memory_allocated())
+
+    assert (peak(256) - peak(128)) / (128 * entries) == pytest.approx(12.0, rel=0.01)
+
+
 def wide_bert(width: int, heads: int) -> nn.Module:
     """Four layers, with dropout."""
     torch.manual_seed(0)
