@@ -7,6 +7,7 @@ the module's original forward, where `add_hook_to_module` keeps it. Everything e
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -55,6 +56,11 @@ class Replacement:
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         self.module = module
         self.original = original
+
+
+def bound_method(module: nn.Module, name: str) -> types.MethodType:
+    """The method `name` of a module's class, bound to it. Pickles of attached models from before 0.1.0 name this."""
+    return types.MethodType(getattr(type(module), name), module)
 
 
 class _Forward(Replacement):

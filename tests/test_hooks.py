@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from families import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.hooks import bound_method
 from training import l2l_trainer, tiny_bert
 
 
@@ -158,6 +159,20 @@ def test_a_copy_is_a_detached_model(by):
     assert_same_bits(gradients(other), expected)
     attach_l2l(other, L2LConfig(ubatch_size=2))
     detach_l2l(other)
+
+
+def test_pickles_that_name_bound_method_can_be_loaded():
+    """Models that were pickled while they were attached, before attached modules left their hooks out."""
+
+    class Replaced:
+        def __reduce__(self):
+            return bound_method, (layer, "forward")
+
+    layer = nn.Linear(2, 2)
+    layer.forward = Replaced()
+    other = copy.deepcopy(layer)
+    assert other.forward(torch.ones(2)).shape == (2,)
+    assert bound_method.__module__ == "hf_l2l.hooks"
 
 
 @pytest.mark.parametrize("by", ["deepcopy", "pickle"])
