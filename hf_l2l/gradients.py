@@ -248,9 +248,9 @@ def _let_go_of_arriving(gradient: torch.Tensor) -> None:
 def _autograd_adds_to(master: torch.Tensor) -> bool:
     """Whether the backward that this is called in adds to `master.grad` itself, as for a loss made of a master."""
     with untouched(), torch.enable_grad():
-        view = master.view_as(master)
-    accumulates = view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
-    return accumulates is not None and torch._C._will_engine_execute_node(accumulates)
+        made_of = master.view_as(master).grad_fn
+    node = None if made_of is None else made_of.next_functions[0][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
