@@ -62,6 +62,8 @@ class Backwards:
         self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
         """By whether the backward has failed."""
         self._under_way: dict[int, weakref.ref[_End]] = {}
+        self._ending: set[int] = set()
+        """Those of which is being told."""
 
     def call(self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None) -> None:
         """Call these bound methods when a backward is over, or has failed, as long as their objects live.
@@ -83,12 +85,16 @@ class Backwards:
 
     def over(self, task: int, *, failed: bool) -> None:
         """Call what is to be called; a backward is over once."""
-        if self._under_way.pop(task, None) is not None:
-            for reference in self._calls[failed]:
-                call = reference()
-                with self.errors:
-                    if call is not None:
-                        call()
+        if task not in self._under_way or task in self._ending:
+            return
+        self._ending.add(task)
+        for reference in self._calls[failed]:
+            call = reference()
+            with self.errors:
+                if call is not None:
+                    call()
+        self._under_way.pop(task)
+        self._ending.discard(task)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -107,7 +113,7 @@ class Backwards:
         if torch._C._current_graph_task_id() != -1:
             return
         until = time.monotonic() + (_FAILED_BACKWARD_ENDS_WITHIN_S if own else 0.0)
-        while self._under_way and time.monotonic() < until:
+        while self._ending or (self._under_way and time.monotonic() < until):
             time.sleep(0.001)
         if self._under_way:
             raise RuntimeError(ONE_THREAD)

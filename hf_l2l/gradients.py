@@ -34,9 +34,8 @@ class Gradients:
         self.lane = stream.Lane(device, "download")
         self.backwards = backwards
         self._arriving: dict[torch.Tensor, torch.Tensor] = {}
-        """Master -> the host tensor that will be its `grad` when this backward is over."""
-        self._off: set[torch.Tensor] = set()
-        """Masters whose sum of earlier backwards is arriving again, with more."""
+        """Master -> the host tensor that will be its `grad` when this backward is over, or be added to it; or that is
+        its `grad` already and gets more."""
         self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are there when this backward is over."""
         self._rooms: list[Room] = []
@@ -68,21 +67,32 @@ class Gradients:
 
         False if it did not go that way, and is in `master.grad` already.
         """
-        total = self._arriving.get(master, master.grad)
+        grad = master.grad
+        total = self._arriving.get(master, grad)
         like, dtype = (master, gradient.dtype) if total is None else (total, self._dtype(master))
-        if like.dtype != dtype or not _alike(gradient, like):  # sparse ones, or a grad that the user put there
+        # Not so: sparse ones, and a grad that the user put there.
+        if like.dtype != dtype or not _alike(gradient, like) or not can_hold(like):
             self._publish()
             self._add_to_grad(master, gradient.to(stream.HOST))
             return False
         stream.keep_until_done(gradient)
-        if total is None:
-            total = self._arriving[master] = self.memory.gradient_like(master)
-        else:
+        if total is not None and master not in self._arriving:
             settle(total)  # it may still have to be scaled
-            if total is master.grad:
-                # Off p.grad until it is complete: autograd adds there what a loss makes of a master itself.
-                master.grad, self._arriving[master] = None, total
-                self._off.add(master)
+            if _autograd_adds_to(master):  # in a thread that would not wait: the two are added when both are there
+                total = None
+        is_new = total is None
+        if total is None:
+            total = self.memory.gradient_like(master)
+        self._arriving[master] = total
+        with untouched():
+            self._send(gradient, total, add=not is_new)
+        if total is grad:
+            hold(total, _Arriving(self.lane))  # a backward that fails leaves it so
+        return True
+
+    def _send(self, gradient: torch.Tensor, total: torch.Tensor, *, add: bool) -> None:
+        """Start to download one gradient, on the lane; `add` it to what `total` holds."""
+        if add:
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(self.device, non_blocking=True))
         if total.dtype == gradient.dtype:
@@ -91,7 +101,6 @@ class Gradients:
             rounded = gradient.to(total.dtype)
             total.copy_(rounded, non_blocking=True)
             gradient.copy_(rounded)  # for its norm, which is that of what the host gets
-        return True
 
     def _send_norms(self, totals: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the norms of the gradients in these pairs and start to download them, on the lane; one copy per dtype.
@@ -125,12 +134,13 @@ class Gradients:
         norms: _Sums = {}
         for master in masters:
             on_its_way = master in self._arriving
-            if on_its_way and master.grad is not None:
+            if on_its_way and master.grad is not None and master.grad is not self._arriving[master]:
                 continue  # what autograd itself put there is added when this one has landed; `step()` finds the sum
             total = self._arriving.pop(master, master.grad)
             if total is not None:
                 if not on_its_way:
                     norms[master] = self._taken[master] = norm_of(total, master.dtype)
+                _let_go_of_arriving(total)
                 taken[master], master.grad = total, None
         for alike, landing in self._norms:
             norms.update((m, norm) for m, norm in zip(alike, landing.unbind(), strict=True) if m in taken)
@@ -143,10 +153,11 @@ class Gradients:
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
         arrived, self._arriving = self._arriving, {}
-        self._off.clear()
-        shared = {master for master in arrived if master.grad is not None}
-        for master, gradient in arrived.items():
-            self._add_to_grad(master, gradient)
+        shared = {master for master, total in arrived.items() if master.grad is not None and master.grad is not total}
+        for master, total in arrived.items():
+            _let_go_of_arriving(total)
+            if master.grad is not total:
+                self._add_to_grad(master, total)
         with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
             for masters, landing in norms:
                 for master, norm in zip(masters, landing.clone().unbind(), strict=True):
@@ -171,12 +182,11 @@ class Gradients:
         master.grad = gradient.to(dtype) if gradient.dtype == master.dtype else gradient
 
     def _discard(self) -> None:
-        """Forget what a backward that failed had received and nobody has seen."""
+        """Forget what a backward that failed had received. It was given up, at any time after its caller went on, and
+        in any thread: `p.grad` is the caller's."""
         stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
-        for master in self._off:
-            if master in self._arriving:
-                master.grad = self._arriving[master]
-        self._off.clear()
+        for total in self._arriving.values():
+            _let_go_of_arriving(total)
         self._arriving.clear()
         self._norms.clear()
 
@@ -200,7 +210,9 @@ class Gradients:
         self._taken.clear()
 
     def forget(self, masters: Iterable[torch.Tensor]) -> None:
-        """The step of `masters` is over: what was taken for it does not count any more."""
+        """The step of `masters` begins: what was taken for it does not count any more, and nothing is on its way."""
+        for total in list(self._arriving.values()):  # of a backward that failed and has not been given up
+            settle(total)
         for master in masters:
             self._taken.pop(master, None)
 
@@ -214,6 +226,31 @@ class _NormKnown(Pending):
 
     def before_values(self, tensor: torch.Tensor) -> None:
         let_go(tensor, self)
+
+
+class _Arriving(Pending):
+    """A gradient that more is being added to, on its way from the device."""
+
+    def __init__(self, lane: stream.Lane) -> None:
+        self.lane = lane
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        stream.wait(self.lane.record(), "a gradient is used when it is there", host=True)
+        let_go(tensor, self)
+
+
+def _let_go_of_arriving(gradient: torch.Tensor) -> None:
+    pending = pending_of(gradient)
+    if isinstance(pending, _Arriving):
+        let_go(gradient, pending)
+
+
+def _autograd_adds_to(master: torch.Tensor) -> bool:
+    """Whether the backward that this is called in adds to `master.grad` itself, as for a loss made of a master."""
+    with untouched(), torch.enable_grad():
+        made_of = master.view_as(master).grad_fn
+    node = None if made_of is None else made_of.next_functions[0][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -80,8 +80,7 @@ def test_a_forward_inside_a_backward_is_no_other_thread():
 
 
 def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
-    model, fails = tiny_bert(dropout=0.0), [False]
-    eps = attach_l2l(model, L2LConfig(device="sim"))
+    model, fails = attached(tiny_bert(dropout=0.0), device="sim"), [False]
     batch = batch_for(model)
     train_once(model, batch)
     expected = gradients(model)
@@ -95,13 +94,46 @@ def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
     with pytest.raises(KeyError):
         train_once(model, batch)  # it was adding to the gradients
     fails[0] = False
-    eps.backwards.refuse_others(own=True)  # torch's thread gives the backward up when the caller knows, or just after
-    model.zero_grad(set_to_none=False)
+    model.zero_grad(set_to_none=False)  # torch's thread gives the backward up when the caller knows, or just after
     torch.sim.synchronize()
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
     train_once(model, batch)
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("of_a_master", [False, True])
+def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_a_master):
+    """When torch's thread lets go of a backward that has failed is its own affair."""
+    model, fails = tiny_bert(dropout=0.0), [False]
+    eps = attach_l2l(model, L2LConfig(device="sim"))
+    batch, kept = batch_for(model), []
+
+    def call() -> None:
+        if fails[0]:
+            kept.extend(end() for end in eps.backwards._under_way.values())
+            raise KeyError("from between the layers")
+
+    with_call_between_layers(model, call)
+    train_once(model, batch)
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    weight = model.bert.encoder.layer[3].output.dense.weight
+    fails[0] = True
+    with pytest.raises(KeyError):
+        (model(**batch).loss + (weight.square().sum().to("sim") if of_a_master else 0.0)).backward()
+    fails[0] = False
+    assert len(kept) == 1
+    for name, gradient in gradients(model).items():
+        if "embeddings" in name or "layer.0" in name or "layer.1" in name:  # else it has what had been sent, too
+            assert torch.equal(gradient, expected[name]), name
+    model.zero_grad(set_to_none=set_to_none)
+    kept.clear()
+    eps.backwards.refuse_others(own=True)  # until it is given up
+    torch.sim.synchronize()
+    assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+    train_once(model, batch)
+    assert_same_bits(gradients(model), expected)
 
 
 def test_masters_may_be_written_after_a_backward_that_stops_half_way():
