@@ -56,10 +56,10 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 import hf_l2l
 from hf_l2l import L2LTrainer, L2LTrainingArguments
+from hf_l2l.checkpoints import is_complete, last_checkpoints
 from hf_l2l.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
 from hf_l2l.demo import demo_files
 from hf_l2l.measure import MemoryCallback
@@ -455,22 +455,30 @@ L2L_OPTIONS = tuple(L2LTrainingArguments.__annotations__)
 def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     """The folder of the checkpoint that training goes on from; "True" asks for the last one of output_dir."""
     asked = args.resume_from_checkpoint
-    last = get_last_checkpoint(args.output_dir)
+    last, interrupted = last_checkpoints(Path(args.output_dir))
     if asked is None or str(asked).lower() == "false":
         if args.do_train and last is not None:
             logger.warning("training starts anew, over %s; --resume_from_checkpoint True goes on from it", last)
         return None
     if str(asked).lower() == "true":
+        names = ", ".join(path.name for path in interrupted)
+        if last is None and interrupted:
+            raise ValueError(
+                "--resume_from_checkpoint True needs a complete checkpoint in output_dir (got "
+                f"{args.output_dir}, where saving was interrupted in {names}); leave the option out"
+            )
         if last is None:
             raise ValueError(
                 f"--resume_from_checkpoint True needs a checkpoint in output_dir (got {args.output_dir}, with none); "
                 "name its folder, or leave the option out"
             )
+        if interrupted:
+            logger.warning("saving was interrupted in %s: training goes on from %s", names, last)
         return str(last)
-    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
+    if not is_complete(Path(asked)):
         raise ValueError(
-            f"--resume_from_checkpoint must be the folder of a checkpoint (there is no {TRAINER_STATE_NAME} in "
-            f"{asked}); check the path"
+            f"--resume_from_checkpoint must be the folder of a checkpoint (there is no complete {TRAINER_STATE_NAME} "
+            f"in {asked}); check the path"
         )
     return str(asked)
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
+from hf_l2l.checkpoints import last_checkpoints, load_generator, save_generator
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.estimate import check_host_memory, estimate, summary
@@ -195,10 +197,17 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         return optimizer
 
     @functools.wraps(Trainer.train)
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because the last update is to be finished, and nobody asks what a step waits for any more."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because the last update is to be finished, and nobody asks what a step waits for any more; and to
+        go on from the last checkpoint that is complete.
+
+        Raises:
+            ValueError: if the last checkpoint was asked for, and none is complete.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_checkpoint()
         try:
-            result = super().train(*args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)
             if attached is not None:
                 attached.eps.synchronize()
@@ -258,6 +267,37 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             super().save_model(output_dir, _internal_call)
         finally:
             self.model = masters
+
+    def _last_checkpoint(self) -> str | bool:
+        """The last complete checkpoint; True if there is none at all, which transformers refuses."""
+        complete, interrupted = last_checkpoints(Path(self.args.output_dir))
+        names = ", ".join(path.name for path in interrupted)
+        if complete is None and interrupted:
+            raise ValueError(
+                f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {self.args.output_dir}, "
+                f"where saving was interrupted in {names}); remove what is there, and train from the start"
+            )
+        if complete is not None and interrupted:
+            logger.warning(f"saving was interrupted in {names}: training goes on from {complete}")
+        return True if complete is None else str(complete)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden because an update that fails is to fail before there is a folder that looks like a checkpoint."""
+        attached = attachment_of(self.model)
+        if attached is not None:
+            attached.eps.synchronize()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Overridden for devices whose generators transformers does not know."""
+        super()._save_rng_state(output_dir)
+        save_generator(Path(output_dir), self.args.device)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Overridden as `_save_rng_state`."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            load_generator(Path(checkpoint), self.args.device)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because a run in fp16 may be gone on with in other numbers, which have no loss scale."""

@@ -59,7 +59,7 @@ LEVELS = (
     ),
     ("anchor", "shell", "splitting", "layer_call", "relay"),
     ("estimate", "progress", "fitness", "hooks"),
-    ("training_args", "trainer", "measure", "compare", "glue"),
+    ("training_args", "checkpoints", "trainer", "measure", "compare", "glue"),
 )
 """A module imports those of lower levels, and of its own level those that stand before it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def test_checkpoints_go_both_ways(tmp_path, first, second):
     resumed = second(tmp_path / "parts", **SAVING)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert_same_run(resumed, whole)
+
+
+def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
+    whole = l2l_trainer(tmp_path / "whole", **SAVING)
+    whole.train()
+    stopped_at_two(l2l_trainer, tmp_path / "parts")
+    interrupted = tmp_path / "parts" / "checkpoint-3"
+    interrupted.mkdir()
+    shutil.copy(tmp_path / "parts" / "checkpoint-2" / "model.safetensors", interrupted)
+    resumed = l2l_trainer(tmp_path / "parts", **SAVING)
+    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+        resumed.train(resume_from_checkpoint=True)
+    assert_same_run(resumed, whole)
+    assert "saving was interrupted in checkpoint-3: training goes on from" in caplog.text
+
+
+def test_without_a_complete_checkpoint_nothing_is_gone_on_from(tmp_path):
+    with pytest.raises(ValueError, match="No valid checkpoint found"):  # transformers' own
+        l2l_trainer(tmp_path).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"epoch": 1.', encoding="utf-8")
+    with pytest.raises(ValueError, match="interrupted in checkpoint-3.; remove"):
+        l2l_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_checkpoint_files_are_those_of_trainer(tmp_path):

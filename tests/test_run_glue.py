@@ -241,6 +241,20 @@ def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, cap
     same = [safetensors.torch.load_file(tmp_path / f / "out" / "model.safetensors") for f in ("whole", "half")]
     assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
 
+    # What saving was interrupted in is passed over.
+    for step, state in ((5, None), (6, '{"epoch": 1.')):
+        folder = tmp_path / "half" / "out" / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state, encoding="utf-8")
+    caplog.clear()
+    resumed = run_glue_l2l.parse_options(half(resume_from_checkpoint=True)).training.resume_from_checkpoint
+    assert resumed == str(tmp_path / "half" / "out" / "checkpoint-4")
+    assert f"saving was interrupted in checkpoint-6, checkpoint-5: training goes on from {resumed}" in caplog.text
+    with pytest.raises(ValueError, match="complete trainer_state.json in .*checkpoint-6"):
+        run_glue_l2l.parse_options(half(resume_from_checkpoint=tmp_path / "half" / "out" / "checkpoint-6"))
+
+    caplog.clear()
     run_glue_l2l.parse_options(half())
     assert f"training starts anew, over {tmp_path / 'half' / 'out' / 'checkpoint-4'}" in caplog.text
 
@@ -364,3 +378,11 @@ def test_the_embedded_default_learns(tmp_path: Path) -> None:
     assert float(found[1]) >= 0.8
     evaluated = json.loads((tmp_path / "demo_output" / "eval_results.json").read_text(encoding="utf-8"))
     assert float(found[1]) == pytest.approx(evaluated["eval_accuracy"], abs=1e-3)
+
+
+def test_only_interrupted_checkpoints_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False)
+    said = refused([*argv, "--resume_from_checkpoint", "True"], capsys)
+    assert "needs a complete checkpoint in output_dir" in said
+    assert "where saving was interrupted in checkpoint-2" in said

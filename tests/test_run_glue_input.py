@@ -328,8 +328,8 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             ["--resume_from_checkpoint", "nowhere"],
-            "--resume_from_checkpoint must be the folder of a checkpoint (there is no trainer_state.json in "
-            "nowhere); check the path",
+            "--resume_from_checkpoint must be the folder of a checkpoint (there is no complete trainer_state.json "
+            "in nowhere); check the path",
         ),
         (
             ["--resume_from_checkpoint", "True"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,29 @@ class _Average(hf.TrainerCallback):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 self.average.setdefault(name, p.clone()).lerp_(p, 0.5)
+
+
+def test_an_update_that_fails_leaves_no_folder_of_a_checkpoint(tmp_path, monkeypatch):
+    made = l2l_trainer(tmp_path, eps_update="deferred", **SAVING)
+    carry_out, save_checkpoint, saving = updates.carry_out, made._save_checkpoint, threading.Event()
+
+    def save(*args: Any) -> None:
+        if made.state.global_step == 2:
+            saving.set()
+        save_checkpoint(*args)
+
+    def failing(*args: Any) -> None:
+        if (tmp_path / "checkpoint-1" / "trainer_state.json").exists():
+            assert saving.wait(60)
+            raise KeyError("in an update")
+        carry_out(*args)
+
+    monkeypatch.setattr(made, "_save_checkpoint", save)
+
+    monkeypatch.setattr(updates, "carry_out", failing)
+    with pytest.raises(KeyError, match="in an update"):
+        made.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_what_a_callback_reads_is_finished(tmp_path):

@@ -377,6 +377,23 @@ class StreamedRows(torch.utils.data.IterableDataset):
         return iter(rows(20))
 
 
+class _StopAfterTwo(hf.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= 2
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
+    """Dropout draws from the generator of the device, which transformers does not save for this type."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = l2l_trainer(tmp_path / "whole", model=tiny_bert(dropout=0.3), **saving)
+    whole.train()
+    l2l_trainer(tmp_path / "parts", model=tiny_bert(dropout=0.3), callbacks=[_StopAfterTwo()], **saving).train()
+    resumed = l2l_trainer(tmp_path / "parts", model=tiny_bert(dropout=0.3), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    assert_same_run(resumed, whole)
+
+
 def test_the_first_step_takes_no_more_device_memory_than_later_ones():
     """Finding out how to split a batch must not need the memory that splitting it saves."""
     model = attached(tiny_bert(dropout=0.0), device="sim", ubatch_size=1, stash="host")
