@@ -182,6 +182,10 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         )
 
 
+_UPDATE_IN_BACKWARD = {"lomo": "sgd", "adalomo": "adafactor"}
+"""Optimizers that do so without a name that says it, and what is nearest to them."""
+
+
 def refuse_for_layers(args: Any) -> None:
     """Raise ValueError for options of the Trainer that cannot be honoured with a model that is run layer to layer.
 
@@ -200,10 +204,10 @@ def refuse_for_layers(args: Any) -> None:
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
     optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
-    if optim.endswith("_layerwise"):
+    if optim.endswith("_layerwise") or optim in _UPDATE_IN_BACKWARD:
         raise ValueError(
             f"optim cannot be used with L2L (got optim={optim!r}): it updates parameters in hooks of their backward, "
-            f"which runs on copies; use optim={optim.removesuffix('_layerwise')!r}"
+            f"which runs on copies; use optim={_UPDATE_IN_BACKWARD.get(optim, optim.removesuffix('_layerwise'))!r}"
         )
     if getattr(args, "mixed_precision", None) == "fp16":
         raise ValueError(_two_precisions(args))

@@ -296,13 +296,16 @@ def test_one_option_names_the_optimizer(options, message, tmp_path):
         arguments(L2LTrainingArguments, tmp_path, **options)
 
 
-LAYERWISE = [each.value for each in OptimizerNames if "layerwise" in each.value]
+IN_BACKWARD = {
+    each.value: each.value.removesuffix("_layerwise") for each in OptimizerNames if "layerwise" in each.value
+}
+IN_BACKWARD |= {"lomo": "sgd", "adalomo": "adafactor"}
 
 
-@pytest.mark.parametrize("name", LAYERWISE)
+@pytest.mark.parametrize("name", IN_BACKWARD)
 def test_optimizers_that_update_in_backward_are_refused(name, tmp_path):
     args = arguments(L2LTrainingArguments, tmp_path, optim=name, optim_target_modules=["attention"])
-    remedy = name.removesuffix("_layerwise")
+    remedy = IN_BACKWARD[name]
     assert remedy in list(OptimizerNames)
     with pytest.raises(ValueError) as error:
         L2LTrainer(tiny_bert(), args, train_dataset=rows())
@@ -313,7 +316,7 @@ def test_optimizers_that_update_in_backward_are_refused(name, tmp_path):
 
 
 def test_all_layerwise_optimizers_are_known():
-    assert {"galore_adamw_layerwise", "apollo_adamw_layerwise"} <= set(LAYERWISE)
+    assert {"galore_adamw_layerwise", "apollo_adamw_layerwise"} <= set(IN_BACKWARD)
 
 
 @pytest.mark.parametrize("by", ["optimizers", "optimizer_cls_and_kwargs"])
