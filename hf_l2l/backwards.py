@@ -88,13 +88,15 @@ class Backwards:
         if task not in self._under_way or task in self._ending:
             return
         self._ending.add(task)
-        for reference in self._calls[failed]:
-            call = reference()
-            with self.errors:
-                if call is not None:
-                    call()
-        self._under_way.pop(task)
-        self._ending.discard(task)
+        try:
+            for reference in self._calls[failed]:
+                call = reference()
+                with self.errors:
+                    if call is not None:
+                        call()
+        finally:
+            self._under_way.pop(task)
+            self._ending.discard(task)
 
     @contextmanager
     def joined(self) -> Iterator[None]:

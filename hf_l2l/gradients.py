@@ -71,7 +71,7 @@ class Gradients:
         total = self._arriving.get(master, grad)
         like, dtype = (master, gradient.dtype) if total is None else (total, self._dtype(master))
         # Not so: sparse ones, and a grad that the user put there.
-        if like.dtype != dtype or not _alike(gradient, like) or not can_hold(like):
+        if like.dtype != dtype or not _alike(gradient, like) or not (total is None or can_hold(total)):
             self._publish()
             self._add_to_grad(master, gradient.to(stream.HOST))
             return False
@@ -84,10 +84,10 @@ class Gradients:
         if total is None:
             total = self.memory.gradient_like(master)
         self._arriving[master] = total
-        with untouched():
-            self._send(gradient, total, add=not is_new)
         if total is grad:
             hold(total, _Arriving(self.lane))  # a backward that fails leaves it so
+        with untouched():
+            self._send(gradient, total, add=not is_new)
         return True
 
     def _send(self, gradient: torch.Tensor, total: torch.Tensor, *, add: bool) -> None:

@@ -181,3 +181,17 @@ def test_two_backwards_in_turn_end_by_themselves():
         assert not eps.backwards._under_way
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], gradient)
+
+
+def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
+    """In the thread that called, while the sum is on its way."""
+    plain = tiny_bert(dropout=0.0)
+    model = attached(copy.deepcopy(plain), device="sim")
+    batch = batch_for(plain)
+    for each in (plain, model):
+        for _ in range(3):
+            penalty = sum(p.square().sum() for p in each.parameters())
+            (each(**batch).loss.cpu() + penalty).backward()
+    expected = gradients(plain)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
