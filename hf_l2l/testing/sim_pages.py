@@ -30,7 +30,7 @@ class Pages:
 
     def __init__(self) -> None:
         self.limit: int | None = None
-        self._lock = threading.RLock()  # a finalizer may unregister inside
+        self._lock = threading.RLock()  # a finalizer may unregister inside, where Python makes an object
         self._sizes: dict[int, int] = {}  # by first address, bytes
 
     def register(self, pointer: int, num_bytes: int) -> int:
@@ -38,7 +38,7 @@ class Pages:
         if pointer <= 0 or num_bytes <= 0:
             return INVALID_VALUE
         with self._lock:
-            if any(_share_a_page(pointer, num_bytes, *known) for known in list(self._sizes.items())):
+            if any(_share_a_page(pointer, num_bytes, *known) for known in self._sizes.copy().items()):
                 return ALREADY_REGISTERED
             if self.limit is not None and sum(list(self._sizes.values())) + num_bytes > self.limit:
                 return OUT_OF_MEMORY
@@ -58,7 +58,7 @@ class Pages:
     def hold(self, low: int, high: int) -> bool:
         """Return whether the addresses from `low` up to, and without, `high` lie within one range."""
         with self._lock:
-            return any(first <= low and high <= first + size for first, size in list(self._sizes.items()))
+            return any(first <= low and high <= first + size for first, size in self._sizes.copy().items())
 
 
 def _share_a_page(first: int, size: int, other: int, other_size: int) -> bool:

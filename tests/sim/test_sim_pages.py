@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -137,3 +138,34 @@ def test_an_asynchronous_download_is_made_pinned_as_on_cuda():
     torch.sim.synchronize()
     assert arriving.is_pinned() and arriving.tolist() == [1.0] * 4
     assert not x.to("cpu").is_pinned() and not x.is_pinned()
+
+
+class _Registered:
+    """A range of addresses that garbage collection unregisters."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer, self.cycle = pointer, self
+        sim_pages.PAGES.register(pointer, PAGE)
+
+    def __del__(self) -> None:
+        sim_pages.PAGES.unregister(self.pointer)
+
+
+def test_ranges_may_go_while_they_are_looked_through():
+    """A finalizer runs wherever Python makes an object, inside the lock, too."""
+    thresholds, far = gc.get_threshold(), 2**46
+    try:
+        for allocations in range(1, 100):
+            gc.collect()
+            gc.disable()
+            for turn in range(20):
+                _Registered(far + 2 * turn * PAGE)
+            gc.set_threshold(allocations)
+            gc.enable()
+            assert not sim_pages.PAGES.hold(far - PAGE, far - PAGE + 1)
+            assert sim_pages.PAGES.register(2 * far, PAGE) == 0
+            assert sim_pages.PAGES.unregister(2 * far) == 0
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.collect()
