@@ -59,12 +59,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 import hf_l2l
 from hf_l2l import L2LTrainer, L2LTrainingArguments
-from hf_l2l.checkpoints import is_complete, last_checkpoints
-from hf_l2l.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
 from hf_l2l.demo import demo_files
+from hf_l2l.glue.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
+from hf_l2l.hf.checkpoints import is_complete, last_checkpoints
+from hf_l2l.hf.training_args import refuse_for_layers
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.testing import enable_simulated_accelerator
-from hf_l2l.training_args import refuse_for_layers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -538,9 +538,9 @@ def wants_default(argv: list[str]) -> bool:
 
 
 def glue() -> Any:
-    """The module `hf_l2l.glue`, which needs packages that the rest of hf_l2l does not."""
+    """The module `hf_l2l.glue.metric`, which needs packages that the rest of hf_l2l does not."""
     try:
-        return importlib.import_module("hf_l2l.glue")
+        return importlib.import_module("hf_l2l.glue.metric")
     except ModuleNotFoundError as error:
         raise ImportError(
             f"tasks, files and metrics need the package {error.name} (it is not installed); install all that is "

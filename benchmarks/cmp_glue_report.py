@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.environment import description
-from hf_l2l.config import size_text
+from hf_l2l.runtime.tensors import size_text
 
 HEAD = (
     "task",

@@ -23,9 +23,8 @@ import transformers
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
-from hf_l2l.census import host_tensors
-from hf_l2l.config import size_text
-from hf_l2l.stacks import tensor_bytes
+from hf_l2l.report.host_tensors import host_tensors
+from hf_l2l.runtime.tensors import size_text, tensor_bytes
 from hf_l2l.testing import enable_simulated_accelerator
 
 if not __package__:  # run as a script: the folder above is not where Python looks for modules
@@ -85,7 +84,7 @@ def measured(setting: dict[str, Any], options: argparse.Namespace, device: torch
         torch.accelerator.reset_peak_memory_stats()
         model(input_ids=ids, labels=labels).loss.backward()
         eps.synchronize()
-        census = {k: tensor_bytes(held) for k, held in host_tensors(model, [optimizer], eps.copies).items()}
+        census = {k: tensor_bytes(held) for k, held in host_tensors(model, [optimizer], eps.copies.kept).items()}
         eps.clip_grad_norm_(1.0)
         optimizer.step()
     eps.synchronize()

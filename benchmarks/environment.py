@@ -18,10 +18,10 @@ import psutil
 import torch
 
 import hf_l2l
-from hf_l2l.config import size_text
-from hf_l2l.estimate import available_host_bytes
-from hf_l2l.stream import execution_device, is_asynchronous
-from hf_l2l.worker import default_num_threads
+from hf_l2l.report.memory_estimate import available_host_bytes
+from hf_l2l.runtime.stream import execution_device, is_asynchronous
+from hf_l2l.runtime.tensors import size_text
+from hf_l2l.runtime.worker import default_num_threads
 
 LINK_BYTES = 2**28
 """Of the copy that measures the link."""

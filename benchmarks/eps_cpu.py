@@ -32,9 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hf_l2l
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.clipping import clip
-from hf_l2l.config import size_text
-from hf_l2l.estimate import available_host_bytes
+from hf_l2l.eps.gradients import clip
+from hf_l2l.report.memory_estimate import available_host_bytes
+from hf_l2l.runtime.tensors import size_text
 
 NORM = 1.01
 """What the gradients are said to have, to be clipped to 1: the factor is so near to 1 that they never become too small

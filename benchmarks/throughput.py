@@ -41,9 +41,9 @@ import transformers
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, detach_l2l
-from hf_l2l.config import size_text
-from hf_l2l.estimate import estimate
 from hf_l2l.measure import MemoryCallback
+from hf_l2l.report.memory_estimate import estimate
+from hf_l2l.runtime.tensors import size_text
 
 if not __package__:  # run as a script: the folder above is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.environment import description
-from hf_l2l.config import size_text
+from hf_l2l.runtime.tensors import size_text
 
 HEAD = (
     "model",

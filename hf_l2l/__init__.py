@@ -30,17 +30,17 @@ def _check_versions(supported: dict[str, tuple[str, str]]) -> None:
 _check_versions(_SUPPORTED)
 
 from hf_l2l.config import L2LConfig  # noqa: E402  # an unsupported torch is to be refused before it is used
-from hf_l2l.eps import EagerParamServer  # noqa: E402
-from hf_l2l.estimate import estimate  # noqa: E402
-from hf_l2l.hooks import attach_l2l, detach_l2l  # noqa: E402
-from hf_l2l.lamb import Lamb  # noqa: E402
-from hf_l2l.nonfinite import NonFiniteError  # noqa: E402
-from hf_l2l.precision import copy_as  # noqa: E402
-from hf_l2l.worker import EngineFailedError  # noqa: E402
+from hf_l2l.eps.nonfinite import NonFiniteError  # noqa: E402
+from hf_l2l.eps.server import EagerParamServer  # noqa: E402
+from hf_l2l.hf.attach import attach_l2l, detach_l2l  # noqa: E402
+from hf_l2l.model.precision import copy_as  # noqa: E402
+from hf_l2l.optim.lamb import Lamb  # noqa: E402
+from hf_l2l.report.memory_estimate import estimate  # noqa: E402
+from hf_l2l.runtime.worker import EngineFailedError  # noqa: E402
 
 if TYPE_CHECKING:
-    from hf_l2l.trainer import L2LTrainer
-    from hf_l2l.training_args import L2LTrainingArguments
+    from hf_l2l.hf.trainer import L2LTrainer
+    from hf_l2l.hf.training_args import L2LTrainingArguments
 
 __all__ = [
     "EagerParamServer",
@@ -60,11 +60,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # transformers' Trainer takes seconds to import: only those who use it wait for it.
     if name == "L2LTrainer":
-        from hf_l2l.trainer import L2LTrainer
+        from hf_l2l.hf.trainer import L2LTrainer
 
         return L2LTrainer
     if name == "L2LTrainingArguments":
-        from hf_l2l.training_args import L2LTrainingArguments
+        from hf_l2l.hf.training_args import L2LTrainingArguments
 
         return L2LTrainingArguments
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

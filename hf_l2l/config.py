@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hf_l2l.trace import check_trace_path
+from hf_l2l.runtime import stream
 
 StashPlace = Literal["device", "host"]
 EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
@@ -273,9 +273,37 @@ def _check_layer_classes(classes: object) -> None:
         )
 
 
-def size_text(num_bytes: int) -> str:
-    """A number of bytes as people read it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
+def check_trace_path(path: object, name: str = "trace") -> None:
+    """Raise ValueError, which calls the option `name`, unless a file can be written at `path`; nothing is written."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
+        raise ValueError(
+            f"{name} must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
+        )
+    got, folder = f"{name}={path!r}", os.path.dirname(os.path.abspath(path))
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, or of characters that no file system takes
+        raise ValueError(cannot_be_written(got, error)) from error
+    if not os.path.isdir(folder):
+        raise ValueError(cannot_be_written(got, f"there is no folder {folder}"))
+    if os.path.isdir(path):
+        raise ValueError(cannot_be_written(got, "it is a folder"))
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(cannot_be_written(got, "permission denied"))
+
+
+def cannot_be_written(got: str, reason: object) -> str:
+    """What is said of a trace that cannot be written: what was `got`, and the reason."""
+    return f"the trace must go where a file can be written (got {got}: {reason}); give a file in an existing folder"
+
+
+Mode = Literal["serial", "deferred", "eager"]
+
+
+def update_mode(asked: EpsUpdate, device: torch.device) -> Mode:
+    """When weights are updated: as `asked`; and if that is "auto", deferred where that runs beside the device."""
+    if asked == "auto":
+        return "deferred" if stream.is_asynchronous(device) else "serial"
+    return asked

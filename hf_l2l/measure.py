@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_l2l import stream
-from hf_l2l.census import host_tensors
-from hf_l2l.hooks import attachment_of
-from hf_l2l.stacks import tensor_bytes
+from hf_l2l.hf.attach import attachment_of
+from hf_l2l.report.host_tensors import host_tensors
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import tensor_bytes
 
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -70,7 +70,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         if self._steps > 1:  # nothing is added after the first steps
             return
         attached = attachment_of(model)
-        copies = None if attached is None else attached.eps.copies
+        copies = None if attached is None else attached.eps.copies.kept
         for kind, tensors in host_tensors(model, [optimizer], copies).items():
             self._host_bytes[kind] = max(self._host_bytes.get(kind, 0), tensor_bytes(tensors))
 

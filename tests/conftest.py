@@ -20,7 +20,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_l2l import watching
+from hf_l2l.runtime import observer as watching
 
 
 def pytest_report_header() -> str:

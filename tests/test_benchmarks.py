@@ -23,9 +23,8 @@ import hf_l2l
 from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, throughput
 from glue_script import ROWS, write
 from hf_l2l import L2LConfig
-from hf_l2l.config import size_text
-from hf_l2l.estimate import estimate
-from hf_l2l.stacks import tensor_bytes
+from hf_l2l.report.memory_estimate import estimate
+from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 EPS_TINY = ["--layers", "2", "--hidden", "64", "--vocab", "50", "--pairs", "2", "--warmup", "1", "--threads", "1"]

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_l2l import L2LConfig
-from hf_l2l.config import _CHOICES, check_ubatch_size, size_text
+from hf_l2l.config import _CHOICES, check_ubatch_size
+from hf_l2l.runtime.tensors import size_text
 
 NO_UBATCH_SIZES = st.one_of(
     st.integers(max_value=0),

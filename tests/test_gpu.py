@@ -29,8 +29,9 @@ from families import (
     relative_error,
     train_once,
 )
-from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, detach_l2l, stream
-from hf_l2l.pages import Pages
+from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import Pages
 from training import tiny_bert
 
 pytestmark = [

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import conftest
 import hf_l2l
 
 ROOT = Path(__file__).parent.parent
@@ -49,8 +48,8 @@ def test_public_names():
     assert sorted(hf_l2l.__all__) == NAMES
     for name in NAMES:
         assert callable(getattr(hf_l2l, name)), name
-    assert hf_l2l.L2LTrainer is importlib.import_module("hf_l2l.trainer").L2LTrainer
-    assert hf_l2l.L2LTrainingArguments is importlib.import_module("hf_l2l.training_args").L2LTrainingArguments
+    assert hf_l2l.L2LTrainer is importlib.import_module("hf_l2l.hf.trainer").L2LTrainer
+    assert hf_l2l.L2LTrainingArguments is importlib.import_module("hf_l2l.hf.training_args").L2LTrainingArguments
 
 
 def test_star_import_brings_the_public_names():
@@ -133,7 +132,8 @@ def test_tests_and_what_they_start_see_no_gpu():
         assert all("CUDA_VISIBLE_DEVICES= " in command for command in commands(target))
 
 
-def test_tests_of_the_gpu_see_it(monkeypatch):
+def test_tests_of_the_gpu_see_it(monkeypatch, pytestconfig):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     [command] = commands("test-gpu")
     words = command.split()
     asked = words[words.index("-m", words.index("pytest")) + 1]

@@ -37,7 +37,9 @@ def bert() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, vocab_size=VOCAB, num_key_value_heads=1, tie_word_embeddings=True))
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**SMALL, vocab_size=VOCAB, num_key_value_heads=1, tie_word_embeddings=True)
+    )
 
 
 def t5() -> nn.Module:

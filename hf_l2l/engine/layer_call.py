@@ -1,0 +1,277 @@
+"""One layer call taken apart: its tensor arguments and their gradients, everything else about it, and its outputs."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_l2l.engine.anchor import FUNCTIONAL_CALL
+from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.engine.splitting import Split, Ubatch
+from hf_l2l.engine.stash import Stash
+from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.compute_state import AutocastState
+from hf_l2l.runtime.tensors import flatten, is_cache, is_opaque, narrow, tensors_within
+
+
+@dataclass
+class LayerCall:
+    """One call of one layer: how to run it on some rows, and what it returns.
+
+    Holds no tensors but generator states and the layer's own parameters.
+    """
+
+    layer: nn.Module
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    """The arguments, flattened; tensors are replaced by None."""
+    tensor_positions: list[int]
+    spec: pytree.TreeSpec
+    device: torch.device
+    autocast: AutocastState
+    travelling: Copies
+    before: LayerCall | None = None
+    """The call before, which is the next one of the backward sweep."""
+    in_graph: bool = False
+    """Whether a backward can reach it."""
+    kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Its tensor arguments in the stash, as long as its graph lives."""
+    split: Split | None = None
+    rng: list[stream.RngState | None] = field(default_factory=list)
+    """Per ubatch, the generators before it ran; None where it drew nothing."""
+    weights: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    """The layer's, with their versions, as the forward found them."""
+    captured_keys: tuple[str, ...] | None = None
+    output_spec: pytree.TreeSpec | None = None
+    output_leaves: list[Any] = field(default_factory=list)
+    """The outputs, flattened; tensors are replaced by None."""
+    output_positions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        arguments: list[Any],
+        spec: pytree.TreeSpec,
+        device: torch.device,
+        travelling: Copies,
+    ) -> LayerCall:
+        """A call with these flattened arguments, under the autocast settings of now."""
+        positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
+        static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
+        return cls(layer, forward, static, positions, spec, device, AutocastState.current(device), travelling)
+
+    @property
+    def input_dims(self) -> Sequence[int | None]:
+        """Per tensor argument, the dimension that is cut into ubatches."""
+        return (None,) * len(self.tensor_positions) if self.split is None else self.split.inputs.dims
+
+    @property
+    def ubatches(self) -> Sequence[Ubatch | None]:
+        """The row ranges of the inner loop; [None] for all rows at once."""
+        return [None] if self.split is None else self.split.ubatches
+
+    def remember(self, kept: Sequence[torch.Tensor]) -> None:
+        """Remember what stands in the stash for the tensor arguments of a call that becomes a node of the graph."""
+        self.in_graph, self.kept = True, [weakref.ref(tensor) for tensor in kept]
+
+    def kept_rows(self, turn: int) -> list[torch.Tensor]:
+        """The parts of the stash that ubatch number `turn` needs for itself; none if there is no such ubatch."""
+        kept = [each() for each in self.kept]
+        alive = [tensor for tensor in kept if tensor is not None]
+        if turn >= len(self.ubatches) or not kept or len(alive) < len(kept):
+            return []
+        rows = self.input_rows(alive, self.ubatches[turn])
+        return rows if turn == 0 else [t for t, dim in zip(rows, self.input_dims, strict=True) if dim is not None]
+
+    def execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the layer's own forward on these tensor arguments and return its tensor outputs."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensor_positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with CapturedOutputs(self.captured_keys) as captured:
+            output = self.forward(*args, **kwargs)
+        self.captured_keys = captured.keys
+        outputs, self.output_spec = flatten((output, captured.taken))
+        self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
+        self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
+        return [outputs[i] for i in self.output_positions]
+
+    def assemble(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """What the layer returns, from its tensor outputs; what was captured inside goes on to whoever collects it."""
+        assert self.output_spec is not None
+        leaves = list(self.output_leaves)
+        for position, tensor in zip(self.output_positions, outputs, strict=True):
+            leaves[position] = tensor
+        output, captured = pytree.tree_unflatten(leaves, self.output_spec)
+        CapturedOutputs.deliver(captured)
+        return output
+
+    def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch | None) -> list[torch.Tensor]:
+        """Views of the rows `ubatch` of the tensor arguments."""
+        if ubatch is None or self.split is None:
+            return list(tensors)
+        return self.split.inputs.rows_of(tensors, self.split.rows, *ubatch)
+
+    def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the layer once without a graph or a trace: how the splitter learns about its outputs.
+
+        In training mode where the layer draws no random numbers, so that what rows do to each other shows; otherwise
+        in evaluation mode, since dropout would make results differ that are the same.
+        """
+        weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False, travelling=self.travelling)
+        with (
+            torch.no_grad(),
+            stream.rng_state_kept(self.device),
+            self.autocast.entered(),
+            weights.resident(keep_buffers=False),
+        ):
+            before = stream.get_rng_state(self.device)
+            outputs = self.execute([t.clone() for t in tensors])  # a layer may write into what it is given
+            if stream.get_rng_state(self.device) == before:
+                return outputs
+            del outputs
+            with _evaluating(self.layer):
+                return self.execute([t.clone() for t in tensors])
+
+    @contextmanager
+    def refusing_writes_to_arguments(self) -> Iterator[None]:
+        """Inside, the layer runs without a graph: what it wrote into an argument would reach others without gradients.
+
+        Raises:
+            ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
+                knows are made anew for each call, and key-value caches are dropped.)
+        """
+        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if is_opaque(leaf)}
+        yield
+        for position, contents in before.items():
+            now = _contents(self.leaves[position])
+            if len(now) != len(contents) or any(
+                a is not b or version != later for (a, version), (b, later) in zip(contents, now, strict=True)
+            ):
+                raise ValueError(
+                    "a layer that trains must not write tensors into its arguments, since no gradient would come back "
+                    f"from there (a {type(self.layer).__name__} wrote to {self._argument_name(position)!r}); train "
+                    "this model without L2L, or configured so that its layers share nothing but what they return"
+                )
+
+    def _argument_name(self, position: int) -> str:
+        args, kwargs = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
+        names = inspect.signature(self.forward).parameters
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        return next((name for name, value in named.items() if position in pytree.tree_leaves(value)), str(position))
+
+    def remember_weights(self) -> None:
+        """Remember what `check_weights_unchanged` is to find."""
+        self.weights = [(p, p._version) for p in self.layer.parameters()]
+
+    def check_weights_unchanged(self) -> None:
+        """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
+        now, name = list(self.layer.parameters()), type(self.layer).__name__
+        if len(now) != len(self.weights) or any(p is not q for p, (q, _) in zip(now, self.weights, strict=True)):
+            raise RuntimeError(
+                f"a layer must have the same parameters in its forward and its backward (those of a {name} were "
+                f"replaced in between); {FUNCTIONAL_CALL}"
+            )
+        if any(p._version != version for p, version in self.weights):
+            raise RuntimeError(
+                f"the weights of a layer must not change between its forward and its backward (a {name} was changed "
+                "in place); run backward before optimizer.step(), load_state_dict or other writes"
+            )
+
+
+class InputGradients:
+    """Leaves for the tensor arguments of one layer call, ubatch by ubatch, and the gradients that reach them."""
+
+    def __init__(self, call: LayerCall, stash: Stash, kept: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
+        self.call = call
+        self.stash = stash
+        self.kept = kept
+        self.needed = needed
+        self.total: list[torch.Tensor | None] = [None] * len(kept)
+        # What has no rows is one leaf for all ubatches: its gradient sums up by itself.
+        self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
+
+    def _leaf(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        return self.stash.fetch(tensor).detach().requires_grad_(self.needed[index])
+
+    def leaves(self, ubatch: Ubatch | None) -> list[torch.Tensor]:
+        """The arguments of one ubatch, on the device, as leaves of a new graph."""
+        rows = self.call.input_rows(self.kept, ubatch)
+        return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
+
+    def fetch_after(self, turn: int) -> None:
+        """Start to fetch what comes after ubatch number `turn`: the next one, or the first of the next layer."""
+        if not self.stash.travels:
+            return
+        following = self.call.kept_rows(turn + 1)
+        if turn + 1 == len(self.call.ubatches) and self.call.before is not None:
+            following = self.call.before.kept_rows(0)
+        self.stash.fetch_ahead(following)
+
+    def collect(self, leaves: Sequence[torch.Tensor], ubatch: Ubatch | None) -> None:
+        """Take the gradients of one ubatch's leaves to their rows of the total."""
+        for i, leaf in enumerate(leaves):
+            if leaf.grad is None:
+                continue
+            if i in self.shared or ubatch is None or self.call.split is None:
+                self.total[i] = leaf.grad
+                continue
+            whole = self.total[i]
+            if whole is None:
+                whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
+            narrow(whole, self.call.input_dims[i], self.call.split.rows, *ubatch).copy_(leaf.grad)
+
+
+def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that an object holds, with their versions."""
+    return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(argument)]
+
+
+@contextmanager
+def _evaluating(layer: nn.Module) -> Iterator[None]:
+    """Put a layer in evaluation mode for a while."""
+    modules = [m for m in layer.modules() if m.training]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+def without_caches(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Arguments of a layer without key-value caches: a recompute would write into them a second time.
+
+    Raises:
+        ValueError: if a cache already holds tokens, which the layer would then not see.
+    """
+
+    def dropped(leaf: Any) -> Any:
+        if not is_cache(leaf):
+            return leaf
+        if leaf.get_seq_length() > 0:
+            raise ValueError(
+                f"a layer that trains must not be given a key-value cache with content (a {type(layer).__name__} got "
+                f"{leaf.get_seq_length()} cached tokens); call the model with use_cache=False, or under "
+                "torch.no_grad()"
+            )
+        return None
+
+    args, kwargs = pytree.tree_map(dropped, (args, kwargs), is_leaf=is_cache)
+    if kwargs.get("use_cache"):
+        kwargs = {**kwargs, "use_cache": False}
+    return args, kwargs

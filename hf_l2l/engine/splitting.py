@@ -1,0 +1,237 @@
+"""Splitting: into which ubatches a layer call is cut, found by probing and checked before it is relied on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from hf_l2l.engine.shell import RootCall, to_device
+from hf_l2l.model.batch_dims import BatchDims, NoConsistentSplit, call_key, cannot_split, compare_shapes, doubled
+from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import is_cache, narrow
+
+Ubatch = tuple[int, int]
+Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+def ubatches(rows: int, ubatch_size: int) -> list[Ubatch]:
+    """The row ranges (start, stop) of the inner loop; the last one may be shorter."""
+    return [(start, min(start + ubatch_size, rows)) for start in range(0, rows, ubatch_size)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the tensors of a layer call are cut into ubatches, and its outputs joined."""
+
+    rows: int
+    ubatches: list[Ubatch]
+    inputs: BatchDims
+    outputs: BatchDims
+
+
+class Splitter:
+    """Decides, for each layer call of one model, into which ubatches it is cut.
+
+    What is learned is kept per kind of call (`stacks.call_key`). A kind that cannot be split runs whole, said once.
+    """
+
+    def __init__(self, ubatch_size: int | None, device: torch.device) -> None:
+        self.ubatch_size = ubatch_size
+        self.device = device
+        self._known: dict[object, tuple[BatchDims, BatchDims] | None] = {}
+        self._said: set[str] = set()
+
+    def split_for(
+        self,
+        root: RootCall,
+        layer: nn.Module,
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+        tensors: Sequence[torch.Tensor],
+        execute: Execute,
+    ) -> Split | None:
+        """The split of this call, or None to run it as one ubatch.
+
+        Args:
+            root: the running call of the model, whose beginning is replayed when a new kind of layer call appears.
+            leaves, spec: the layer's arguments, flattened; `tensors` are the tensors among them.
+            execute: runs the layer once on other tensors, without a trace.
+        """
+        rows = root.rows
+        if self.ubatch_size is None or rows is None or rows <= self.ubatch_size:
+            return None
+        reason = cannot_split(leaves)
+        if reason is not None:
+            if not any(is_cache(leaf) for leaf in leaves):  # generation brings caches: that is as it should be
+                self._say(layer, reason)
+            return None
+        key = call_key(layer, spec, leaves, rows), CapturedOutputs().keys
+        if key not in self._known:
+            try:
+                _refuse_batch_statistics(layer)
+                self._known[key] = self._learn(root, spec, tensors, rows, execute)
+            except NoConsistentSplit as error:
+                self._known[key] = None
+                self._say(layer, str(error))
+        known = self._known[key]
+        if known is None:
+            return None
+        inputs, outputs = known
+        if not inputs.fits(tensors, rows):
+            self._say(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
+            return None
+        return Split(rows, ubatches(rows, self.ubatch_size), inputs, outputs)
+
+    def _say(self, layer: nn.Module, reason: str) -> None:
+        name = type(layer).__name__
+        if name not in self._said:
+            self._said.add(name)
+            warnings.warn(
+                f"ubatch_size={self.ubatch_size} has no effect on calls of {name}: {reason}. They run with the whole "
+                "device batch at once; lower the device batch if that does not fit",
+                stacklevel=2,
+            )
+
+    def _learn(
+        self, root: RootCall, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], rows: int, execute: Execute
+    ) -> tuple[BatchDims, BatchDims]:
+        twice = self._arguments_of_doubled_batch(root, spec, rows)
+        inputs = compare_shapes([t.shape for t in tensors], twice, rows, 2 * rows)
+        if all(dim is None for dim in inputs.dims):
+            raise NoConsistentSplit(f"none of its arguments has the {rows} rows of the model's batch")
+        return inputs, self._check(inputs, tensors, rows, execute)
+
+    def _arguments_of_doubled_batch(self, root: RootCall, spec: pytree.TreeSpec, rows: int) -> list[torch.Size]:
+        """The shapes that this layer call would get if the model's batch were concatenated with itself.
+
+        A smaller batch would not do: without its padded rows, a mask becomes None. The replay runs the shell on the
+        host, where the larger batch takes no device memory.
+        """
+        replay = Replay(root, spec)
+        args, kwargs = doubled(to_device((root.args, root.kwargs), stream.HOST), rows)
+        root.replay = replay
+        try:
+            with (
+                torch.no_grad(),
+                stream.rng_state_kept(self.device),
+                root.weights.masters_back(),
+                _buffers_kept(root.weights.modules),
+            ):
+                stream.set_rng_state(root.rng, self.device)  # the same layers are dropped, where layers are dropped
+                root.forward(*args, **kwargs)
+        except _Reached as reached:
+            return reached.shapes
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
+            raise NoConsistentSplit(f"the model does not run with its batch doubled ({error})") from error
+        finally:
+            root.replay = None
+        raise NoConsistentSplit("the call is not made again when the model's batch is doubled")
+
+    def _check(self, inputs: BatchDims, tensors: Sequence[torch.Tensor], rows: int, execute: Execute) -> BatchDims:
+        """The batch dimensions of the outputs, after two ubatches gave what they give at once.
+
+        Two and not all, since the whole device batch may not fit. Rows that are laid out otherwise than assumed, or
+        that influence each other, differ here.
+        """
+        assert self.ubatch_size is not None
+        few = min(rows, 2 * self.ubatch_size)
+        sample = inputs.rows_of(tensors, rows, 0, few)
+        at_once = execute(sample)
+        parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in ubatches(few, self.ubatch_size)]
+        (start, stop), first = parts[0]
+        outputs = compare_shapes([t.shape for t in at_once], [t.shape for t in first], few, stop - start)
+        for (start, stop), part in parts:
+            if len(part) != len(at_once):
+                raise NoConsistentSplit(f"{len(at_once)} outputs at once and {len(part)} in ubatches")
+            for whole, piece, dim in zip(at_once, part, outputs.dims, strict=True):
+                if not _close(narrow(whole, dim, few, start, stop), piece):
+                    raise NoConsistentSplit("its rows give other results in ubatches than at once")
+        return outputs
+
+
+def _refuse_batch_statistics(layer: nn.Module) -> None:
+    """Raise NoConsistentSplit for layers whose rows meet in training only, where no check would see it."""
+    for module in layer.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise NoConsistentSplit(f"it normalizes over the rows of the batch (a {type(module).__name__})")
+
+
+class _Reached(BaseException):
+    """Ends a replay at the layer call that is asked about. No error, so that no model handles it as one."""
+
+    def __init__(self, shapes: list[torch.Size]) -> None:
+        self.shapes = shapes
+
+
+class Replay:
+    """The beginning of a model call, run again with its batch doubled: layers are not run, but answered for."""
+
+    def __init__(self, root: RootCall, spec: pytree.TreeSpec) -> None:
+        self.earlier = list(root.layer_calls)
+        self.spec = spec
+        self.next = 0
+
+    def next_outputs(self, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the next layer call returns: zeros of the right shapes."""
+        if self.next == len(self.earlier):
+            if spec != self.spec:
+                raise NoConsistentSplit("it is given other arguments when the model's batch is doubled")
+            raise _Reached([t.shape for t in tensors])
+        call, outputs = self.earlier[self.next]
+        self.next += 1
+        if call.split is None:
+            raise NoConsistentSplit(f"an earlier layer ({type(call.layer).__name__}) runs whole")
+        device = next((t.device for t in tensors), None)
+        zeros = []
+        for (shape, dtype), dim in zip(outputs, call.split.outputs.dims, strict=True):
+            sizes = list(shape)
+            if dim is not None:
+                sizes[dim] *= 2
+            zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
+        return call.assemble(zeros)
+
+
+@contextmanager
+def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Leave the buffers of `modules` as they were found, whatever is written or assigned inside."""
+    kept = [(m._buffers, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        for slots, name, buffer, value in kept:
+            slots[name] = buffer
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _close(expected: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether two results of the same computation differ by rounding only, relative to the largest value."""
+    if expected.shape != result.shape:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(expected, result)
+    # Half the digits: the order of sums differs with the number of rows, and autocast rounds inside.
+    precision = torch.bfloat16 if torch.is_autocast_enabled(expected.device.type) else expected.dtype
+    finite = expected.isfinite()
+    if not torch.equal(finite, result.isfinite()):
+        return False
+    expected, result = expected.masked_fill(~finite, 0).double(), result.masked_fill(~finite, 0).double()
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    return bool(
+        ((expected - result).abs().max().item() if expected.numel() else 0.0) <= scale * _half_digits(precision)
+    )
+
+
+def _half_digits(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps ** 0.5)

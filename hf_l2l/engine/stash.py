@@ -1,0 +1,148 @@
+"""The stash: what a layer call was given, kept until the backward sweep recomputes it.
+
+"The forward pass [stashes] away only the output activations [...] in on-chip or off-chip device memory"
+(arXiv:2002.05645, first text, section 3), and `stash="host"` is its equation 4: device memory that does not grow with
+depth. Layer inputs then leave while their layer computes, and come back one micro-batch ahead of their recompute.
+
+Tensors kept here are handed to autograd's saved tensors, so that they live exactly as long as the graph does: freed by
+the backward that uses them, by a batch that is thrown away, kept by `retain_graph=True`; and a change in place between
+the two sweeps is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_l2l.config import StashPlace
+from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import Room
+from hf_l2l.runtime.tensors import tensor_bytes
+
+
+class _Fetched(NamedTuple):
+    """Rows on their way to the device."""
+
+    kept: torch.Tensor
+    rows: torch.Tensor
+    arrived: stream.Point | None
+
+
+class Stash:
+    """Keeps the tensor arguments of layer calls, on the device or in host memory.
+
+    One instance serves one engine. With `place="host"` each layer's own input travels to the host; what several layers
+    are given alike (an attention mask, position embeddings, encoder states) stays on the device, where it exists once
+    and not once per layer.
+    """
+
+    def __init__(self, place: StashPlace, device: torch.device, memory: HostMemory, *, rooms: int = 1) -> None:
+        """With room in host memory for `rooms` layer inputs from the first one on, and for more when they come."""
+        self.place = place
+        self.device = device
+        self.lane = stream.Lane(device, "stash download")
+        self._memory = memory
+        self._first_rooms = rooms
+        self._rooms: list[Room] = []
+        self._most_rooms = 0
+        """That were in use at once, ever."""
+        self._ahead: dict[tuple[Any, ...], _Fetched] = {}
+        self._last: stream.Point | None = None
+        """All that the lane was given."""
+        # Tensors that a layer of this forward has been given, to find those that are given again.
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything can be fetched ahead."""
+        return self.place == "host" and self.lane.is_stream
+
+    def start_forward(self) -> None:
+        """Forget which tensors earlier forwards shared among layers; give back memory that is too small now."""
+        self.settle()
+        self._seen = WeakIdKeyDictionary()
+        spare = len(self._rooms) - self._most_rooms
+        if spare > 0:
+            free = sorted((room for room in self._rooms if room.is_free), key=lambda room: room.num_bytes)
+            self._rooms = [room for room in self._rooms if room not in free[:spare]]
+
+    @contextmanager
+    def keeping(self, tensors: Sequence[torch.Tensor], batched: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
+        """What stands in the stash for `tensors` once the block, in which the layer computes, is over.
+
+        Only those whose rows can be fetched one ubatch at a time travel.
+        """
+        if self.place == "device" or stream.shares_host_memory(self.device):
+            yield list(tensors)
+            return
+        complete = stream.record(self.device)
+        with self.lane.entered():
+            stream.wait(complete, "a layer's input leaves when it is complete")
+            with stream.span(self.device, "stash download", "layer input"):
+                kept = [self._to_host(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
+            self._last = stream.record(self.device)
+        try:
+            yield kept
+        finally:
+            # From here on the caller may write into them, or free them.
+            stream.wait(self._last, "a layer's input has left when the layer ends")
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        shared = tensor in self._seen
+        self._seen[tensor] = True
+        if shared:
+            return tensor
+        if not self.lane.is_stream:
+            return tensor.detach().to(stream.HOST, copy=True)
+        with torch.no_grad():
+            return self._room(tensor_bytes([tensor])).tensor_like(tensor).copy_(tensor, non_blocking=True)
+
+    def _room(self, num_bytes: int) -> Room:
+        """The smallest free room that is large enough, or a new one."""
+        fitting = [room for room in self._rooms if room.num_bytes >= num_bytes and room.is_free]
+        if fitting:
+            return min(fitting, key=lambda room: room.num_bytes)
+        self._rooms += self._memory.new_rooms(1 if self._rooms else self._first_rooms, num_bytes)
+        self._memory.warn_once()
+        return self._rooms[-1]
+
+    def fetch(self, kept: torch.Tensor) -> torch.Tensor:
+        """`kept`, or the rows of it that the caller narrowed it to, on the device."""
+        if kept.device == self.device:
+            return kept
+        fetched = self._ahead.pop(_key(kept), None) or self._start_fetch(kept)
+        stream.wait(fetched.arrived, "rows are recomputed when they have arrived")
+        return fetched.rows
+
+    def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
+        """Start to fetch what will be asked for next."""
+        for tensor in kept:
+            if tensor.device != self.device and _key(tensor) not in self._ahead:
+                self._ahead[_key(tensor)] = self._start_fetch(tensor)
+
+    def _start_fetch(self, kept: torch.Tensor) -> _Fetched:
+        rows = torch.empty_like(kept, device=self.device)
+        free = stream.record(self.device)
+        with self.lane.entered("stash upload"), torch.no_grad():
+            stream.wait(free, "rows are fetched when their memory has no other use")
+            with stream.span(self.device, "stash upload", "layer input"):
+                rows.copy_(kept, non_blocking=self.lane.is_stream)
+            self._last = stream.record(self.device)
+        return _Fetched(kept, rows, self._last)
+
+    def settle(self) -> None:
+        """Let the host wait until nothing is on its way, and drop what was fetched and not asked for."""
+        stream.wait(self._last, "stash memory is given back when no copy uses it", host=True)
+        self._last = None
+        self._ahead.clear()
+        self._most_rooms = max(self._most_rooms, sum(not room.is_free for room in self._rooms))
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which bytes a tensor is, as long as it lives."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,0 +1,286 @@
+"""The eager param-server (EPS): the host side of layer-to-layer training.
+
+The model stays in host memory and its own parameters are the masters; the EPS takes the gradient sums that the layers
+leave behind (`gradients`), holds them in `p.grad` until the optimizer has used them, and has the masters updated
+(`updates`): in `optimizer.step()`, or layer by layer in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import distributed, nn
+
+from hf_l2l.config import EpsUpdate, MomentDtype, update_mode
+from hf_l2l.eps.gradients import Gradients, clip
+from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.nonfinite import Vote
+from hf_l2l.eps.updates import Updates
+from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.model.masters import check_optimizer
+from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.optim.loss_scale import EpsScaler, LossScale
+from hf_l2l.report.host_tensors import host_tensors
+from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
+from hf_l2l.runtime.tensors import size_text, tensor_bytes
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def refuse_several_processes() -> None:
+    """Raise ValueError in a process group of more than one: nothing would add up the gradients of its members."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"L2L trains in one process (got a process group of {distributed.get_world_size()}); start the script "
+            "with python, without torchrun or `accelerate launch`"
+        )
+
+
+class EagerParamServer:
+    """Owner of the master weights and gradient sums of one model, all of them host tensors.
+
+    The contract of `p.grad`: it is the truth until `optimizer.step()`, and None means "start a new sum", so that a
+    batch thrown away (`zero_grad` without `step`) leaves nothing behind. When `backward()` returns, every gradient of
+    it is there. A wrapped optimizer clears the gradients it has used. Whoever reads a parameter while its update is
+    under way waits for that one. (With `update="eager"` the update is made in backward, and there is no `p.grad`.)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        memory: HostMemory | None = None,
+        *,
+        timeline: Timeline | None = None,
+        update: EpsUpdate = "auto",
+        num_threads: int | None = None,
+        moment_dtype: MomentDtype = "fp32",
+        loss_scale: LossScale | None = None,
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """With `goes_on`, which says in a backward whether another one follows before the step.
+
+        With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
+        """
+        self.loss_scale = loss_scale
+        self.model = model
+        self.device = device
+        self.memory = memory or HostMemory(device, model)
+        self.timeline = timeline or Timeline(device, model)
+        self.backwards = Backwards()
+        self.backwards.call(at_end=self.timeline.end_backward, at_failure=self.timeline.end_backward)
+        self.copies = Copies(self.memory.precision, self.memory)
+        self.gradients = Gradients(device, self.memory, self.backwards)
+        self.updates = Updates(
+            model,
+            self.memory.layers,
+            self.gradients,
+            self.timeline,
+            self.copies,
+            mode=update_mode(update, device),
+            num_threads=num_threads,
+            may_step=self.may_step,
+            stepped=lambda optimizer: self.vote.stepped(optimizer),
+            moment_dtype=moment_dtype,
+            goes_on=goes_on,
+        )
+        self.vote = Vote(self.updates, loss_scale)
+
+    @property
+    def lane(self) -> stream.Lane:
+        """On which gradients leave the device."""
+        return self.gradients.lane
+
+    def start_forward(self) -> None:
+        """Get ready for a forward that a backward may follow.
+
+        Raises:
+            ValueError: for a parameter that its optimizer does not know any more as it is now.
+            Exception: what went wrong since the last call, where torch lets nothing be raised.
+            EngineFailedError: if an update has failed.
+        """
+        self.backwards.errors.raise_first()
+        self.updates.check()
+        if torch.is_grad_enabled():
+            refuse_several_processes()  # the group may have been made after the model was attached
+            self.updates.start_forward()
+        self.timeline.start_forward()
+        if self.lane.is_stream:
+            self.memory.adopt()
+            if torch.is_grad_enabled():
+                self.memory.take_gradients()
+
+    def _refuse_without_optimizer(self) -> None:
+        if (self.loss_scale is not None or self.updates.in_parts) and not self.updates.optimizers:
+            raise RuntimeError(
+                "cmp with fp16, nonfinite='skip', grad_dtype='16bit' and moment_dtype='bf16' need an optimizer that "
+                "the EPS knows, which skips steps and takes gradients as they are (none was given); call "
+                "eps.wrap(optimizer) before backward"
+            )
+
+    def expect(self, masters: Iterable[torch.Tensor]) -> None:
+        """A call is in the graph from which `masters` may get gradients; `receive` is to tell when they have."""
+        self.updates.expect(masters)
+
+    def receive_in_hook(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
+        """`receive` for hooks of autograd; an exception is raised later."""
+        place = RaisedIn(lambda: f"the download of {self.updates.masters.name(master)}")
+        with self.backwards.errors, self.updates.eager.failing(), place:
+            self.receive([(master, gradient)])
+
+    @torch.no_grad()
+    def receive(
+        self,
+        gradients: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        masters: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        """Add gradient sums from the device to what `master.grad` holds, by the end of this backward.
+
+        Only to be called inside a backward. The device may go on computing meanwhile.
+
+        Args:
+            gradients: pairs of master and gradient sum, which has the shape of the master and may be overwritten.
+                Its memory may be freed at once; to write to it, wait for `lane`.
+            masters: of the call that these are all gradients of; None if it has no others.
+
+        Raises:
+            RuntimeError: if a master has been updated in this step, because more gradients were not announced; or if
+                gradients are not what an optimizer expects that has not been wrapped.
+        """
+        self.backwards.errors.raise_first()
+        self.updates.check()
+        self._refuse_without_optimizer()
+        pairs = list(gradients)
+        self.vote.reset()
+        if self.loss_scale is not None and self.loss_scale.is_dynamic:
+            for _, gradient in pairs:
+                gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, which it is unless it was chosen
+        masters = [master for master, _ in pairs] if masters is None else list(masters)
+        self.updates.eager.refuse_second(master for master, _ in pairs)
+        self.gradients.receive(pairs)
+        self.updates.arrived(masters)
+
+    def is_updating(self, masters: Iterable[torch.Tensor]) -> bool:
+        """Whether who read one of `masters` now would have to wait for its update."""
+        return self.updates.is_under_way(masters)
+
+    def synchronize(self) -> None:
+        """Wait until every update that was begun is finished, and take masters as they are from now on.
+
+        Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves; this is for views
+        and NumPy arrays of weights that were made before the step, and for `optimizer.state` read by hand. With `cmp`,
+        16-bit copies are made anew after it: call it, too, when you have written through such a view.
+
+        Raises:
+            Exception: what an update raised.
+            EngineFailedError: if that has been told of before.
+        """
+        self.updates.synchronize()
+        self.copies.forget()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, backwards add to the gradients, and another one follows before `optimizer.step()`.
+
+        Needed around all but the last backward of a step with `eps_update="eager"`, in a loop without Accelerate.
+        """
+        return self.updates.arrivals.accumulate()
+
+    def may_step(self) -> bool:
+        """Whether the gradients of this step may be used: if all of them are finite.
+
+        One that is not anywhere vetoes the step for every layer and every optimizer, and changes the loss scale once.
+
+        Raises:
+            NonFiniteError: if there is none, without a loss scale to skip the step.
+        """
+        # Eager updates have looked at each layer's gradients before they used them.
+        return self.updates.mode == "eager" or self.vote.result(self.grad_norm)
+
+    @property
+    def scaler(self) -> EpsScaler | None:
+        """What an `Accelerator` may take for its `scaler`, so that schedulers wait where a step is skipped; None
+        without a loss scale."""
+        return None if self.loss_scale is None else EpsScaler(self.loss_scale, self.may_step)
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of this step as one vector: a 0-dim host tensor.
+
+        On the CPU to the bit as torch takes it; on an accelerator of norms that were taken there.
+        """
+        return self.gradients.total_norm(self.model.parameters())
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """What `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does, with less to wait for.
+
+        The norms were taken on the device, and gradients are scaled when somebody uses them: the update, mostly.
+
+        Returns:
+            The norm before, a 0-dim host tensor.
+
+        Raises:
+            ValueError: with `eps_update="eager"`, which has used the gradients by then.
+        """
+        if self.updates.mode == "eager":
+            raise ValueError(
+                f"eps_update='eager' updates before the norm of all gradients is known (got max_norm={max_norm}); do "
+                "not clip, or use eps_update='deferred'"
+            )
+        norm = self.grad_norm()
+        if not self.vote.result(lambda: norm):
+            return norm
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        # What is kept in 16 bits is scaled where it is made fp32.
+        later = self.updates.mode == "deferred" or self.updates.in_parts
+        clip(gradients, norm, float(max_norm), later=later)
+        return norm
+
+    def wrap(self, optimizer: OptimizerT) -> OptimizerT:
+        """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
+
+        The same optimizer comes back: its groups, state, state dict and schedulers are untouched. Calling it again
+        with the same optimizer changes nothing. From `step()` on `p.grad` is None, not only from `zero_grad()` on. One
+        that has all trainable masters of an earlier optimizer takes its place, until the earlier one steps or is
+        wrapped again.
+
+        Raises:
+            ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter
+                carries a hook that expects gradients on the device; with `eps_update="eager"`, if it cannot update
+                one layer without the others.
+        """
+        self.check(optimizer)
+        self.updates.add(unwrapped(optimizer))
+        return optimizer
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: what the host holds now."""
+        locked = self.memory.bytes_locked
+        rows = "".join(
+            f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
+            for kind, tensors in host_tensors(self.model, self.updates.optimizers, self.copies.kept).items()
+            if tensors or kind != "copies"
+        )
+        return (
+            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
+            f"{f'; {size_text(locked)} page-locked' if locked else ''}</caption>"
+            f"<thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
+        )
+
+    def release(self) -> None:
+        """Finish what was begun, let the optimizers step as they did before, and the memory be ordinary memory."""
+        self.updates.release()
+        self.timeline.close()
+        # Nothing here refers to a master any more, not weakly either: torch changes none in place to which that does.
+        self.copies.release()
+        self.gradients.release()
+        self.memory.release()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
+        check_optimizer(self.model, unwrapped(optimizer), wide=self.copies.precision.is_mixed)

@@ -1,0 +1,193 @@
+"""Two training runs side by side: plain `Trainer` and `L2LTrainer` on the same arguments.
+
+`run_glue_l2l.py --compare` makes the runs, each in a process of its own; here is what it makes of the folders that
+they leave behind: a table, a JSON document, and a picture.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_l2l.runtime.tensors import size_text
+
+NAMES = {"hf": "Trainer", "l2l": "L2LTrainer"}
+"""The trainers by the value of the option that chooses them, in the order of the columns."""
+
+_BYTES = {
+    "train_device_bytes": "device bytes, peak",
+    "train_host_bytes": "host bytes: weights, gradients, moments",
+    "train_process_bytes": "process bytes, peak",
+}
+_SPEED = {"train_samples_per_second": "training samples/s"}
+_NOT_COMPARED = ("runtime", "per_second", "samples", "_time")
+"""Parts of the names of metrics that say nothing about the model."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run left behind."""
+
+    out_of_memory: bool
+    metrics: dict[str, float]
+    """What was saved by `Trainer.save_metrics`; empty for a run that ran out of memory."""
+    losses: dict[int, float]
+    """Training loss by optimizer step, as logged."""
+
+
+def read_run(folder: Path) -> Run:
+    """Read the metrics and the log that a run saved in `folder` (`Trainer.save_metrics`, `Trainer.save_state`)."""
+    metrics = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    losses = {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+    return Run(False, metrics, losses)
+
+
+OUT_OF_MEMORY = Run(True, {}, {})
+
+
+def comparison(runs: dict[str, Run], device: str) -> dict[str, Any]:
+    """The two runs as one document, of what JSON knows: `rows` are those of the table.
+
+    A row's `difference` is L2L's value less plain Trainer's; its `ratio` is the one over the other. `same_losses` says
+    whether every logged training loss is the same number on both sides, to the last bit.
+    """
+    hf, l2l = (runs[name] for name in NAMES)
+    rows = []
+    for name, label in _labels({**hf.metrics, **l2l.metrics}).items():
+        theirs, ours = hf.metrics.get(name), l2l.metrics.get(name)
+        both = theirs is not None and ours is not None
+        rows.append(
+            {
+                "name": name,
+                "label": label,
+                "hf": _finite(theirs),
+                "l2l": _finite(ours),
+                "difference": _finite(ours - theirs) if both else None,  # type: ignore[operator]
+                "ratio": _finite(ours / theirs) if both and theirs else None,  # type: ignore[operator]
+            }
+        )
+    losses = {name: [[step, _finite(loss)] for step, loss in runs[name].losses.items()] for name in NAMES}
+    return {
+        "device": device,
+        "same_losses": losses["hf"] == losses["l2l"] if losses["hf"] and losses["l2l"] else None,
+        "out_of_memory": [name for name in NAMES if runs[name].out_of_memory],
+        "rows": rows,
+        "losses": losses,
+    }
+
+
+def _labels(metrics: dict[str, float]) -> dict[str, str]:
+    """What is compared, in the order of the table: name -> words."""
+    quality = [
+        name
+        for name in metrics
+        if (name == "train_loss" or name.startswith("eval_")) and not any(part in name for part in _NOT_COMPARED)
+    ]
+    words = {
+        name: name.replace("_", " ")
+        for name in sorted(quality, key=lambda name: (name != "train_loss", "loss" not in name))
+    }
+    return {**words, **{name: label for name, label in {**_SPEED, **_BYTES}.items() if name in metrics}}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no nan."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def table(document: dict[str, Any]) -> str:
+    """The rows for people."""
+    lines = [("", *NAMES.values(), "difference")]
+    for row in document["rows"]:
+        cells = [_cell(row, side, side in document["out_of_memory"]) for side in NAMES]
+        lines.append((row["label"], *cells, _difference(row)))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    lines.insert(1, ("-" * widths[0], *("-" * width for width in widths[1:])))
+    text = [
+        "  ".join((line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))))
+        for line in lines
+    ]
+    return "\n".join((f"on: {document['device']}", *text, _verdict(document)))
+
+
+def _cell(row: dict[str, Any], side: str, out_of_memory: bool) -> str:
+    value = row[side]
+    if value is None:
+        return "out of memory" if out_of_memory else "-"
+    if row["name"] in _BYTES:
+        return size_text(value)
+    return f"{value:.1f}" if row["name"] in _SPEED else f"{value:.6f}"
+
+
+def _difference(row: dict[str, Any]) -> str:
+    if row["name"] in _BYTES or row["name"] in _SPEED:
+        return "-" if row["ratio"] is None else f"x {row['ratio']:.2f}"
+    if row["difference"] is None:
+        return "-"
+    return "0" if row["difference"] == 0 else f"{row['difference']:+.2g}"
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    if document["out_of_memory"]:
+        names = " and ".join(NAMES[side] for side in document["out_of_memory"])
+        return f"{names} ran out of memory"
+    if document["same_losses"] is None:
+        return "no training loss was logged; set --logging_steps"
+    hf, l2l = (dict(document["losses"][side]) for side in NAMES)
+    if document["same_losses"]:
+        return f"training loss: the same, to the last bit, at {_logged(len(hf))}"
+    both = [(hf[step], l2l[step]) for step in hf if step in l2l]
+    apart = [abs(a - b) for a, b in both if a is not None and b is not None]
+    odd = sum((a is None) != (b is None) for a, b in both)
+    said = [f"at most {max(apart):.2g} apart at {_logged(len(apart))}"] if apart else []
+    said += [f"a number on one side only at {_logged(odd)}"] if odd else []
+    said += [f"logged on one side only at {_logged(len(hf.keys() ^ l2l.keys()))}"] if hf.keys() != l2l.keys() else []
+    return f"training loss: {'; '.join(said)}"
+
+
+def _logged(steps: int) -> str:
+    return f"{steps} logged step{'s' if steps != 1 else ''}"
+
+
+def draw(document: dict[str, Any], file: Path) -> None:
+    """Draw the loss curves and the memory of both runs into a PNG file."""
+    # Without pyplot: no display is asked for, and nobody's open figures are touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained", facecolor="white")  # opaque: legible on a dark page, too
+    FigureCanvasAgg(figure)
+    curves, bars = figure.subplots(1, 2)
+    colours = {"hf": "#e69f00", "l2l": "#0072b2"}  # told apart by colour-blind eyes, and by lightness
+    styles: dict[str, dict[str, Any]] = {"hf": {"linewidth": 4, "alpha": 0.6}, "l2l": {"linewidth": 1.5}}
+    for side, points in document["losses"].items():
+        steps = [step for step, _ in points]
+        losses = [math.nan if loss is None else loss for _, loss in points]
+        marker = "o" if len(steps) == 1 else None
+        curves.plot(steps, losses, color=colours[side], label=NAMES[side], marker=marker, **styles[side])
+    curves.set(title="Training loss", xlabel="optimizer step", ylabel="loss")
+    curves.xaxis.get_major_locator().set_params(integer=True)
+    curves.legend()
+    _draw_bars(bars, document, colours)
+    figure.savefig(file, dpi=150)
+
+
+def _draw_bars(axes: Any, document: dict[str, Any], colours: dict[str, str]) -> None:
+    words = {"train_device_bytes": "device, peak", "train_host_bytes": "host: weights,\ngradients, moments"}
+    rows = [row for row in document["rows"] if row["name"] in words]
+    largest = max((row[side] or 0 for row in rows for side in NAMES), default=0)
+    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
+    for place, side in enumerate(NAMES):
+        at = [index + (place - 0.5) * 0.4 for index in range(len(rows))]
+        heights = [(row[side] or 0) / size for row in rows]
+        drawn = axes.bar(at, heights, width=0.38, color=colours[side], label=NAMES[side])
+        gone = side in document["out_of_memory"]
+        axes.bar_label(drawn, ["out of memory" if gone else f"{height:.1f}" for height in heights], fontsize=9)
+    axes.set_xticks(range(len(rows)), [words[row["name"]] for row in rows])
+    axes.set(title=f"Memory ({document['device']})", ylabel=unit)
+    axes.margins(y=0.12)
+    axes.legend()

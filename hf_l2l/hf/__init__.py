@@ -1,0 +1,6 @@
+"""The Hugging Face side: attaching by Accelerate hooks, `L2LTrainer`, its arguments, checkpoints, fit models.
+
+The algorithm is in `engine`.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,295 @@
+"""Attaching layer-to-layer execution to a model, and detaching it: two Accelerate hooks and a guard.
+
+`LayerHook` sits on every layer, `ShellHook` on every other module; both put their own way of running in the place of
+the module's original forward, where `add_hook_to_module` keeps it. Everything else about the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import GradientState
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_l2l.config import EAGER_FP16, L2LConfig
+from hf_l2l.engine.relay import Relay
+from hf_l2l.engine.shell import Shell
+from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
+from hf_l2l.hf.preparation import (
+    make_masters_fp32,
+    move_to_host,
+    refuse_placed,
+    refuse_wrapped,
+    turn_off_activation_checkpointing,
+    warn_of_short_masters,
+)
+from hf_l2l.hf.progress import with_progress_bar
+from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
+from hf_l2l.model.stacks import LayerStack, find_stacks, shell_modules
+from hf_l2l.optim.loss_scale import LossScale
+from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime import stream
+
+_ATTRIBUTE = "_l2l"
+logger = logging.getLogger("hf_l2l")
+
+
+class Runner(Protocol):
+    """What a hook hands calls to: the relay for layers, the shell for the rest."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+class Replacement:
+    """Stands in for a bound method of a module."""
+
+    __slots__ = ("module", "original")  # no dict: where transformers wraps it again, that would be copied
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.module = module
+        self.original = original
+
+
+def bound_method(module: nn.Module, name: str) -> types.MethodType:
+    """The method `name` of a module's class, bound to it. Pickles of attached models from before 0.1.0 name this."""
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class _Forward(Replacement):
+    __slots__ = ("runner",)
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], runner: Runner) -> None:
+        super().__init__(module, original)
+        self.runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.run(self.module, self.original, args, kwargs)
+
+
+class _PlainState(Replacement):
+    """Stands in for `Module.__getstate__`: a deep copy or pickle is a module that has no hook, and that anyone can
+    load. Accelerate's own forward could not be pickled, and hooks know of locks and threads."""
+
+    __slots__ = ()
+    left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__")
+
+    def __call__(self) -> Any:
+        state = self.original()
+        return {k: v for k, v in state.items() if k not in self.left_out} if isinstance(state, dict) else state
+
+
+class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
+    """Lets a runner execute a module's original forward, and guards the module while it is attached."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self.runner = runner
+        self.device = device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        replaced: Any = module
+        if not isinstance(replaced._old_forward, _Forward):  # embeddings that were resized are given theirs again
+            replaced._old_forward = _Forward(module, replaced._old_forward, self.runner)
+            replaced._apply = _MoveGuard(module, replaced._apply, self.device)
+            replaced.__getstate__ = _PlainState(module, replaced.__getstate__)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        replaced: Any = module
+        for name in ("_old_forward", "_apply", "__getstate__"):
+            setattr(replaced, name, getattr(replaced, name).original)
+        return module
+
+
+class LayerHook(_L2LHook):
+    """On a layer: a call runs all ubatches of the device batch through it (`relay`)."""
+
+
+class ShellHook(_L2LHook):
+    """On any other module: if it is entered from outside, the shell is on the device meanwhile (`shell`)."""
+
+
+class _MoveGuard(Replacement):
+    """Stands in for `Module._apply`, through which `.to()`, `.cuda()`, `.half()` and their like change parameters."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], device: torch.device) -> None:
+        super().__init__(module, original)
+        self.device = device
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in (next(self.module.parameters(), None), next(self.module.buffers(), None)):
+            if tensor is None:
+                continue
+            asked = fn(torch.empty(0, dtype=tensor.dtype))
+            if asked.dtype != tensor.dtype:
+                raise ValueError(
+                    f"a model under L2L keeps the dtype of its master weights (got a move from {tensor.dtype} to "
+                    f"{asked.dtype}); call hf_l2l.detach_l2l(model) first"
+                )
+            if asked.device not in (stream.HOST, self.device):
+                raise ValueError(
+                    f"a model under L2L lives on the host and runs on {self.device} (got a move to {asked.device}); "
+                    "call hf_l2l.detach_l2l(model) first"
+                )
+            if asked.device == self.device != stream.HOST:
+                return self.module  # layers go there by themselves
+        moved: nn.Module = self.original(fn, recurse)
+        return moved
+
+
+@dataclass
+class Attachment:
+    """What `attach_l2l` put on a model. A copy of the model has none of it."""
+
+    config: L2LConfig
+    device: torch.device
+    stacks: list[LayerStack]
+    eps: EagerParamServer
+    hooked: list[nn.Module]
+    handles: list[RemovableHandle]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """What is attached to `model`, None if nothing is."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamServer:
+    """Run `model` layer to layer from now on; it stays the same object, with its parameters in host memory.
+
+    A forward runs one layer at a time on the execution device, a backward leaves gradients in `p.grad` on the host,
+    and any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns
+    the same EPS.
+
+    Args:
+        model: a model with at least one layer stack, on the host.
+        config: the options; None for the defaults.
+
+    Raises:
+        ValueError: for a model that is attached with another config, has no layer stack, lies on meta, is placed by a
+            device_map or other hooks, or is wrapped for data parallelism or by torch.compile; and in a process group
+            of more than one.
+    """
+    config = config or L2LConfig()
+    attached = attachment_of(model)
+    if attached is not None:
+        asked = replace(config, device=stream.execution_device(config.device))
+        if asked != replace(attached.config, device=attached.device):
+            raise ValueError(
+                f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
+                "hf_l2l.detach_l2l(model) first"
+            )
+        turn_off_activation_checkpointing(model)
+        return attached.eps
+    check_attachable(model)
+    refuse_several_processes()
+    stacks = find_stacks(model, config.layer_classes)
+    if not stacks:
+        raise ValueError(
+            f"a model must have a stack of layers to be run layer to layer (none was found in a "
+            f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
+        )
+    device = stream.execution_device(config.device)
+    # First, since the device may lack a dtype, and updates may not suit it.
+    dtype = computing_dtype(config.cmp, device)
+    loss_scale = _loss_scale(config, dtype)
+    move_to_host(model)
+    turn_off_activation_checkpointing(model)
+    if dtype is None:
+        warn_of_short_masters(model)
+    else:
+        make_masters_fp32(model)
+    if config.cmp == "auto":
+        logger.warning("cmp='auto' computes in %s on %s", dtype, device)
+    return _attach(model, config, device, stacks, dtype, loss_scale)
+
+
+def _attach(
+    model: nn.Module,
+    config: L2LConfig,
+    device: torch.device,
+    stacks: list[LayerStack],
+    dtype: torch.dtype | None,
+    loss_scale: LossScale | None,
+) -> EagerParamServer:
+    layers = [layer for stack in stacks for layer in stack.layers]
+    timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
+    precision = Precision(
+        model,
+        dtype,
+        gradients=config.grad_dtype,
+        keeps_copies=config.host_copies == "kept",
+    )
+    memory = HostMemory(device, model, layers, with_progress_bar, precision)
+    memory.adopt()
+    eps = EagerParamServer(
+        model,
+        device,
+        memory,
+        timeline=timeline,
+        update=config.eps_update,
+        num_threads=config.num_threads,
+        moment_dtype=config.moment_dtype,
+        loss_scale=loss_scale,
+        # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
+        goes_on=lambda: not GradientState().sync_gradients,
+    )
+    shell = Shell(layers, device, eps)
+    relay = Relay(config, device, eps, shell)
+    outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    for module in outside:
+        add_hook_to_module(module, ShellHook(shell, device))
+    for layer in layers:
+        add_hook_to_module(layer, LayerHook(relay, device))
+    handles = let_heads_return_fp32(model, layers) if precision.is_mixed else []
+    setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers], handles))
+    return eps
+
+
+def _loss_scale(config: L2LConfig, dtype: torch.dtype | None) -> LossScale | None:
+    if dtype is not torch.float16:
+        return LossScale(1.0, growth=1.0, backoff=1.0) if config.nonfinite == "skip" else None
+    if config.eps_update == "eager":  # and cmp is "auto"
+        raise ValueError(EAGER_FP16)
+    return LossScale(
+        config.loss_scale_init, config.loss_scale_growth, config.loss_scale_backoff, config.loss_scale_interval
+    )
+
+
+def detach_l2l(model: nn.Module) -> nn.Module:
+    """Make `model` an ordinary model on the host again; nothing happens if nothing is attached. Returns the model."""
+    attached = attachment_of(model)
+    if attached is None:
+        return model
+    attached.eps.release()
+    for handle in attached.handles:
+        handle.remove()
+    later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), _L2LHook)]  # resized embeddings
+    for module in dict.fromkeys([*attached.hooked, *later]):
+        remove_hook_from_module(module)
+        # What is given back is an attribute that only repeats what the class says.
+        for name in ("forward", "_apply", "__getstate__"):
+            if module.__dict__.get(name) == getattr(type(module), name).__get__(module):
+                del module.__dict__[name]
+        if "forward" not in module.__dict__:
+            module.__dict__.pop("_original_forward", None)  # of accelerate's autocast wrapper, gone with the hook
+    delattr(model, _ATTRIBUTE)
+    return model
+
+
+def check_attachable(model: nn.Module) -> None:
+    """Raise ValueError if `model`, which may be attached, is wrapped, or if something else than the host has its
+    parameters."""
+    if attachment_of(model) is None:
+        refuse_wrapped(model)
+        refuse_placed(model)

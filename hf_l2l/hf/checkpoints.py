@@ -1,0 +1,56 @@
+"""What transformers' Trainer leaves open about checkpoints: which of them are complete, and the device's generator.
+
+A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_l2l.runtime import stream
+
+_SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
+"""Device types whose generators transformers itself saves."""
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the Trainer wrote all of this folder: the file that it writes last is there, to its end."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def last_checkpoints(folder: Path) -> tuple[Path | None, list[Path]]:
+    """The last complete checkpoint in `folder`, if there is one, and those after it, which were interrupted."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    steps = {path.name.removeprefix(prefix): path for path in folder.glob(f"{prefix}*") if path.is_dir()}
+    interrupted: list[Path] = []
+    for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True):
+        if is_complete(steps[step]):
+            return steps[step], interrupted
+        interrupted.append(steps[step])
+    return None, interrupted
+
+
+def save_generator(checkpoint: Path, device: torch.device) -> None:
+    """Save the state of the generator of `device`, where transformers does not."""
+    if device.type not in _SAVED_BY_TRAINER and hasattr(stream.device_module(device), "get_rng_state"):
+        torch.save(stream.get_rng_state(device).device, _file(checkpoint, device))
+
+
+def load_generator(checkpoint: Path, device: torch.device) -> None:
+    """Put the generator of `device` into the state that was saved, if one was."""
+    if _file(checkpoint, device).is_file():
+        state = torch.load(_file(checkpoint, device), weights_only=True)
+        stream.set_rng_state(stream.RngState(torch.get_rng_state(), state), device)
+
+
+def _file(checkpoint: Path, device: torch.device) -> Path:
+    return checkpoint / f"rng_state_{device.type}.pth"

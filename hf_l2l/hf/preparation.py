@@ -1,0 +1,121 @@
+"""Is a model fit to be run layer to layer, and what about it must change first."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from accelerate.hooks import ModelHook
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from hf_l2l.runtime import stream
+
+
+def refuse_placed(model: nn.Module) -> None:
+    """Raise ValueError if something else than the host has the parameters of `model`."""
+    device_map = getattr(model, "hf_device_map", None) or {}
+    if any(str(place) != "cpu" for place in device_map.values()):
+        name = getattr(model, "name_or_path", "")
+        remedy = f"load it as {type(model).__name__}.from_pretrained({name!r}, dtype=torch.float32)"
+        raise ValueError(
+            f"a model under L2L must be on the host, without a device_map (got {device_map}); "
+            f"{remedy if name else 'make or load it without device_map'}"
+        )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(
+            f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
+            "with from_pretrained, or make it outside torch.device('meta')"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            "the parameters of a model under L2L must be plain tensors (got a quantized model); load it without a "
+            "quantization_config"
+        )
+    hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None and type(hooked[1]) is not ModelHook:  # a bare one is what a copied model carries
+        raise ValueError(
+            f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "
+            f"{hooked[0] or 'the model'!r}); call accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError if `model` is wrapped in something that runs it otherwise."""
+    compiled = type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
+    if compiled or isinstance(model, DataParallel | DistributedDataParallel):
+        name, remedy = (
+            ("compiled model", "leave out torch.compile")
+            if compiled
+            else (type(model).__name__, "give it the model inside, in one process")
+        )
+        raise ValueError(f"L2L runs the layers of the model itself, without a wrapper (got a {name}); {remedy}")
+
+
+def move_to_host(model: nn.Module) -> None:
+    """Move a model that is on an accelerator to the host, with one warning."""
+    where = next((t.device for t in [*model.parameters(), *model.buffers()] if t.device != stream.HOST), None)
+    if where is None:
+        return
+    warnings.warn(
+        f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to "
+        "the device: layers go there by themselves",
+        stacklevel=3,
+    )
+    model.to(stream.HOST)
+
+
+def turn_off_activation_checkpointing(model: nn.Module) -> None:
+    """Let the model's own recomputing of activations be, with one warning where it was asked for."""
+    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if not active:
+        return
+    warnings.warn(
+        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
+        "for as well, and is turned off",
+        stacklevel=4,
+    )
+    for module in active:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def warn_of_short_masters(model: nn.Module) -> None:
+    """Warn if parameters that train are in 16 bits."""
+    short = {p.dtype for p in _short_masters(model)}
+    if short:
+        warnings.warn(
+            f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the "
+            "model with dtype=torch.float32, or use cmp, which makes the masters float32; to compute in 16 bits over "
+            "float32 masters, use cmp, bf16=True or autocast",
+            stacklevel=4,
+        )
+
+
+def make_masters_fp32(model: nn.Module) -> None:
+    """Make parameters that train and are in 16 bits float32; they stay the same objects, tied or not.
+
+    One after the other: beside the masters, the host holds no more than one of them twice.
+
+    Raises:
+        ValueError: if something holds on to a parameter in a way that does not let it change.
+    """
+    short = _short_masters(model)
+    held = next((p for p in short if weakref.getweakrefcount(p)), None)
+    if held is not None:
+        raise ValueError(
+            f"cmp needs master weights in float32, and these cannot be made so, since something refers to them weakly "
+            f"(got {held.dtype}, of shape {list(held.shape)}); load the model with dtype=torch.float32, or attach it "
+            "with cmp before anything else does"
+        )
+    for p in short:
+        wide = nn.Parameter(p.detach().float(), requires_grad=True)
+        if p.grad is not None:
+            wide.grad = p.grad.float()
+        vars(wide).update(vars(p))  # some optimizers go by tags on the parameters
+        torch.utils.swap_tensors(p, wide)
+
+
+def _short_masters(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4]

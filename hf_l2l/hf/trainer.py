@@ -1,0 +1,356 @@
+"""`L2LTrainer`: transformers' `Trainer`, its model run layer to layer.
+
+Written for transformers 5.17 to 5.23. The training loop, evaluation, logging, clipping, schedulers, callbacks and
+checkpoints are the Trainer's own: they see an ordinary model on the host, whose parameters are the master weights.
+What is overridden keeps the model there, attaches L2L before it runs, and refuses what cannot work; each override says
+why.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import AdafactorSchedule
+from transformers.utils import logging
+
+from hf_l2l.config import L2LConfig, options_of_the_trainer
+from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
+from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator
+from hf_l2l.hf.preparation import move_to_host
+from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_layers
+from hf_l2l.model.precision import copy_as
+from hf_l2l.model.stacks import find_stacks
+from hf_l2l.optim.lamb import Lamb
+from hf_l2l.report.memory_estimate import check_host_memory, estimate, summary
+
+_SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""`l2l_save_dtype` -> the dtype of the copy that is saved."""
+
+# Below transformers' own logger, so that its verbosity and handlers apply.
+logger = logging.get_logger("transformers.hf_l2l")
+
+
+class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
+    """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
+
+    A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
+    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes. Other than with `Trainer`, `p.grad` is None
+    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`.
+
+    Raises:
+        ValueError: for a model or arguments that cannot be run layer to layer.
+        MemoryError: at the start of training, if the host cannot hold masters, gradients and moments.
+    """
+
+    model: Any
+
+    @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # As they come: beside another trainer, it is that one which knows their order.
+        self._stackless_said = False
+        self._tokens: int | None = 0
+        """That training steps have seen since the last log, None if the inputs are not tokens."""
+        super().__init__(*args, **kwargs)
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        if given and getattr(self.args, "l2l_optimizer", None) is not None:
+            raise ValueError(
+                "one of them names the optimizer (got one passed to the Trainer, and "
+                f"l2l_optimizer={self.args.l2l_optimizer!r}); leave out one of them"
+            )
+        if self.optimizer is not None and self._streams():
+            EagerParamServer(self.model, self.args.device).check(self.optimizer)
+
+    # ---- L2L
+
+    def _l2l_config(self) -> L2LConfig:
+        return replace(l2l_config(self.args), device=self.args.device)
+
+    @options_of_the_trainer()
+    def _streams(self, model: nn.Module | None = None) -> bool:
+        """Whether the model has layers to stream; says so once if it has none."""
+        model = self.model if model is None else model
+        if find_stacks(model, l2l_config(self.args).layer_classes):
+            return True
+        if not self._stackless_said:
+            self._stackless_said = True
+            warnings.warn(
+                f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. "
+                "Name the classes of its layers with l2l_layer_classes to have them streamed",
+                stacklevel=3,
+            )
+        return False
+
+    def _refuse_unfit(self, model: nn.Module) -> None:
+        """Raise ValueError for a model with layers that cannot be run layer to layer, or not with these arguments."""
+        if self._streams(model):
+            refuse_for_layers(self.args)
+            _refuse_several_devices(self.args)
+            check_attachable(model)
+
+    @options_of_the_trainer()
+    def _attach(self) -> EagerParamServer | None:
+        """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
+        return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
+
+    @property
+    def _logs_times(self) -> bool:
+        return bool(getattr(self.args, "l2l_log_times", True))
+
+    @property
+    def eps(self) -> EagerParamServer | None:
+        """The host side of the model as it is now, attached if it was not; None for one without a layer stack."""
+        return self._attach()
+
+    def l2l_summary(self) -> str:
+        """What is run layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
+        if not self._streams():
+            return f"{type(self.model).__name__} has no stack of layers and trains as with transformers' Trainer"
+        config = self._l2l_config()
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return summary(self.model, config, estimate(self.model, config, optimizer))
+
+    # ---- seams of transformers.Trainer
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Overridden because the model is to stay on the host; plain `TrainingArguments` ask for the move."""
+        if self._streams(model):
+            move_to_host(model)
+        else:
+            super()._move_model_to_device(model, device)
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Overridden because the model is known only now."""
+        model: nn.Module = super().call_model_init(*args, **kwargs)
+        self._refuse_unfit(model)
+        return model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Overridden because `prepare` would move the model and bounce the optimizer's state. It places batches: with
+        `device_placement=False` Accelerate reads streamed data sets in another way, and gathers too many rows.
+
+        And because here arguments and model are known for the first time, and nothing is allocated."""
+        refuse_conflicts(self.args)
+        if isinstance(self.model, nn.Module):  # and not None, where `call_model_init` makes one
+            self._refuse_unfit(self.model)
+        super().create_accelerator_and_postprocess()
+        prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
+
+        def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
+            placed = device_placement if attachment_of(model) is None else False  # another one: a reference model
+            return prepare_model(model, device_placement=placed, **options)
+
+        def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
+            placed = device_placement if attachment_of(self.model) is None else False
+            return prepare_optimizer(optimizer, device_placement=placed)
+
+        self.accelerator.prepare_model = model_where_it_is
+        self.accelerator.prepare_optimizer = optimizer_where_it_is
+
+    @options_of_the_trainer()
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden to attach before the optimizer is made and the model is prepared."""
+        eps = self._attach()
+        if eps is not None and eps.scaler is not None:  # asked whether a step was skipped, and saved in checkpoints
+            self.accelerator.scaler = eps.scaler
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if eps is not None:
+            if type(self.lr_scheduler) is AdafactorSchedule:
+                self.lr_scheduler.__class__ = _RatesOfState
+            eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
+            self._warn_of_accumulation()
+            if self._logs_times:
+                eps.timeline.watch()
+            self._tokens = 0  # of a training that was interrupted
+            logger.info(self.l2l_summary())
+        return prepared
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Overridden for the optimizer of the papers, which transformers does not have."""
+        if getattr(args, "l2l_optimizer", None) != "lamb":
+            found: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            return found
+        betas = args.adam_beta1, args.adam_beta2
+        return Lamb, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+
+    @options_of_the_trainer()
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Overridden because the EPS checks the optimizer and clears the gradients it used."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        eps = self._attach()
+        if eps is not None:
+            eps.wrap(optimizer)
+            inner = getattr(optimizer, "optimizer", optimizer)
+            if not inner.state:  # before it allocates its moments
+                check_host_memory(estimate(self.model, self._l2l_config(), inner))
+        return optimizer
+
+    @functools.wraps(Trainer.train)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because the last update is to be finished, and nobody asks what a step waits for any more; and to
+        go on from the last checkpoint that is complete.
+
+        Raises:
+            ValueError: if the last checkpoint was asked for, and none is complete.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_checkpoint()
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            attached = attachment_of(self.model)
+            if attached is not None:
+                attached.eps.synchronize()
+            return result
+        finally:
+            attached = attachment_of(self.model)
+            if attached is not None:
+                attached.eps.timeline.unwatch()
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Overridden to count tokens, padding included, as transformers does for `num_input_tokens_seen`."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers are given lists of rows
+        if self._tokens is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
+            self._tokens += tokens.numel()
+        else:
+            self._tokens = None
+        attached = attachment_of(self.model)
+        if attached is not None:
+            attached.eps.updates.steps = self.state.global_step  # which an error names
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        scale = None if attached is None else attached.eps.loss_scale
+        # The Trainer itself looks at each loss, so that nothing more is waited for. fp16 goes by gradients alone.
+        if attached is not None and not (scale is not None and scale.is_dynamic) and not bool(loss.isfinite()):
+            attached.eps.vote.veto()
+        return loss
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Overridden to say, with each training loss, what an optimizer step has waited for since the last one."""
+        attached = attachment_of(self.model)
+        timed = attached if "loss" in logs and self._logs_times else None
+        averages = None if timed is None else timed.eps.timeline.averages()
+        if averages is not None:
+            logs["l2l_wait_upload_s"] = averages.upload_s
+            logs["l2l_wait_download_s"] = averages.download_s
+            logs["l2l_wait_eps_s"] = averages.eps_s
+            logs["l2l_bound"] = averages.bound
+            if self._tokens is not None:
+                logs["l2l_tokens_per_s"] = self._tokens / (averages.steps * averages.step_s)
+            self._tokens = 0
+        scale = attached.eps.loss_scale if attached is not None else None
+        if "loss" in logs and scale is not None:
+            if scale.is_dynamic:
+                logs["loss_scale"] = scale.value
+            logs["skipped_steps"] = scale.skipped
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Overridden for `l2l_save_dtype`; a checkpoint, which is what names a folder from inside, has the masters."""
+        asked = _SAVED[getattr(self.args, "l2l_save_dtype", "fp32")]
+        if asked is None or (_internal_call and output_dir is not None):
+            super().save_model(output_dir, _internal_call)
+            return
+        masters: nn.Module = self.model
+        self.model = copy_as(masters, asked)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self.model = masters
+
+    def _last_checkpoint(self) -> str | bool:
+        """The last complete checkpoint; True if there is none at all, which transformers refuses."""
+        complete, interrupted = last_checkpoints(Path(self.args.output_dir))
+        names = ", ".join(path.name for path in interrupted)
+        if complete is None and interrupted:
+            raise ValueError(
+                f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {self.args.output_dir}, "
+                f"where saving was interrupted in {names}); remove what is there, and train from the start"
+            )
+        if complete is not None and interrupted:
+            logger.warning(f"saving was interrupted in {names}: training goes on from {complete}")
+        return True if complete is None else str(complete)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden because an update that fails is to fail before there is a folder that looks like a checkpoint."""
+        attached = attachment_of(self.model)
+        if attached is not None:
+            attached.eps.synchronize()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Overridden for devices whose generators transformers does not know."""
+        super()._save_rng_state(output_dir)
+        save_generator(Path(output_dir), self.args.device)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Overridden as `_save_rng_state`."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            load_generator(Path(checkpoint), self.args.device)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Overridden because a run in fp16 may be gone on with in other numbers, which have no loss scale."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Overridden because the norms are known already, and scaling is left to the update in the background."""
+        eps = self._attach()
+        return super()._clip_grad_norm(model) if eps is None else eps.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Overridden because an eager update has used the gradients by then."""
+        eps = self._attach() if grad_norm is None else None
+        return super()._get_grad_norm(model, grad_norm=grad_norm) if eps is None else eps.grad_norm()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because evaluation and prediction run without training, too."""
+        self._attach()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _warn_of_accumulation(self) -> None:
+        batch, steps = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+        if steps == 1:
+            return
+        ubatch_size = self._l2l_config().ubatch_size or batch
+        warnings.warn(
+            f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
+            f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size}, gradient_accumulation_steps=1 "
+            "is the same step and moves them twice",
+            stacklevel=4,
+        )
+
+
+class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types
+    """Adafactor's own rates, of groups that it has updated: their gradients, by which transformers goes, are gone."""
+
+    def get_lr(self) -> list[Any]:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        for group in groups:
+            group["params"][0].detach()  # waits for its update, which writes its state
+        updated = [(group, optimizer.state.get(group["params"][0])) for group in groups]
+        return [optimizer._get_lr(group, state) for group, state in updated if state] or list(self.base_lrs)
+
+
+def _refuse_several_devices(args: TrainingArguments) -> None:
+    command = f"CUDA_VISIBLE_DEVICES=0 python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got "
+            f"{args.n_gpu}); run it as: {command}"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"L2L runs in one process (got a launcher with {args.world_size}); run it without the launcher: {command}"
+        )

@@ -1,0 +1,108 @@
+"""Which dimensions of a layer's arguments carry the batch.
+
+They are found by doubling the batch and looking which sizes double, never by comparing sizes with the batch size:
+DeBERTa-v2's relative embeddings may have as many rows as the batch, and they must not be cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_l2l.runtime.tensors import is_cache, is_opaque, leaves_of, map_tensors, narrow
+
+
+def cannot_split(leaves: Sequence[Any]) -> str | None:
+    """Why arguments with these leaves must not be cut into ubatches, or None if they may be."""
+    for leaf in leaves:
+        if is_cache(leaf):
+            return "it is given a key-value cache"
+        if is_opaque(leaf):
+            return f"it is given a {type(leaf).__name__}, whose rows are unknown"
+    return None
+
+
+@dataclass(frozen=True)
+class BatchDims:
+    """Which dimension of each tensor carries the batch (None: the tensor is the same for every row).
+
+    A dimension may hold several entries per row, as in flattened (rows x tokens) inputs; entries of one row lie
+    together.
+    """
+
+    dims: tuple[int | None, ...]
+
+    def rows_of(self, tensors: Sequence[torch.Tensor], rows: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Views of rows `start` to `stop` of tensors that hold `rows` rows; tensors without rows as they are."""
+        return [narrow(t, d, rows, start, stop) for t, d in zip(tensors, self.dims, strict=True)]
+
+    def fits(self, tensors: Sequence[torch.Tensor], rows: int) -> bool:
+        """Whether every batch dimension holds a whole number of entries per row."""
+        return all(d is None or t.shape[d] % rows == 0 for t, d in zip(tensors, self.dims, strict=True))
+
+
+class NoConsistentSplit(Exception):
+    """The batch dimensions could not be found; the text says why."""
+
+
+def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], rows: int, other_rows: int) -> BatchDims:
+    """The batch dimensions of tensors seen once with `rows` rows and once with `other_rows`.
+
+    Raises:
+        NoConsistentSplit: if a size changed otherwise than in proportion to the rows, or two of one tensor did.
+    """
+    if len(shapes) != len(other):
+        raise NoConsistentSplit(f"{len(shapes)} tensors for {rows} rows and {len(other)} for {other_rows}")
+    dims: list[int | None] = []
+    for shape, other_shape in zip(shapes, other, strict=True):
+        changed = [d for d, (a, b) in enumerate(zip(shape, other_shape, strict=False)) if a != b]
+        if len(shape) != len(other_shape) or len(changed) > 1:
+            raise NoConsistentSplit(
+                f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}"
+            )
+        dim = changed[0] if changed else None
+        if dim is not None and (shape[dim] * other_rows != other_shape[dim] * rows or shape[dim] % rows):
+            raise NoConsistentSplit(
+                f"a tensor is {list(shape)} for {rows} rows and {list(other_shape)} for {other_rows}"
+            )
+        dims.append(dim)
+    return BatchDims(tuple(dims))
+
+
+def batch_rows(args: Any) -> int | None:
+    """The rows of the batch that a model is called with: the first dimension that most of its tensors have.
+
+    Of sizes equally common the largest: position ids may come as one row for all.
+    """
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    return max(sizes, key=lambda size: (sizes[size], size), default=None)
+
+
+def doubled(args: Any, rows: int) -> Any:
+    """`args` of a model with its batch concatenated with itself."""
+    return map_tensors(
+        lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor, args
+    )
+
+
+def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:
+    """What layer calls must have in common to be split alike.
+
+    The classes of the layer and of all modules in it (a dense layer among those with experts has another output
+    captured), the structure (None against tensor included), and per tensor its rank, dtype and which sizes are one or
+    equal to the rows, so that a tensor that starts to carry rows is not taken for the shared one it was.
+    """
+
+    def kind(leaf: Any) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.dtype, tuple((size == 1, size == rows) for size in leaf.shape)
+        # Numbers may differ from call to call; flags and words decide what is computed.
+        return (type(leaf), leaf) if isinstance(leaf, bool | str) else type(leaf)
+
+    return tuple(type(m) for m in layer.modules()), layer.training, spec, tuple(kind(leaf) for leaf in leaves)

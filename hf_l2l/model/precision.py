@@ -1,0 +1,223 @@
+"""Cross mixed precision (CMP, arXiv:2002.05645, 2.3): what travels and computes in 16 bits, and what stays in 32.
+
+The device sees 16-bit weights and activations; masters, sums of gradients, moments and clipping are fp32 on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_l2l.config import Cmp, GradDtype
+from hf_l2l.model.stacks import shell_modules
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import map_tensors
+
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def computing_dtype(cmp: Cmp | None, device: torch.device) -> torch.dtype | None:
+    """The 16-bit dtype in which layers compute on `device`; None where they compute as their masters are.
+
+    Raises:
+        ValueError: for a device that lacks the dtype, or only emulates it.
+    """
+    if cmp is None:
+        return None
+    has_bf16 = _computes_in_bf16(device)
+    if cmp == "auto":
+        return torch.bfloat16 if has_bf16 else torch.float16
+    if cmp == "bf16" and not has_bf16:
+        raise ValueError(
+            f"cmp='bf16' needs a device that computes in bfloat16 (got {device}, which lacks or only emulates it); "
+            "use cmp='fp16'"
+        )
+    return _DTYPES[cmp]
+
+
+def _computes_in_bf16(device: torch.device) -> bool:
+    module = stream.device_module(device)
+    check = getattr(module, "is_bf16_supported", None)
+    if check is None:
+        return True
+    emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA says True where it is emulated
+    return bool(check(including_emulation=False) if emulated else check())
+
+
+def _is_of_a_loss(name: str) -> bool:
+    return any(part in name for part in ("label", "target", "future", "weight"))
+
+
+class Precision:
+    """In which dtype each weight, buffer and gradient of one model is on the device and on the way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        *,
+        gradients: GradDtype = "fp32",
+        keeps_copies: bool = True,
+    ) -> None:
+        """With floating point computed in `dtype`; None leaves all as it is on the host.
+
+        Args:
+            model: whose modules may declare that they stay fp32.
+            dtype: bfloat16 or float16.
+            gradients: in what sums of gradients travel and wait in host memory: "16bit" is bfloat16, whose range is
+                that of float32, whatever layers compute in.
+            keeps_copies: whether 16-bit copies are kept on the host, or made whenever a layer travels.
+        """
+        self.dtype = dtype
+        self.gradients = gradients
+        self.keeps_copies = keeps_copies
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Parameters and buffers of modules that are to stay as they are."""
+        if dtype is not None:
+            self._kept.update(dict.fromkeys(_kept_in_fp32(model), True))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the device computes in other numbers than the host."""
+        return self.dtype is not None
+
+    def of(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype on the device of a weight, or of a buffer that a checkpoint has."""
+        if self.dtype is None or not tensor.is_floating_point() or tensor in self._kept:
+            return tensor.dtype
+        return self.dtype
+
+    def of_gradient(self, master: torch.Tensor) -> torch.dtype:
+        """The dtype of the gradient of `master` on the host."""
+        return torch.bfloat16 if self.gradients == "16bit" and master.dtype == torch.float32 else master.dtype
+
+    def of_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `module` is called with, floating point in the dtype of its weights, but for what losses use: arguments
+        with "label", "target", "future" or "weight" in their names."""
+        if self.dtype is None:
+            return args, kwargs
+        names = list(inspect.signature(module.forward).parameters)
+        cast = [
+            value if number < len(names) and _is_of_a_loss(names[number]) else self._of_input(value)
+            for number, value in enumerate(args)
+        ]
+        return tuple(cast), {k: v if _is_of_a_loss(k) else self._of_input(v) for k, v in kwargs.items()}
+
+    def _of_input(self, value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, value)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let `tensor` stay as it is from now on."""
+        self._kept[tensor] = True
+
+    def release(self) -> None:
+        """Forget all tensors."""
+        self._kept.clear()
+
+
+_HEADS = {
+    "classifier",
+    "classification_head",
+    "score",
+    "qa_outputs",
+    "lm_head",
+    "cls",
+    "logits_proj",
+    "lm_loss",
+    "vocab_projector",
+    "generator_lm_head",
+    "discriminator_predictions",
+    "predictions",
+}
+"""What transformers calls the modules from which logits come, beside those that `get_output_embeddings` tells."""
+
+
+def let_heads_return_fp32(model: nn.Module, layers: Iterable[nn.Module] = ()) -> list[RemovableHandle]:
+    """Let the losses be computed in fp32: the outputs of heads are, however they were computed. Layers have none."""
+    outside = set(shell_modules(model, layers))
+    heads = {m: None for name, m in model.named_modules() if m in outside and name.rpartition(".")[2] in _HEADS}
+    for module in outside:
+        ask: Any = getattr(module, "get_output_embeddings", None)
+        output = None if ask is None else ask()
+        if isinstance(output, nn.Module) and output in outside:
+            heads[output] = None
+    return [head.register_forward_hook(_InFp32()) for head in heads]
+
+
+class _InFp32:
+    """A hook that makes the outputs of a module fp32. A copy or pickle of it does nothing."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return in_fp32(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AsItIs, ()
+
+
+class _AsItIs:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        return None
+
+
+def in_fp32(value: Any) -> Any:
+    """`value` with every 16-bit tensor in it as float32; a key-value cache is left alone."""
+    short = set(_DTYPES.values())
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in short else tensor, value)
+
+
+def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of modules that declare it, as T5 does for `wo`, and of batch norms, whose running
+    statistics add up small numbers."""
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            found += [*module.parameters(), *module.buffers()]
+        declared: list[Any] = [
+            getattr(module, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        ]
+        names = sorted({name for each in declared for name in each or ()})
+        if names:
+            pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in names))
+            tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            found += [tensor for name, tensor in tensors if pattern.search(name)]
+    return found
+
+
+def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """An ordinary copy of `model` in 16 bits, for saving: `copy_as(model, torch.bfloat16).save_pretrained(...)`.
+
+    Ties stay ties, and modules that declare that they stay fp32 do. The model itself is left as it is, attached or
+    not. The copy takes 2 bytes per parameter of host memory.
+
+    Args:
+        model: any model on the host.
+        dtype: `torch.bfloat16` or `torch.float16`.
+
+    Raises:
+        ValueError: for another dtype.
+    """
+    if dtype not in _DTYPES.values():
+        raise ValueError(
+            f"dtype must be torch.bfloat16 or torch.float16 (got {dtype}); for the weights as they are, save "
+            "the model itself"
+        )
+    precision = Precision(model, dtype)
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to(precision.of(p), copy=True), requires_grad=p.requires_grad)
+    for module in model.modules():
+        for name, b in module._buffers.items():
+            if b is not None and name not in module._non_persistent_buffers_set:
+                memo[id(b)] = b.detach().to(precision.of(b), copy=True)
+    return copy.deepcopy(model, memo)

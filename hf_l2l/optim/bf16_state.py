@@ -1,0 +1,152 @@
+"""An optimizer's state in 16 bits: bfloat16 between steps, fp32 for the arithmetic, rounded stochastically.
+
+Rounded to nearest, a moment that changes by less than half a unit in its last place would never change. Rounded up or
+down at random, with the distances as odds, it is right on average. The random bits depend on a seed, the number of the
+step, and which tensor it is; so they are the same whichever thread rounds, and after a checkpoint, which keeps both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hf_l2l.runtime.flat_memory import elements, is_dense
+
+GROUP_KEY = "l2l_rounding"
+"""Where an optimizer's first group keeps seed and step number, so that its state dict has them."""
+
+
+def stochastically_rounded(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """`values` (float32, host) as bfloat16: each to one of its two neighbours, on average to itself.
+
+    What is not finite stays so, and what bfloat16 has stays what it is.
+
+    Args:
+        values: float32, any shape; its memory is overwritten.
+        seed: of the random bits, from 0 to 2**64 - 1.
+    """
+    assert values.dtype == torch.float32, "16 bits are dropped of 32"
+    values = values if is_dense(values) else values.contiguous()
+    flat = elements(values)
+    generator = torch.Generator().manual_seed(seed)
+    # Four elements share one draw: drawing is what takes the time.
+    drawn = torch.empty(-(-flat.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    # From 0 to 65535, where neighbours are 65536 apart: a carry leads to the larger one.
+    step = drawn.view(torch.int16)[: flat.numel()].to(torch.int32).add_(2**15)
+    step.mul_(flat.isfinite())  # the carry of a NaN could make a number of it
+    flat.view(torch.int32).add_(step).bitwise_and_(-(2**16))
+    return values.to(torch.bfloat16)
+
+
+class Rounding(NamedTuple):
+    """How one step rounds."""
+
+    seed: int
+    step: int
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Rounding:
+        """That of the step which `optimizer` is to make; the first takes the seed of torch's default generator."""
+        group = optimizer.param_groups[0]
+        return cls(*group.setdefault(GROUP_KEY, (torch.initial_seed(), 0)))
+
+    @staticmethod
+    def end_step(optimizer: torch.optim.Optimizer) -> None:
+        """The next step rounds with other bits."""
+        seed, step = Rounding.of(optimizer)
+        optimizer.param_groups[0][GROUP_KEY] = (seed, step + 1)
+
+    def narrowed(
+        self, state: Mapping[str, Any], place: tuple[int, int], before: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The state of one parameter with its float32 tensors as bfloat16; numbers (0-dim) stay as they are.
+
+        Args:
+            state: as a step has left it; the memory of its tensors may be overwritten.
+            place: the number of the parameter's group, and its own number there.
+            before: what was kept since the last step, whose memory is used again.
+        """
+        kept = {} if before is None else before
+        return {key: self._narrowed(key, value, place, kept.get(key)) for key, value in state.items()}
+
+    def _narrowed(self, key: str, value: Any, place: tuple[int, int], kept: Any) -> Any:
+        if not is_rounded(value):
+            return value
+        named = repr((self.seed, self.step, *place, key)).encode()
+        rounded = stochastically_rounded(value, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big"))
+        alike = isinstance(kept, torch.Tensor) and kept.dtype == rounded.dtype and kept.shape == rounded.shape
+        return kept.copy_(rounded) if alike else rounded
+
+
+def is_rounded(value: Any) -> bool:
+    """Whether this part of a state is kept in 16 bits: float32 tensors are, but not numbers (0-dim), as of steps."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() > 0
+
+
+def widened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter with its bfloat16 tensors as float32, in memory of their own."""
+    return {
+        key: value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+        for key, value in state.items()
+    }
+
+
+# ---- the state of a whole optimizer
+
+
+def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+    """Let `load_state_dict` leave bfloat16 state as it is, which it would make fp32 like the parameters."""
+    apart: list[dict[Any, dict[str, torch.Tensor]]] = []
+
+    def before(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        whole: dict[Any, Any] = state_dict["state"]
+        short = {
+            number: {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dtype == torch.bfloat16}
+            for number, state in whole.items()
+        }
+        rest = {n: {k: v for k, v in state.items() if k not in short[n]} for n, state in whole.items()}
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        apart[:] = [{place: short.get(number, {}) for place, number in enumerate(numbers)}]
+        return {**state_dict, "state": rest}
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for place, state in apart.pop().items() if apart else ():
+            if state:
+                optimizer.state[parameters[place]].update(state)
+
+    return [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after),
+    ]
+
+
+def widen_all(optimizer: torch.optim.Optimizer) -> None:
+    """Make gradients and state fp32 for a step of all parameters at once, which takes the memory for that."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            widen_gradient(p)
+            if p in optimizer.state and p.dtype == torch.float32:
+                optimizer.state[p].update(widened(optimizer.state[p]))
+
+
+def widen_gradient(parameter: torch.Tensor) -> None:
+    """Make the gradient of `parameter`, and those that autograd gives it from now on, of its own dtype."""
+    gradient, dtype = parameter.grad, parameter.dtype
+    if parameter.is_leaf and parameter.requires_grad and parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
+def narrow_all(optimizer: torch.optim.Optimizer) -> None:
+    """Round the state of all parameters after such a step, to the bits that a step in parts would leave."""
+    rounding = Rounding.of(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        for index, p in enumerate(group["params"]):
+            if p in optimizer.state:
+                optimizer.state[p].update(rounding.narrowed(optimizer.state[p], (number, index)))

@@ -1,0 +1,347 @@
+"""Is an optimizer layer-local: can it be stepped layer by layer (arXiv:2002.05645, 2.2) and leave the same bits?
+
+Found out by trying, not by name: a small copy of the optimizer makes a few steps as a whole, and another one the same
+steps in parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+
+from hf_l2l.config import option
+from hf_l2l.optim.layerwise_step import SplitStep
+
+_SCALES = (1.0, 2.0**-10, 2.0**12)
+"""Sizes of the gradients, step by step: what looks at all of them may only act on large ones."""
+
+_LR = 2.0**-4
+"""Instead of the user's, which may be 0 for a warm-up, or too small to show in 16 bits."""
+
+_MANY = 2**12  # elements of a tensor, from which on its version counter has to do for its bits
+
+
+def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why `optimizer` can only step as a whole, or None if `SplitStep` leaves the same bits.
+
+    Layer-local are those where the update of a parameter depends on its own gradient, weight and state, and on
+    hyper-parameters that only the user or a scheduler changes. The trial is made with two tiny parameters per group,
+    in host memory, of the dtypes and numbers of dimensions found there. The user's parameters, state and generators
+    are not touched, and no hook runs. What cannot be tried counts as not layer-local.
+
+    Returns:
+        A clause such as "its step draws random numbers, which would come in another order".
+    """
+    if optimizer.state.keys() - {p for group in optimizer.param_groups for p in group["params"]}:
+        return "it keeps state that belongs to no parameter"
+    failures: list[_NotTriable] = []
+    # Most start without state, but some make it in their constructor. Some take only sparse gradients.
+    for with_state, sparse in product((False, True), (False, True)):
+        try:
+            with _generators_restored():
+                return _verdict(optimizer, with_state, sparse)
+        except _NotTriable as error:
+            failures.append(error)
+    return f"it cannot be tried on small tensors ({failures[0]})"
+
+
+CLOSURE = (
+    "optimizer.step() takes no closure with grad_dtype='16bit' or moment_dtype='bf16', which are made fp32 a layer at "
+    "a time (got one); call step() after backward()"
+)
+
+
+def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool) -> bool:
+    """Whether `optimizer` updates layer by layer; warns if it has to update all of them at once.
+
+    Raises:
+        ValueError: if it has to, and the updates are to be `eager`, or are of what is kept in 16 bits (`in_parts`).
+    """
+    reason = why_not_layer_local(optimizer)
+    if reason is None:
+        return True
+    rule = f"{type(optimizer).__name__} cannot update one layer without the others ({reason})"
+    if eager:
+        raise ValueError(
+            f"eps_update='eager' updates a layer as soon as its gradients are there, but {rule}; use "
+            "eps_update='serial'"
+        )
+    if in_parts:
+        raise ValueError(
+            f"{option('grad_dtype')}='16bit' and {option('moment_dtype')}='bf16' are made fp32 a layer at a time, but "
+            f"{rule}; leave them out, or use torch.optim.AdamW"
+        )
+    warnings.warn(f"{rule}: it updates all of them in optimizer.step(), as eps_update='serial' does", stacklevel=5)
+    return False
+
+
+def _verdict(optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -> str | None:
+    whole, changed, split = (_Trial(optimizer, with_state, sparse) for _ in range(3))
+    weights, generators = whole.weights(), _generators()
+    for number, scale in enumerate(_SCALES):
+        reason = whole.step(number, scale)
+        if reason is not None:
+            return reason
+        changed.step(number, scale, others_seed=1)
+        split.step_in_parts(number, scale)
+    if _generators() != generators:
+        return "its step draws random numbers, which would come in another order"
+    if any(after == before for after, before in zip(whole.weights(), weights, strict=True)):
+        return "its step leaves parameters as they are"  # it has them from elsewhere
+    if whole.result()[::2] != changed.result()[::2]:
+        return "the update of a parameter depends on the gradients of others"
+    if whole.result() != split.result():
+        return "parts stepped alone end with other bits"
+    return None
+
+
+class _Trial:
+    """A small copy of an optimizer, with two tiny parameters for every group that has trainable ones."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -> None:
+        self.sparse = sparse
+        pairs = [(group, _two_of(group["params"])) for group in optimizer.param_groups]
+        pairs = [(group, two) for group, two in pairs if two]
+        meant = [p for _, two in pairs for p in two]
+        self.parameters = [_tiny(p, number) for number, p in enumerate(meant)]
+        self.optimizer, state, memo = _bare_copy(optimizer, dict(zip(meant, self.parameters, strict=True)))
+        groups = [_group_of(group, self.parameters[2 * n : 2 * n + 2], memo) for n, (group, _) in enumerate(pairs)]
+        _give(self.optimizer, groups, state)
+        if with_state:
+            for p, tiny in zip(meant, self.parameters, strict=True):
+                state[tiny] = {key: _corner(value, tiny, memo) for key, value in optimizer.state.get(p, {}).items()}
+
+    def step(self, number: int, scale: float, others_seed: int = 0) -> str | None:
+        """A whole step, after which a clause says what it did that no part of a step may do."""
+        groups, attributes = self._groups(), self._attributes()
+        gradients = self._gradients(number, scale, others_seed)
+        for p in self.parameters:
+            p.grad = gradients.get(p)
+        _step_quietly(self.optimizer)
+        if self._groups() != groups:
+            return "its step changes its groups"
+        # The first step may leave a note, such as that the parameters have been checked.
+        if number and self._attributes() != attributes:
+            return "its step changes its attributes"
+        if self.optimizer.state.keys() - set(self.parameters):
+            return "it keeps state that belongs to no parameter"
+        return None
+
+    def step_in_parts(self, number: int, scale: float) -> None:
+        split = _QuietSplitStep(self.optimizer, self._gradients(number, scale))
+        for p in reversed(self.parameters):
+            split.run([p])
+
+    def weights(self) -> list[Any]:
+        return [_tensor_bits(p) for p in self.parameters]
+
+    def result(self) -> list[Any]:
+        states = [_bits(self.optimizer.state.get(p)) for p in self.parameters]
+        return list(zip(self.weights(), states, strict=True))
+
+    def _gradients(self, number: int, scale: float, others_seed: int = 0) -> dict[torch.Tensor, torch.Tensor]:
+        """Those of one step; `others_seed` makes the second of each pair another one, and step 1 has none for it."""
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for index, p in enumerate(self.parameters):
+            if number == 1 and index % 2:
+                continue
+            generator = torch.Generator().manual_seed(1000 * number + index + (500_000 * others_seed) * (index % 2))
+            gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype) * scale
+            made[p] = gradient.to_sparse(1) if self.sparse else gradient
+        return made
+
+    def _groups(self) -> Any:
+        return _bits([{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups])
+
+    def _attributes(self) -> Any:
+        # Where an attribute leads to these once more, they are no part of it.
+        within = tuple(map(id, (self.optimizer, self.optimizer.state, self.optimizer.param_groups)))
+        return _bits({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")}, within)
+
+
+def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Two that are trained: the first, and one with another number of dimensions if there is one."""
+    trained = [p for p in parameters if p.requires_grad]
+    others = [p for p in trained if p.dim() != trained[0].dim()] or trained[1:] or trained
+    return [trained[0], others[0]] if trained else []
+
+
+def _tiny(parameter: torch.Tensor, number: int) -> torch.nn.Parameter:
+    shape = [max(1, min(size, 4 + number % 2)) for size in parameter.shape]
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=parameter.dtype)
+    tiny = torch.nn.Parameter(values)
+    vars(tiny).update(vars(parameter))  # some optimizers go by tags on the parameters
+    return tiny
+
+
+def _group_of(group: Mapping[str, Any], parameters: list[torch.nn.Parameter], memo: dict[int, Any]) -> dict[str, Any]:
+    made = {key: _copied(value, memo) for key, value in group.items() if key not in ("params", "param_names")}
+    lr = made.get("lr")
+    if isinstance(lr, torch.Tensor):
+        made["lr"] = torch.full_like(lr, _LR)
+    elif lr is not None:
+        made["lr"] = _LR
+    if "param_names" in group:
+        made["param_names"] = ["first", "second"]
+    return {"params": parameters, **made}
+
+
+def _corner(value: Any, tiny: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """State for a tiny parameter: as much of the user's as has its shape."""
+    if isinstance(value, torch.Tensor) and value.dim() == tiny.dim():
+        if value.dtype == torch.bfloat16:
+            value = value.to(tiny.dtype)  # as a step finds it, where it is kept in 16 bits
+        return value[tuple(slice(size) for size in tiny.shape)].clone()
+    return _copied(value, memo)
+
+
+# ---- what the user must not notice
+
+
+class _NotTriable(ValueError):
+    """Says what went wrong in code that is not ours."""
+
+
+class _Foreign:
+    """A block that runs code of anyone's making, which may raise anything: schedule-free ones a bare `Exception`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise _NotTriable(f"{type(error).__name__}: {error}") from error
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    with _Foreign():
+        return copy.deepcopy(value, memo)
+
+
+def _bare_copy(
+    optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, torch.Tensor]
+) -> tuple[torch.optim.Optimizer, defaultdict[Any, Any], dict[int, Any]]:
+    """An optimizer with copies of the attributes of this one, and without its hooks, its groups and its state.
+
+    Where an attribute refers to a parameter, its copy refers to the stand-in of that, or to an empty tensor.
+
+    Returns:
+        The optimizer; an empty state for it; and the memo of `copy.deepcopy` with which the rest is to be copied.
+
+    Raises:
+        _NotTriable: if an attribute cannot be copied.
+    """
+    other = object.__new__(type(optimizer))
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    memo: dict[int, Any] = {id(p): torch.empty(0) for group in optimizer.param_groups for p in group["params"]}
+    memo |= {id(p): stand_in for p, stand_in in stand_ins.items()}
+    memo |= {id(optimizer): other, id(optimizer.state): state}
+    vars(other).update(
+        (name, OrderedDict() if name.endswith("_hooks") else _copied(value, memo))
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups")
+    )
+    return other, state, memo
+
+
+def _give(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict[Any, Any]) -> None:
+    with _Foreign():  # one that wraps another may not let them be set
+        optimizer.state, optimizer.param_groups = state, groups
+
+
+def state_after_one_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> tuple[dict[str, Any], bool]:
+    """The state that `optimizer` makes for `parameter`, a member of `group`, in its first step.
+
+    A copy of the optimizer makes the step on the meta device; nothing that is given to this changes.
+
+    Returns:
+        The state, and whether the step came to its end: its kernels may not run there.
+    """
+    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
+    stand_in.grad = torch.empty_like(stand_in)
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    try:
+        with _generators_restored():
+            trial, state, memo = _bare_copy(optimizer, {parameter: stand_in})
+            options = {key: _copied(value, memo) for key, value in group.items() if key != "params"}
+            # The fused and foreach kernels hold the same state as the plain loop, which runs on meta.
+            _give(trial, [{**options, "fused": False, "foreach": False, "params": [stand_in]}], state)
+            _step_quietly(trial)
+    except _NotTriable:
+        return state[stand_in], False
+    return state[stand_in], True
+
+
+class _QuietSplitStep(SplitStep):
+    @staticmethod
+    def _step(optimizer: torch.optim.Optimizer) -> None:
+        _step_quietly(optimizer)
+
+
+def _step_quietly(optimizer: torch.optim.Optimizer) -> None:
+    """A step without the hooks that torch keeps for all optimizers, which are not to count it.
+
+    Raises:
+        _NotTriable: whatever the step raises.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # so torch marks what it has wrapped
+        step = step.__wrapped__
+    with _Foreign():
+        step(optimizer)
+
+
+def _generators() -> list[Any]:
+    return [_tensor_bits(torch.get_rng_state()), random.getstate()]
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    numbers = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+
+
+# ---- equality
+
+
+def _bits(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """Something that is equal for two values if all that can be found in them has the same bits."""
+    if isinstance(value, torch.nn.Parameter):
+        return id(value)  # the weights are looked at by themselves
+    if isinstance(value, torch.Tensor):
+        many = value.numel() > _MANY
+        return (value.shape, value.is_inference() or value._version) if many else _tensor_bits(value)
+    if isinstance(value, torch.Generator):
+        return _tensor_bits(value.get_state())
+    if id(value) in within:
+        return "itself"
+    within = (*within, id(value))
+    if isinstance(value, Mapping):
+        keys = [id(key) if isinstance(key, torch.Tensor) else _bits(key, within) for key in value]
+        return list(zip(keys, [_bits(v, within) for v in value.values()], strict=True))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [type(value), *(_bits(v, within) for v in value)]
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return type(value), repr(value)
+    if callable(value) or not hasattr(value, "__dict__"):
+        return type(value)
+    return type(value), _bits(vars(value), within)
+
+
+def _tensor_bits(tensor: torch.Tensor) -> Any:
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return dense.dtype, dense.shape, bytes(dense.contiguous().reshape(-1).view(torch.uint8).tolist())

@@ -1,0 +1,270 @@
+"""One step of any layer-local `torch.optim.Optimizer`, a part at a time.
+
+The eager param-server updates one layer while others are still computed (arXiv:2002.05645, 2.2, L2L-p). The optimizer
+stays the user's own: for each part a second one is made that shares the attributes and the state of the first, but
+holds only the parameters of that part. `locality.why_not_layer_local` tells for which optimizers that is not possible.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from hf_l2l.optim.bf16_state import Rounding, widened
+
+_OF_THE_PARAMETERS = ("params", "param_names")
+"""What a group holds one of per parameter; the rest are hyper-parameters."""
+
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, FunctionType, MethodType)
+"""Of these, a copy is no other thing; a method is taken for what it does, and not for what it belongs to."""
+
+Places = dict[torch.Tensor, tuple[tuple[int, int], str | None]]
+"""Master -> the number of its group, and its own number there; and its name, for an optimizer that has names."""
+
+
+def places_of(optimizer: torch.optim.Optimizer) -> Places:
+    """Where the parameters of an optimizer stand."""
+    return {
+        p: ((number, index), name)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, (p, name) in enumerate(zip(group["params"], group.get("param_names", repeat(None)), strict=False))
+    }
+
+
+@dataclass
+class _Share:
+    """What one master has in the step."""
+
+    gradient: torch.Tensor
+    place: tuple[int, int]
+    """The number of its group, and its own number there."""
+    name: str | None
+    state: dict[str, Any]
+    """The dict that `optimizer.state` has for the master."""
+    has_state: bool
+    """Whether it was there before this step."""
+
+
+class SplitStep:
+    """One step of an optimizer, to be carried out a part at a time, on any thread.
+
+    When every parameter that has a gradient has been in a part, weights and state have the bits that one `step()`
+    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`). Parts may run at
+    once, each in a thread, since they share nothing that a step may write to. `p.grad` is neither read nor written,
+    and the hooks of the optimizer do not run; those that torch keeps for all optimizers run once per part, in its
+    thread.
+
+    Whoever reads the masters or the optimizer's state, or makes the next step, waits for all parts first.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        places: Places | None = None,
+        rounding: Rounding | None = None,
+    ) -> None:
+        """Take what the step needs, so that a scheduler may change the hyper-parameters right after this.
+
+        To be called on the thread that the optimizer belongs to.
+
+        Args:
+            optimizer: the one whose step this is; accelerate's wrapper is to be taken off.
+            gradients: by master, of its shape and device, dense or sparse, in its dtype or a shorter one. Parameters
+                without one are left alone. No gradient is held longer than until its part has run.
+            places: what `places_of` finds, where that is known.
+            rounding: how the state is rounded to 16 bits, in which it is kept then; None keeps it as the step makes
+                it.
+        """
+        self._rounding = rounding
+        self._state = optimizer.state
+        self._places = places = places_of(optimizer) if places is None else places
+        self._base = _another(optimizer, [], defaultdict(dict), places)
+        self._groups = [
+            {key: _snapshot(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
+            for group in optimizer.param_groups
+        ]
+        self._shares: dict[torch.Tensor, _Share] = {}
+        # In group order and before any part runs: the state dict then has the order of one whole step.
+        for p in sorted((p for p in gradients if p in places), key=lambda p: places[p][0]):
+            has_state = p in self._state
+            self._shares[p] = _Share(gradients[p], *places[p], self._state.setdefault(p, {}), has_state)
+
+    def part(self, masters: Iterable[torch.Tensor]) -> Part:
+        """The update of those of `masters` that have a gradient in this step and are in no part yet."""
+        return Part(self, {p: share for p in masters if (share := self._shares.pop(p, None)) is not None})
+
+    def run(self, masters: Iterable[torch.Tensor]) -> None:
+        """Carry out such a part at once; see `Part.run`."""
+        self.part(masters).run()
+
+    @staticmethod
+    def _step(optimizer: torch.optim.Optimizer) -> None:
+        type(optimizer).step(optimizer)  # not what a scheduler has put in its place on the instance
+
+
+class Part:
+    """The update of some masters, to be run once, on any thread."""
+
+    def __init__(self, step: SplitStep, shares: dict[torch.Tensor, _Share]) -> None:
+        # Prepared where it is made: that may be while the part before it runs.
+        self._step = step
+        self._shares = sorted(shares.items(), key=lambda item: item[1].place)
+        self._stand_ins = [_stand_in(master) for master, _ in self._shares]
+        groups: dict[int, dict[str, Any]] = {}
+        for (_, share), stand_in in zip(self._shares, self._stand_ins, strict=True):
+            number = share.place[0]
+            if number not in groups:
+                groups[number] = {
+                    "params": [],
+                    **{key: _snapshot(value) for key, value in step._groups[number].items()},
+                }
+            group = groups[number]
+            group["params"].append(stand_in)
+            if share.name is not None:
+                group.setdefault("param_names", []).append(share.name)
+        self._groups = list(groups.values())
+
+    def run(self, factors: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Update the masters.
+
+        Args:
+            factors: master -> what its gradient is multiplied by first, a 0-dim host tensor.
+
+        Raises:
+            Exception: what the optimizer raises; the part is then left as the optimizer left it, and not run again.
+        """
+        shares, stand_ins, self._shares, self._stand_ins = self._shares, self._stand_ins, [], []
+        if not shares:
+            return
+        pairs = list(zip(shares, stand_ins, strict=True))
+        _give_gradients(shares, stand_ins, factors or {})
+        rounding = self._step._rounding
+        # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for (master, share), stand_in in pairs:
+            if share.has_state:
+                wide = rounding is not None and master.dtype == torch.float32
+                state[stand_in] = widened(share.state) if wide else share.state
+        optimizer = _another(self._step._base, self._groups, state, self._step._places)
+        self._groups = []
+        self._step._step(optimizer)
+        for (master, share), stand_in in pairs:
+            made = optimizer.state.get(stand_in)
+            if made is None:
+                # An optimizer without state, such as SGD without momentum, has no entries either.
+                del self._step._state[master]
+                continue
+            if rounding is not None:
+                made = rounding.narrowed(made, share.place, share.state)
+            if made is not share.state:
+                share.state.clear()
+                share.state.update(made)
+
+
+def _another(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: defaultdict[torch.Tensor, Any],
+    parameters: Iterable[torch.Tensor],
+) -> torch.optim.Optimizer:
+    """An optimizer with the attributes of this one, and without its hooks (`copy.copy` would lose most attributes).
+
+    What a step may write to is copied, since other steps may be under way: a list, say, in which it collects what it
+    then empties. The `parameters` are not.
+    """
+    other = object.__new__(type(optimizer))
+    vars(other).update(vars(optimizer))
+    mutable = [
+        name
+        for name, value in vars(optimizer).items()
+        if not (name in ("param_groups", "state", "defaults") or name.endswith("_hooks") or _is_immutable(value))
+    ]
+    if mutable:
+        memo: dict[int, Any] = {id(p): p for p in parameters}
+        memo |= {id(optimizer): other, id(optimizer.param_groups): groups, id(optimizer.state): state}
+        vars(other).update({name: copy.deepcopy(vars(optimizer)[name], memo) for name in mutable})
+    other.param_groups, other.state = groups, state
+    other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return other
+
+
+def _is_immutable(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_immutable, value))
+    return value is None or isinstance(value, _IMMUTABLE)
+
+
+def _stand_in(master: torch.Tensor) -> torch.Tensor:
+    """What the optimizer gets for a master: it shares its memory and version counter, and has no gradient yet."""
+    tensor = master.detach().requires_grad_(master.requires_grad)
+    vars(tensor).update(vars(master))  # some optimizers go by tags on the parameters
+    return tensor
+
+
+@torch.no_grad()
+def _give_gradients(
+    shares: Iterable[tuple[torch.Tensor, _Share]],
+    stand_ins: Iterable[torch.Tensor],
+    factors: Mapping[torch.Tensor, torch.Tensor],
+) -> None:
+    """Set the `grad` of each stand-in: the gradient of this step, times its factor, in the dtype of the master."""
+    scaled = []
+    for (master, share), stand_in in zip(shares, stand_ins, strict=True):
+        gradient, factor = share.gradient, factors.get(master)
+        if gradient.dtype == master.dtype:
+            if factor is not None:
+                scaled.append((gradient, factor))
+        elif factor is None:
+            gradient = gradient.to(master.dtype)
+        else:  # in fp32: one exact pass that both widens and scales
+            gradient = torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=master.dtype))
+        stand_in.grad = gradient
+    if scaled:
+        torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
+
+
+def _snapshot(value: Any) -> Any:
+    """A hyper-parameter as it is now: schedulers write to tensors in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(map(_snapshot, value)) if type(value) in (list, tuple) else value
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, where `optimizer` is Accelerate's wrapper of it: their attributes are not the same."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that the optimizer may update, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups hold beside parameters, as it is now."""
+    return [
+        {key: _number(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def gradient_hook_error(name: str) -> str:
+    """What is wrong with a hook on the gradient of the parameter `name`."""
+    return (
+        f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got one on "
+        f"{name}); remove the hook, or use an optimizer that updates in step() and not during backward"
+    )

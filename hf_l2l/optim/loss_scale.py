@@ -1,0 +1,141 @@
+"""Dynamic loss scaling for fp16: gradients are made larger on the device, so that small ones are not lost.
+
+The policy is that of `torch.amp.GradScaler`: a step whose gradients are not all finite is skipped, and the scale is
+multiplied by `backoff`; after `interval` steps that were made in a row it is multiplied by `growth`. The scale enters
+at the outputs of the model and leaves on the fp32 sums, so that any training loop has it: neither the loss that a
+program sees nor `p.grad` is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_l2l.runtime.tensors import map_tensors
+
+_SMALLEST = 2.0**-100
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Callable[[], float], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.factor = factor
+        # A loss is divided in place by some loops, which a view would not allow.
+        return tensor.clone() if tensor.dim() == 0 else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient * ctx.factor()
+
+
+def with_gradients_times(factor: Callable[[], float], value: Any) -> Any:
+    """`value` with every tensor in it that needs a gradient replaced by one that hands on `factor` times as much.
+
+    The factor is asked for in the backward, since a step may have changed it after the forward.
+    """
+    if not torch.is_grad_enabled():
+        return value
+    return map_tensors(
+        lambda tensor: (
+            _Scaled.apply(factor, tensor)  # type: ignore[no-untyped-call]
+            if tensor.requires_grad
+            else tensor
+        ),
+        value,
+    )
+
+
+class LossScale:
+    """The factor of now, and what it will be after the next step.
+
+    With growth and backoff 1 it stays what it is, and only the vote is left: a step is skipped, or not.
+    """
+
+    def __init__(
+        self, initial: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ) -> None:
+        self.value = initial
+        self.growth = growth
+        self.backoff = backoff
+        self.interval = interval
+        self.steps = 0
+        """Made in a row since it changed."""
+        self.skipped = 0
+        """Steps, in all."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether gradients are scaled at all."""
+        return self.growth != 1
+
+    def vote(self, *, finite: bool) -> bool:
+        """Whether a step may be made with gradients that are `finite` or not; the scale changes accordingly."""
+        if not finite:
+            # A float has room for this many halvings only, and nothing can be divided by 0.
+            self.value = max(self.value * self.backoff, _SMALLEST) if self.is_dynamic else self.value
+            self.steps, self.skipped = 0, self.skipped + 1
+            return False
+        self.steps += 1
+        if self.steps == self.interval:
+            self.value, self.steps = self.value * self.growth, 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as `torch.amp.GradScaler` has it, with the number of skipped steps."""
+        return {
+            "scale": self.value,
+            "growth_factor": self.growth,
+            "backoff_factor": self.backoff,
+            "growth_interval": self.interval,
+            "_growth_tracker": self.steps,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, or that of a `GradScaler`; growth, backoff and interval stay what the options say."""
+        if self.is_dynamic:  # one that stays what it is may be given that of an fp16 run
+            self.value, self.steps = state["scale"], state["_growth_tracker"]
+        self.skipped = state.get("skipped", 0)
+
+
+class EpsScaler:
+    """Stands in for `torch.amp.GradScaler` where Accelerate has one: losses and gradients are scaled elsewhere.
+
+    Accelerate takes a step that does not call the optimizer's `step` for a skipped one, and schedulers then wait.
+    """
+
+    def __init__(self, scale: LossScale, may_step: Callable[[], bool]) -> None:
+        self._scale = scale
+        self._may_step = may_step
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs, whose gradients the engine multiplies by itself."""
+        return outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: gradients on the host are not scaled."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step, or one that finds no gradients, unseen by whoever has patched it."""
+        if self._may_step():
+            return optimizer.step(*args, **kwargs)
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    def update(self) -> None:
+        """Nothing: the scale has changed with the vote."""
+
+    def get_scale(self) -> float:
+        """The factor of now."""
+        return self._scale.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return self._scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._scale.load_state_dict(state)

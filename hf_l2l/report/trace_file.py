@@ -1,0 +1,100 @@
+"""A file of spans that ui.perfetto.dev and chrome://tracing open: the JSON form of Chrome's trace events."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from hf_l2l.config import cannot_be_written
+
+_END = b"\n]}\n"
+_PROCESS = 1
+"""0 stands for an idle processor, as a process and as a thread, and viewers treat it as such."""
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    row: str
+    """The line it is drawn in."""
+    name: str
+    start_s: float
+    end_s: float
+
+
+class FreeRows:
+    """Rows for what may be under way at once, in several threads: spans of one row must not overlap."""
+
+    def __init__(self, rows: Iterable[str]) -> None:
+        """With as many `rows` as there may be threads."""
+        self._rows = list(rows)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[str]:
+        """Inside, the row is nobody else's: the first that is free."""
+        with self._lock:
+            row = self._rows.pop(0)
+        try:
+            yield row
+        finally:
+            with self._lock:
+                self._rows.append(row)
+                self._rows.sort()
+
+
+class TraceFile:
+    """One process with a row per lane. What is written stays: the file is complete, and valid, after every `write`."""
+
+    def __init__(self, path: str | os.PathLike[str], title: str, rows: Sequence[str]) -> None:
+        """Start the file anew; what was there is gone.
+
+        Raises:
+            ValueError: if it cannot be written.
+        """
+        self.path = os.path.abspath(path)  # where the program's folder was when the run began
+        self._has_ended = False
+        self._rows = {row: number for number, row in enumerate(rows, start=1)}
+        named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": title}}]
+        for row, number in self._rows.items():
+            about = {"ph": "M", "pid": _PROCESS, "tid": number}
+            named.append({"name": "thread_name", **about, "args": {"name": row}})
+            named.append({"name": "thread_sort_index", **about, "args": {"sort_index": number}})
+        text = '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, named))
+        try:
+            with open(self.path, "wb") as file:
+                file.write(text.encode() + _END)
+        except OSError as error:
+            raise ValueError(cannot_be_written(repr(self.path), error)) from error
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Add spans, in any order; those of one row must not overlap in part.
+
+        A file that cannot be written any more ends, with a warning: that is no reason for a run to end, too.
+        """
+        events = [
+            {
+                "name": span.name,
+                "ph": "X",
+                "pid": _PROCESS,
+                "tid": self._rows[span.row],
+                "ts": 1e6 * span.start_s,
+                "dur": 1e6 * (span.end_s - span.start_s),
+            }
+            for span in spans
+        ]
+        if not events or self._has_ended:
+            return
+        try:
+            # Opened for this only: a run that lasts for days may be stopped at any time.
+            with open(self.path, "r+b") as file:
+                file.seek(-len(_END), os.SEEK_END)
+                file.write("".join(",\n" + json.dumps(event) for event in events).encode() + _END)
+        except OSError as error:
+            self._has_ended = True
+            warnings.warn(f"the trace {self.path} ends here, it cannot be written any more: {error}", stacklevel=2)

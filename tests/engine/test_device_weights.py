@@ -1,0 +1,200 @@
+"""Device copies of weights and buffers stand in the modules for the time of a call, and only then."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from families import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.stream import HOST
+
+
+@pytest.fixture(params=["views", "copies"])
+def copies(request):
+    with stream.forced_copies() if request.param == "copies" else nullcontext():
+        yield
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Counter(nn.Module):
+    """Writes one buffer in place, assigns another, empties a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("written", torch.zeros(2))
+        self.register_buffer("assigned", torch.zeros(2))
+        self.register_buffer("emptied", torch.zeros(2))
+        self.register_buffer("never", None)
+
+    def forward(self):
+        self.written += 1
+        self.assigned = self.assigned + 1
+        self.emptied = None
+
+
+def test_tied_parameters_share_one_leaf(copies):
+    module, x = Tied(), torch.randn(4, 3)
+    module(x).sum().backward()
+    expected = gradients(module)
+    module.zero_grad()
+    weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    assert len(weights.leaves) == 2
+    with weights.resident():
+        assert module.first.weight is module.second.weight is weights.leaves[weights.places[0].tensor]
+        module(x).sum().backward()
+    found = {name: next(g for m, g in weights.gradients if m is p) for name, p in module.named_parameters()}
+    assert_same_bits(found, expected)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_frozen_masters_have_frozen_leaves(copies):
+    module = Tied()
+    module.second.bias.requires_grad_(False)
+    weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    with weights.resident():
+        assert module.first.weight.requires_grad and not module.second.bias.requires_grad
+        module(torch.randn(4, 3)).sum().backward()
+    assert [master for master, _ in weights.gradients] == [module.first.weight]
+
+
+def test_without_requires_grad_no_leaf_has_it(copies):
+    weights = DeviceWeights(Tied().modules(), HOST, requires_grad=False)
+    assert not any(leaf.requires_grad for leaf in weights.leaves.values())
+
+
+def test_leaves_made_in_inference_mode_can_be_trained_with(copies):
+    module, x = Tied(), torch.randn(4, 3)
+    with torch.inference_mode():
+        weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    with weights.resident():
+        module(x).sum().backward()
+    assert len(list(weights.gradients)) == 2
+
+
+def test_masters_and_buffers_are_back_after_an_error(copies):
+    module = nn.BatchNorm1d(3)
+    before = {**module._parameters, **module._buffers}
+    weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    with pytest.raises(KeyError), weights.resident(keep_buffers=False):
+        assert module.weight is not before["weight"] and module.running_mean is not before["running_mean"]
+        raise KeyError
+    after = {**module._parameters, **module._buffers}
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
+def test_kept_buffers_go_back_to_the_host(copies):
+    module = Counter()
+    written = module.written
+    for count in (1.0, 2.0):
+        with DeviceWeights(module.modules(), HOST, requires_grad=False).resident():
+            module()
+        assert module.written is written
+        assert module.written.tolist() == module.assigned.tolist() == [count, count]
+        assert module.emptied is None and module.never is None
+
+
+def test_what_a_call_wrote_before_it_failed_goes_back_as_in_plain_torch(copies):
+    module = Counter()
+    with pytest.raises(KeyError), DeviceWeights(module.modules(), HOST, requires_grad=False).resident():
+        module()
+        raise KeyError
+    assert module.written.tolist() == module.assigned.tolist() == [1.0, 1.0]
+
+
+def test_with_keep_buffers_false_nothing_is_kept(copies):
+    module = Counter()
+    before = dict(module._buffers)
+    with DeviceWeights(module.modules(), HOST, requires_grad=False).resident(keep_buffers=False):
+        module()
+        assert module.written.tolist() == [1.0, 1.0]
+    assert all(module._buffers[name] is buffer for name, buffer in before.items())
+    assert all(b.tolist() == [0.0, 0.0] for b in module.buffers())
+
+
+def test_one_buffer_in_two_modules_stays_one(copies):
+    first, second = Counter(), Counter()
+    second.written = first.written
+    modules = [first, second]
+    with DeviceWeights(modules, HOST, requires_grad=False).resident():
+        assert first.written is second.written
+        first()
+        second()
+    assert first.written is second.written and first.written.tolist() == [2.0, 2.0]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)  # one of the shell, too
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).square().mean()
+
+
+def test_running_statistics_move_once_per_forward(copies):
+    plain = Normed()
+    ours = copy.deepcopy(plain)
+    attach_l2l(ours, L2LConfig(layer_classes=("Block",)))
+    buffers = dict(ours.named_buffers())
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(torch.randn(6, 3)).backward()
+    assert_same_bits(gradients(ours), gradients(plain))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+        assert dict(ours.named_buffers())[name] is buffers[name], name
+    assert ours.blocks[1].norm.num_batches_tracked.item() == 2
+    plain.eval(), ours.eval()
+    x = torch.randn(6, 3)
+    with torch.no_grad():
+        assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"ubatch_size": 3, "stash": "host"}], ids=str)
+def test_training_after_evaluation_in_inference_mode(options, copies):
+    model = bert().double()
+    batch = batch_for(model)
+    _, expected = reference(model, batch)
+    attached(model, **options)
+    model.eval()
+    with torch.inference_mode():
+        evaluated = model(**batch).logits
+    train_once(model, batch)
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-14), name
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, evaluated)
+    assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,55 @@
+"""Serial, deferred and eager updates give the same bits on the CPU, and those of plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+
+from hf_l2l.runtime import stream
+from update_cases import OPTIMIZERS, accelerate_loop, assert_same, raw_loop, trainer_loop
+
+COUNTS = [5, pytest.param(100, marks=pytest.mark.slow)]
+CLIPS = {"deferred": 0.5, "eager": 0.0}
+AT_ONCE = {"num_threads": 2}
+"""Two layers are updated at once: what may come in any order must change no bit."""
+
+
+@pytest.fixture(params=["views", "copies"])
+def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    with stream.forced_copies() if request.param == "copies" else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("mode", CLIPS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", COUNTS)
+def test_the_trainer_trains_as_the_plain_one(tmp_path, steps, optimizer, accumulation, mode):
+    """Weights, moments, and logged losses, norms and learning rates."""
+    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode]}
+    expected = trainer_loop(tmp_path / "plain", "plain", optimizer, **same)
+    assert len(expected.logged) == steps + 1
+    assert all(entry["grad_norm"] > CLIPS[mode] / 10 for entry in expected.logged[:-1])
+    assert_same(trainer_loop(tmp_path / "l2l", mode, optimizer, **same, l2l_num_threads=2), expected)
+
+
+@pytest.mark.parametrize("mode", CLIPS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", COUNTS)
+def test_a_loop_with_accelerate_trains_as_a_plain_one(steps, optimizer, accumulation, mode):
+    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode]}
+    expected = accelerate_loop("cpu", "plain", optimizer, **same)
+    assert_same(accelerate_loop("cpu", mode, optimizer, **same, **AT_ONCE), expected)
+
+
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("mode", CLIPS)
+@pytest.mark.parametrize(("stash", "accumulation"), [("device", 3), ("host", 1)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", COUNTS)
+def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, accumulation, mode):
+    same = {"steps": steps, "stash": stash, "accumulation": accumulation, "max_norm": CLIPS[mode]}
+    assert_same(raw_loop("cpu", mode, optimizer, **same, **AT_ONCE), raw_loop("cpu", "serial", optimizer, **same))

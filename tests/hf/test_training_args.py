@@ -1,0 +1,328 @@
+"""The options on the command line, and the refusal of options that L2L cannot honour."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from transformers.training_args import OptimizerNames
+
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
+from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_layers
+from training import arguments, rows, tiny_bert
+
+DEFAULTS = ["--output_dir", "out", "--report_to", "none"]
+
+
+def parsed(*words: str) -> L2LTrainingArguments:
+    (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_args_into_dataclasses([*DEFAULTS, *words])
+    return args
+
+
+# ---- parsing
+
+
+def test_options_from_the_command_line():
+    args = parsed("--ubatch_size", "4", "--stash", "host", "--l2l_layer_classes", "A", "B")
+    assert (args.ubatch_size, args.stash, args.l2l_layer_classes) == (4, "host", ["A", "B"])
+    assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"))
+
+
+def test_defaults_from_the_command_line():
+    args = parsed()
+    assert (args.ubatch_size, args.stash, args.l2l_layer_classes) == (None, "device", None)
+    assert l2l_config(args) == L2LConfig()
+
+
+def test_options_from_a_file(tmp_path):
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"output_dir": "out", "report_to": [], "ubatch_size": 2, "stash": "host"}))
+    (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_json_file(str(file))
+    assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host")
+
+
+@pytest.mark.parametrize("words", [("--ubatch_size", "four"), ("--stash", "disk")], ids=lambda words: words[0])
+def test_the_parser_refuses(words, capsys):
+    with pytest.raises(SystemExit):
+        parsed(*words)
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stash": "disk"}, "stash must be one of 'device', 'host' (got 'disk')"),
+        ({"ubatch_size": 0}, "ubatch_size must be a whole number of at least 1"),
+        ({"l2l_optimizer": ["lamb"]}, "l2l_optimizer must be 'lamb' or None (got ['lamb'])"),
+        ({"l2l_log_times": "no"}, "l2l_log_times must be True or False (got 'no')"),
+        ({"l2l_save_dtype": 16}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got 16)"),
+        ({"l2l_save_dtype": []}, "l2l_save_dtype must be one of 'fp32', 'bf16', 'fp16' (got [])"),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_where_they_are_given(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+def test_every_option_explains_itself():
+    ours = {f.name: f for f in dataclasses.fields(L2LTrainingArguments)}
+    for name in ours.keys() - {f.name for f in dataclasses.fields(hf.TrainingArguments)}:
+        assert len(ours[name].metadata["help"]) > 30, name
+
+
+def test_plain_training_arguments_ask_for_the_defaults(tmp_path):
+    assert l2l_config(arguments(hf.TrainingArguments, tmp_path)) == L2LConfig()
+
+
+# ---- as an object
+
+
+def test_arguments_can_be_written_and_copied(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host", l2l_layer_classes=["A", "B"])
+    written = json.loads(json.dumps(args.to_dict()))
+    assert (written["ubatch_size"], written["stash"], written["l2l_layer_classes"]) == (3, "host", ["A", "B"])
+    assert json.loads(args.to_json_string())["ubatch_size"] == 3
+    assert args.to_sanitized_dict()["stash"] == "host"
+    for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):  # noqa: S301  # our own bytes
+        assert isinstance(other, L2LTrainingArguments)
+        assert l2l_config(other) == l2l_config(args)
+        assert other.to_dict() == args.to_dict()
+
+
+def test_a_field_can_be_replaced(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host")
+    other = dataclasses.replace(args, ubatch_size=5)
+    assert l2l_config(other) == L2LConfig(ubatch_size=5, stash="host")
+    assert args.ubatch_size == 3
+    with pytest.raises(ValueError, match=r"\(got 0\)"):
+        dataclasses.replace(args, ubatch_size=0)
+
+
+# ---- names
+
+BARE = ("ubatch_size", "stash", "cmp", "eps_update")
+"""Options that are called on the command line what they are called in `L2LConfig`."""
+
+
+def argument_of(field: str) -> str:
+    return field if field in BARE else f"l2l_{field}"
+
+
+OPTIONS = [f.name for f in dataclasses.fields(L2LConfig) if f.name != "device"]
+
+
+@pytest.mark.parametrize("value", [5.5, "nonsense?/", [[]], b"", {}, 10**7, -1], ids=repr)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_errors_name_what_was_typed(option, value, tmp_path):
+    try:
+        L2LConfig(**{option: value})
+    except ValueError as error:
+        expected = str(error)
+    else:
+        assert l2l_config(arguments(L2LTrainingArguments, tmp_path, **{argument_of(option): value}))
+        return
+    with pytest.raises(ValueError) as refused:
+        arguments(L2LTrainingArguments, tmp_path, **{argument_of(option): value})
+    message = str(refused.value)
+    assert re.sub(r"\bl2l_", "", message) == expected
+    assert message.startswith(argument_of(option)) or f"(got {argument_of(option)}=" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"l2l_loss_scale_init": 2.0}, "l2l_loss_scale_init is of the loss scale, which fp16 alone has"),
+        ({"l2l_host_copies": "per_sweep"}, "(got l2l_host_copies='per_sweep' with cmp=None"),
+        (
+            {"l2l_nonfinite": "skip", "eps_update": "eager", "max_grad_norm": 0.0},
+            "(got l2l_nonfinite='skip'); use eps_update='deferred', or l2l_nonfinite='raise'",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_about_two_options_name_what_was_typed(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+class Noisy(torch.optim.SGD):
+    """Cannot be taken apart: its step draws random numbers."""
+
+    def step(self, closure=None):
+        torch.rand(())
+        return super().step(closure)
+
+
+def test_errors_of_later_on_name_what_was_typed(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes=["Nowhere"])
+    with pytest.raises(ValueError, match="every name in l2l_layer_classes must be"):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows()).l2l_summary()
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_grad_dtype="16bit")
+    with pytest.raises(ValueError, match=r"l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16' are made fp32"):
+        L2LTrainer(
+            tiny_bert(), args, train_dataset=rows(), optimizer_cls_and_kwargs=(Noisy, {"lr": 0.1})
+        ).create_optimizer()
+    with pytest.raises(ValueError, match="every name in layer_classes must be"):
+        attach_l2l(tiny_bert(), L2LConfig(device="cpu", layer_classes=("Nowhere",)))
+
+
+# ---- conflicts
+
+CONFLICTS = {
+    "deepspeed": ({"zero_optimization": {"stage": 3}}, "both place the parameters; drop one of them"),
+    "fsdp": ("full_shard", "both place the parameters; drop one of them"),
+    "torch_compile": (True, "a compiled model cannot be run layer by layer; set torch_compile=False"),
+    "fp16": (True, "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
+    "fp16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
+    "bf16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
+}
+
+
+def message_of(name: str) -> str:
+    value, remedy = CONFLICTS[name]
+    return f"^{re.escape(f'{name} cannot be used with L2L (got {name}={value!r}): {remedy}')}$"
+
+
+def having(kind: type[hf.TrainingArguments], name: str, folder) -> hf.TrainingArguments:
+    """Arguments with an option, set afterwards where this machine lacks what it needs."""
+    value = CONFLICTS[name][0]
+    if name not in ("deepspeed", "fsdp"):
+        return arguments(kind, folder, use_cpu=True, **{name: value})
+    args = arguments(kind, folder)
+    setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_conflicts_are_refused_for_a_model_with_layers(name, kind, tmp_path):
+    args = having(kind, name, tmp_path)
+    with pytest.raises(ValueError, match=message_of(name)):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    with pytest.raises(ValueError, match=message_of(name)):
+        L2LTrainer(model_init=lambda: tiny_bert(), args=args, train_dataset=rows())
+
+
+def test_bf16_and_the_defaults_are_no_conflict(tmp_path):
+    for args in (
+        arguments(L2LTrainingArguments, tmp_path, bf16=True, use_cpu=True),
+        arguments(hf.TrainingArguments, tmp_path),
+    ):
+        refuse_conflicts(args)
+        refuse_for_layers(args)
+
+
+# ---- one device, one process
+
+
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
+def test_several_devices_are_refused_with_the_command(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--stash", "host"])
+    args = arguments(kind, tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    assert str(error.value) == (
+        "L2L runs on one device, and without a launcher the Trainer would use every visible one (got 2); run it as: "
+        "CUDA_VISIBLE_DEVICES=0 python finetune.py"
+    )
+
+
+def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [""])
+    monkeypatch.setattr(L2LTrainingArguments, "world_size", property(lambda self: 4))
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), arguments(L2LTrainingArguments, tmp_path), train_dataset=rows())
+    assert str(error.value) == (
+        "L2L runs in one process (got a launcher with 4); run it without the launcher: CUDA_VISIBLE_DEVICES=0 python "
+        "your_script.py"
+    )
+
+
+def test_a_string_of_layer_classes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a tuple of class names \(got the string 'Block'\)"):
+        arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes="Block")
+
+
+def test_a_backend_that_implies_compiling_is_refused(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, torch_compile_backend="inductor")
+    with pytest.raises(ValueError, match="torch_compile cannot be used with L2L"):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+
+
+# ---- updates and the optimizer
+
+
+def test_eager_updates_are_refused_with_clipping(tmp_path):
+    message = r"it cannot clip \(got max_grad_norm=1.0\); set max_grad_norm=0, or use eps_update='deferred'"
+    with pytest.raises(ValueError, match=message):
+        arguments(L2LTrainingArguments, tmp_path, eps_update="eager")
+    args = arguments(L2LTrainingArguments, tmp_path, eps_update="eager", max_grad_norm=0.0)
+    args.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match=message):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+
+
+def test_lamb_is_made_of_the_trainers_options(tmp_path):
+    options = {"learning_rate": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-5, "weight_decay": 0.2}
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_optimizer="lamb", **options)
+    optimizer = L2LTrainer(tiny_bert(), args, train_dataset=rows()).create_optimizer()
+    assert isinstance(optimizer, Lamb)
+    decay, rest = optimizer.param_groups
+    assert (decay["lr"], decay["betas"], decay["eps"]) == (0.5, (0.8, 0.95), 1e-5)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.2, 0.0)
+    assert parsed("--l2l_optimizer", "lamb").l2l_optimizer == "lamb"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"l2l_optimizer": "lion"}, "l2l_optimizer must be 'lamb' or None (got 'lion')"),
+        ({"l2l_optimizer": "lamb", "optim": "sgd"}, "(got l2l_optimizer='lamb' and optim='sgd')"),
+        ({"l2l_optimizer": "lamb", "optim_args": "x=1"}, "(got l2l_optimizer='lamb' and optim_args='x=1')"),
+    ],
+    ids=str,
+)
+def test_one_option_names_the_optimizer(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+IN_BACKWARD = {
+    each.value: each.value.removesuffix("_layerwise") for each in OptimizerNames if "layerwise" in each.value
+}
+IN_BACKWARD |= {"lomo": "sgd", "adalomo": "adafactor"}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_optimizers_that_update_in_backward_are_refused(name, tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, optim=name, optim_target_modules=["attention"])
+    remedy = IN_BACKWARD[name]
+    assert remedy in list(OptimizerNames)
+    with pytest.raises(ValueError) as error:
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    assert str(error.value) == (
+        f"optim cannot be used with L2L (got optim={name!r}): it updates parameters in hooks of their backward, which "
+        f"runs on copies; use optim={remedy!r}"
+    )
+
+
+def test_all_layerwise_optimizers_are_known():
+    assert {"galore_adamw_layerwise", "apollo_adamw_layerwise"} <= set(IN_BACKWARD)
+
+
+@pytest.mark.parametrize("by", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_an_optimizer_that_is_passed_is_not_named_too(by, tmp_path):
+    model, args = tiny_bert(), arguments(L2LTrainingArguments, tmp_path, l2l_optimizer="lamb")
+    sgd = torch.optim.SGD
+    passed = {"optimizers": (sgd(model.parameters()), None), "optimizer_cls_and_kwargs": (sgd, {"lr": 0.1})}
+    with pytest.raises(ValueError, match="got one passed to the Trainer, and l2l_optimizer='lamb'"):
+        L2LTrainer(model, args, train_dataset=rows(), **{by: passed[by]})

@@ -1,0 +1,375 @@
+"""Steps made in parts leave the bits that whole steps leave, and take no more than they were given."""
+
+from __future__ import annotations
+
+import gc
+import io
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers.optimization import Adafactor as HFAdafactor
+
+from hf_l2l.optim.lamb import Lamb
+from hf_l2l.optim.layerwise_check import why_not_layer_local
+from hf_l2l.optim.layerwise_step import SplitStep
+
+STEPS = 5
+SHAPES = ((5, 7), (7,), (), (0, 3), (4, 4, 2), (6,), (2, 9))
+FROZEN = 5  # the number of the one that is not trained
+
+
+def make(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[list], torch.optim.Optimizer]:
+    """A maker of this optimizer with two groups."""
+
+    def made(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        own = {**options, "lr": options["lr"].clone()} if isinstance(options.get("lr"), torch.Tensor) else options
+        second = {"params": parameters[4:], "weight_decay": 0.25}
+        groups = [{"params": parameters[:4]}, second if kind is not torch.optim.SparseAdam else {**second, "eps": 0.1}]
+        return kind(groups, **own)
+
+    return made
+
+
+OPTIM = torch.optim
+CASES = {
+    "adamw": make(OPTIM.AdamW, lr=0.1),
+    "adamw foreach": make(OPTIM.AdamW, lr=0.1, foreach=True),
+    "adamw fused": make(OPTIM.AdamW, lr=0.1, fused=True),
+    "adamw amsgrad": make(OPTIM.AdamW, lr=0.1, amsgrad=True),
+    "adamw maximize": make(OPTIM.AdamW, lr=0.1, maximize=True),
+    "adamw tensor lr": make(OPTIM.AdamW, lr=torch.tensor(0.1)),
+    "adam": make(OPTIM.Adam, lr=0.1),
+    "adam foreach": make(OPTIM.Adam, lr=0.1, foreach=True, amsgrad=True),
+    "adam fused tensor lr": make(OPTIM.Adam, lr=torch.tensor(0.1), fused=True),
+    "sgd": make(OPTIM.SGD, lr=0.1),
+    "sgd momentum": make(OPTIM.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "sgd nesterov": make(OPTIM.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": make(OPTIM.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": make(OPTIM.Adagrad, lr=0.1, lr_decay=0.1),
+    "adagrad fused": make(OPTIM.Adagrad, lr=0.1, fused=True),
+    "rmsprop": make(OPTIM.RMSprop, lr=0.1, momentum=0.9, centered=True),
+    "adamax": make(OPTIM.Adamax, lr=0.1),
+    "adadelta": make(OPTIM.Adadelta, lr=0.1),
+    "nadam": make(OPTIM.NAdam, lr=0.1),
+    "radam": make(OPTIM.RAdam, lr=0.1),
+    "adafactor": make(OPTIM.Adafactor, lr=0.1),
+    "transformers' adafactor": make(HFAdafactor, lr=None),
+    "transformers' adafactor with lr": make(HFAdafactor, lr=0.1, relative_step=False, beta1=0.9),
+    "rprop": make(OPTIM.Rprop, lr=0.1),
+    "asgd": make(OPTIM.ASGD, lr=0.1, t0=2),
+    "muon": make(OPTIM.Muon, lr=0.1),
+    "sparse adam": make(OPTIM.SparseAdam, lr=0.1),
+    "lamb": make(Lamb, lr=0.1),
+}
+STATELESS = "sgd"
+REFUSED = {"adafactor": SHAPES.index((0, 3)), "sparse adam": SHAPES.index(())}
+"""Shapes for which whole steps raise."""
+ALL_AT_ONCE = "sgd fused"
+"""Raises in torch 2.13 where some parameters have their first gradient later than others."""
+
+
+def parameters_for(case: str) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(max(s, default=2), 3) for s in SHAPES] if case == "muon" else SHAPES
+    made = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    if case in REFUSED:
+        made[REFUSED[case]] = torch.nn.Parameter(torch.randn(3, generator=generator))
+    made[FROZEN].requires_grad_(False)
+    return made
+
+
+def gradient_for(case: str, p: torch.Tensor, number: int) -> torch.Tensor:
+    gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+    return gradient.to_sparse(1) if case == "sparse adam" else gradient
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def outcome(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """All that a step leaves; bytes, so that NaNs are equal to themselves."""
+    numbers = {p: number for number, p in enumerate(parameters)}
+    return {
+        "weights": saved([p.detach() for p in parameters]),
+        "versions": [p._version for p in parameters],
+        "order": [(numbers[p], list(state)) for p, state in optimizer.state.items()],
+        "state dict": saved(optimizer.state_dict()),
+    }
+
+
+def schedule(optimizer: torch.optim.Optimizer, case: str) -> Callable[[], None]:
+    if case == "transformers' adafactor":
+        return lambda: None  # has its own
+    return LambdaLR(optimizer, lambda step: 0.75**step).step
+
+
+def train(case: str, having: list[set[int]], parts: list[list[list[int]]] | None) -> dict[str, object]:
+    """Train by whole steps, or by `parts` of parameters; `having` says which have a gradient in which step."""
+    parameters = parameters_for(case)
+    optimizer = CASES[case](parameters)
+    advance = schedule(optimizer, case)
+    for step, numbers in enumerate(having):
+        gradients = {parameters[n]: gradient_for(case, parameters[n], 100 * step + n) for n in sorted(numbers)}
+        if parts is None:
+            for p in parameters:
+                p.grad = gradients.get(p)
+            optimizer.step()
+            advance()
+            continue
+        split = SplitStep(optimizer, gradients)
+        optimizer.step()  # without gradients: nothing but the scheduler's count of steps
+        advance()
+        for part in parts[step]:
+            split.run([parameters[n] for n in part])
+    return outcome(parameters, optimizer)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[list[int]]:
+    order = draw(st.permutations(range(len(SHAPES))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(SHAPES) - 1))))
+    return [order[start:end] for start, end in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=10, deadline=None)
+@given(
+    having=st.lists(st.sets(st.integers(0, len(SHAPES) - 1)), min_size=STEPS, max_size=STEPS),
+    parts=st.lists(partitions(), min_size=STEPS, max_size=STEPS),
+)
+def test_parts_leave_the_bits_of_whole_steps(case, having, parts):
+    if case == ALL_AT_ONCE:
+        having = [set(range(len(SHAPES)))] * STEPS
+    assert train(case, having, parts) == train(case, having, None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_steps_change_something(case):
+    every = set(range(len(SHAPES)))
+    assert train(case, [every] * 2, None)["weights"] != train(case, [every], None)["weights"]
+    assert bool(train(case, [every], None)["order"]) == (case != STATELESS)
+
+
+def two(**options: Any) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[torch.Tensor, torch.Tensor]]:
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    return parameters, torch.optim.AdamW(parameters, **options), {p: torch.randn(3) for p in parameters}
+
+
+def test_another_thread_makes_the_steps():
+    results = []
+    for pool in (None, ThreadPoolExecutor(1)):
+        parameters = parameters_for("adamw")
+        optimizer = CASES["adamw"](parameters)
+        for step in range(STEPS):
+            gradients = {p: gradient_for("adamw", p, 100 * step + n) for n, p in enumerate(parameters)}
+            if pool is None:
+                for p, gradient in gradients.items():
+                    p.grad = gradient
+                optimizer.step()
+                continue
+            split = SplitStep(optimizer, gradients)
+            entries = list(optimizer.state)
+            futures = [pool.submit(split.run, part) for part in (parameters[3:], parameters[:3])]
+            assert [future.result(timeout=60) for future in futures] == [None, None]
+            assert list(map(id, optimizer.state)) == list(map(id, entries))
+        results.append(outcome(parameters, optimizer))
+    assert results[0] == results[1]
+
+
+def test_grad_is_neither_read_nor_written():
+    parameters, optimizer, gradients = two(lr=0.1)
+    other = torch.full((3,), torch.nan)
+    parameters[0].grad = other
+    SplitStep(optimizer, gradients).run(parameters)
+    assert parameters[0].grad is other and other.isnan().all() and parameters[1].grad is None
+    assert all(p.isfinite().all() for p in parameters)
+
+
+def test_gradients_are_given_up_with_their_part():
+    parameters, optimizer, gradients = two(lr=0.1)
+    held = [weakref.ref(gradient) for gradient in gradients.values()]
+    split = SplitStep(optimizer, gradients)
+    gradients.clear()
+    gc.disable()  # memory comes back at once, not when a collector comes round
+    try:
+        assert [ref() is None for ref in held] == [False, False]
+        split.run(parameters[1:])
+        assert [ref() is None for ref in held] == [False, True]
+        split.run(parameters)
+        assert [ref() is None for ref in held] == [True, True]
+        assert all(p.shape == (3,) and p in optimizer.state for p in parameters)
+    finally:
+        gc.enable()
+
+
+def test_a_parameter_is_updated_once():
+    parameters, optimizer, gradients = two(lr=0.1)
+    split = SplitStep(optimizer, gradients)
+    split.run([parameters[0], parameters[0]])
+    split.run(parameters)
+    split.run(iter(parameters))
+    assert [optimizer.state[p]["step"].item() for p in parameters] == [1, 1]
+
+
+def test_masters_without_a_gradient_or_of_nobody_are_left_alone():
+    parameters, optimizer, gradients = two(lr=0.1)
+    del gradients[parameters[1]]
+    before = parameters[1].detach().clone()
+    stranger = torch.nn.Parameter(torch.ones(2))
+    split = SplitStep(optimizer, {**gradients, stranger: torch.ones(2)})
+    split.run([stranger, *parameters])
+    assert torch.equal(parameters[1], before) and stranger.tolist() == [1, 1]
+    assert [p in optimizer.state for p in parameters] == [True, False]
+
+
+def test_hyper_parameters_are_those_of_the_time_it_was_made():
+    for betas in ((0.9, 0.99), (torch.tensor(0.9), torch.tensor(0.99))):
+        results = []
+        for late in (False, True):
+            torch.manual_seed(0)
+            parameters, optimizer, gradients = two(lr=torch.tensor(0.1), betas=betas, foreach=False)
+            SplitStep(optimizer, {p: torch.ones(3) for p in parameters}).run(parameters)
+            split = SplitStep(optimizer, gradients)
+            if late:
+                [group] = optimizer.param_groups
+                group["lr"].fill_(100.0)
+                group["weight_decay"] = 100.0
+                if isinstance(betas[0], torch.Tensor):
+                    betas[0].fill_(0.5)
+            split.run(parameters)
+            results.append([p.tolist() for p in parameters])
+        assert results[0] == results[1]
+
+
+def test_hooks_of_the_optimizer_do_not_run_and_those_of_all_run_once_per_part():
+    parameters, optimizer, gradients = two(lr=0.1)
+    heard: list[str] = []
+    optimizer.register_step_pre_hook(lambda *args: heard.append("own pre"))
+    optimizer.register_step_post_hook(lambda *args: heard.append("own post"))
+    handles = (
+        register_optimizer_step_pre_hook(lambda optimizer, *args: heard.append(f"pre {len(optimizer.state)}")),
+        register_optimizer_step_post_hook(lambda optimizer, *args: heard.append(f"post {len(optimizer.state)}")),
+    )
+    try:
+        split = SplitStep(optimizer, gradients)
+        split.run(parameters[:1])
+        split.run(parameters[1:])
+        split.run(parameters)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert heard == ["pre 0", "post 1"] * 2
+    optimizer.step()
+    assert heard[4:] == ["own pre", "own post"]
+
+
+def test_only_groups_with_something_in_the_part_are_stepped():
+    seen: list[list[dict]] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append([{key: group.get(key) for key in ("lr", "param_names")} for group in self.param_groups])
+            return super().step(closure)
+
+    a, b, c = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = Watched([{"params": [("a", a), ("b", b)]}, {"params": [("c", c)], "lr": 2.0}], lr=1.0)
+    split = SplitStep(optimizer, {p: torch.ones(2) for p in (a, b, c)})
+    split.run([b])
+    split.run([c, a])
+    assert seen == [
+        [{"lr": 1.0, "param_names": ["b"]}],
+        [{"lr": 1.0, "param_names": ["a"]}, {"lr": 2.0, "param_names": ["c"]}],
+    ]
+    assert [p.tolist() for p in (a, b, c)] == [[0, 0], [0, 0], [-1, -1]]
+    assert optimizer.param_groups[0]["param_names"] == ["a", "b"]
+
+
+class Own(torch.optim.Optimizer):
+    """Has an attribute of its own, goes by a tag, asks for entries in the state, and makes a new one every step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.factor = 2.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                old = self.state[p]["sum"] if p in self.state else torch.zeros_like(p)
+                self.state[p] = {"sum": old + p.grad}
+                p.sub_(self.state[p]["sum"], alpha=self.factor * getattr(p, "tag", 1.0))
+
+
+def test_attributes_tags_and_new_states_are_those_of_the_user():
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    parameters[1].tag = 10.0
+    optimizer = Own(parameters)
+    for _ in range(2):
+        split = SplitStep(optimizer, {p: torch.ones(2) for p in parameters})
+        split.run(parameters[1:])
+        split.run(parameters[:1])
+    assert [p.tolist() for p in parameters] == [[-6, -6], [-60, -60]]
+    assert [(id(p), state["sum"].tolist()) for p, state in optimizer.state.items()] == [
+        (id(p), [2, 2]) for p in parameters
+    ]
+
+
+def test_an_error_of_the_optimizer_reaches_who_runs_the_part():
+    parameters = [torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2)]
+    optimizer = torch.optim.SparseAdam(parameters)
+    split = SplitStep(optimizer, {parameters[0]: torch.ones(4, 2), parameters[1]: torch.ones(4, 2).to_sparse(1)})
+    with pytest.raises(RuntimeError, match="does not support dense gradients"):
+        split.run(parameters[:1])
+    split.run(parameters)
+    assert (parameters[0] == 1).all() and (parameters[1] != 1).all()
+
+
+class Collecting(torch.optim.SGD):
+    """Collects what it then empties, in lists and in tensors of its own; refers to itself and to its parameters."""
+
+    found: ClassVar[set[int]] = set()
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.todo: list[tuple[Any, torch.Tensor]] = []
+        self.scale = torch.zeros(())
+        self.itself, self.first = self, [self.param_groups[0]["params"][0]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.itself is self
+        self.found.add(self.first[0].data_ptr())
+        for group in self.param_groups:
+            self.scale.fill_(-group["lr"])
+            time.sleep(0.002)
+            self.todo += [(p, p.grad * self.scale) for p in group["params"] if p.grad is not None]
+        for p, change in self.todo:
+            p += change
+        self.todo.clear()
+        self.scale.zero_()
+
+
+def test_parts_that_run_at_once_share_nothing_that_a_step_writes_to():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(8)]
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.5}]
+    optimizer = Collecting(groups)
+    assert why_not_layer_local(optimizer) is None
+    Collecting.found.clear()
+    split = SplitStep(optimizer, {p: torch.ones(2) for p in parameters})
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(split.run, parameters[i : i + 2]) for i in range(0, 8, 2)]:
+            done.result()
+    assert [p[0].item() for p in parameters] == pytest.approx([0.9, 0.5] * 4)
+    assert optimizer.todo == [] and Collecting.found == {parameters[0].data_ptr()}

@@ -1,0 +1,129 @@
+"""Where tensors lie in one piece of memory: aligned, apart, and each shaped like the tensor it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_l2l.runtime.flat_memory import Layout, elements, is_dense, shaped_like
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+ALIGNED = 256
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Tensors of every dtype, of none up to four dimensions: permuted, with gaps, repeated, empty."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    made = torch.randn(shape, dtype=torch.float64).mul(9).to(draw(st.sampled_from(DTYPES)))
+    made = made.permute(draw(st.permutations(range(len(shape)))))
+    kind = draw(st.sampled_from(["dense", "gaps", "repeated"]))
+    if kind == "gaps" and made.dim():
+        return made[..., ::2]
+    return made.unsqueeze(0).expand(3, *made.shape) if kind == "repeated" else made
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def filled(layout: Layout) -> torch.Tensor:
+    """Memory that holds what every tensor of the layout holds."""
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    for tensor in layout.offsets:
+        layout.view(memory, tensor).copy_(tensor)
+    return memory
+
+
+@given(st.lists(tensors(), max_size=6))
+def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
+    layout = Layout(given)
+    end = 0
+    for tensor in given:
+        start = layout.offsets[tensor]
+        assert start % ALIGNED == 0 and end <= start < end + ALIGNED
+        end = start + num_bytes(tensor)
+    assert end <= layout.num_bytes < end + ALIGNED
+
+
+@settings(deadline=None)
+@given(st.lists(tensors(), max_size=6))
+def test_every_view_is_like_its_tensor_and_keeps_what_is_written(given):
+    layout = Layout(given)
+    memory = filled(layout)
+    for tensor in given:
+        view = layout.view(memory, tensor)
+        assert view.dtype == tensor.dtype and view.shape == tensor.shape
+        assert torch.equal(view, tensor)
+        assert view.stride() == (tensor.stride() if is_dense(tensor) else tensor.contiguous().stride())
+        assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr() or not tensor.numel()
+
+
+@given(tensors())
+def test_dense_is_what_has_as_many_elements_as_places(tensor):
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    places = {0}
+    for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+        places = {place + i * step for place in places for i in range(n)}
+    assert is_dense(tensor) == (tensor.numel() == 0 or len(places) == tensor.numel() == reach)
+
+
+@given(tensors())
+def test_elements_are_those_of_the_memory_in_its_order(tensor):
+    if not is_dense(tensor):
+        with pytest.raises(AssertionError, match="a tensor with gaps"):
+            elements(tensor)
+        return
+    flat = elements(tensor)
+    assert flat.shape == (tensor.numel(),) and flat.data_ptr() == tensor.data_ptr()
+    assert sorted(flat.tolist(), key=str) == sorted(tensor.flatten().tolist(), key=str)
+    like = shaped_like(flat.contiguous().view(torch.uint8), tensor)
+    assert torch.equal(like, tensor) and like.stride() == tensor.stride()
+
+
+def test_a_tensor_that_comes_twice_lies_there_once():
+    shared, other = torch.randn(3), torch.randn(5)
+    layout = Layout([shared, other, shared])
+    assert list(layout.offsets.values()) == [0, ALIGNED] and layout.num_bytes == 2 * ALIGNED
+
+
+def test_equal_tensors_are_two():
+    assert len(Layout([torch.ones(3), torch.ones(3)]).offsets) == 2
+
+
+def test_what_is_transposed_stays_so_and_what_has_gaps_is_closed():
+    memory = torch.zeros(64, dtype=torch.uint8)
+    transposed, gaps = torch.randn(2, 3).T, torch.randn(3, 4)[:, ::2]
+    assert shaped_like(memory, transposed).stride() == (1, 3)
+    assert shaped_like(memory, gaps).stride() == (2, 1)
+    images = torch.randn(1, 2, 2, 2).to(memory_format=torch.channels_last)
+    assert shaped_like(memory, images).stride() == images.stride()
+
+
+def test_a_view_ends_where_its_tensor_ends():
+    one, other = torch.zeros(3, dtype=torch.int8), torch.zeros(3, dtype=torch.int8)
+    layout = Layout([one, other])
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    layout.view(memory, other).fill_(-1)
+    assert memory.nonzero().flatten().tolist() == [256, 257, 258]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_empty_tensor_takes_no_memory(dtype):
+    empty, scalar = torch.empty(0, 3, dtype=dtype), torch.ones((), dtype=dtype)
+    layout = Layout([empty, scalar, empty])
+    assert layout.offsets[empty] == layout.offsets[scalar] == 0 and layout.num_bytes == ALIGNED
+    memory = filled(layout)
+    assert layout.view(memory, empty).shape == (0, 3) and layout.view(memory, scalar).item() == 1

@@ -1,0 +1,199 @@
+"""Views where host and device are one memory, copies elsewhere; generators and autocast settings that come back."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.stream import HOST, RngState
+from training import tiny_bert
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_an_upload_to_the_host_is_a_detached_view():
+    master = nn.Parameter(torch.randn(3))
+    up = stream.upload(master, HOST)
+    assert same_memory(up, master)
+    assert up is not master and up.is_leaf and not up.requires_grad
+
+
+def test_a_forced_upload_is_a_detached_copy():
+    master = nn.Parameter(torch.randn(3))
+    with stream.forced_copies():
+        up = stream.upload(master, HOST)
+    assert not same_memory(up, master)
+    assert torch.equal(up, master) and up.is_leaf and not up.requires_grad
+
+
+def test_a_download_from_the_host_is_the_tensor_itself():
+    tensor = torch.randn(3)
+    assert stream.download(tensor) is tensor
+    with stream.forced_copies():
+        down = stream.download(tensor)
+    assert not same_memory(down, tensor) and torch.equal(down, tensor)
+
+
+def test_forced_copies_end_with_their_context():
+    assert stream.shares_host_memory(HOST)
+    with pytest.raises(KeyError), stream.forced_copies():
+        assert not stream.shares_host_memory(HOST)
+        raise KeyError
+    assert stream.shares_host_memory(HOST)
+    with stream.forced_copies():
+        with stream.forced_copies():
+            pass
+        assert not stream.shares_host_memory(HOST)
+
+
+@pytest.mark.parametrize("asked", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_the_host_has_one_name(asked):
+    assert stream.execution_device(asked) == HOST
+
+
+def test_without_an_accelerator_the_host_executes(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert stream.execution_device(None) == HOST
+
+
+@pytest.mark.parametrize("missing", ["get_rng_state", "set_rng_state"])
+def test_a_device_whose_generator_cannot_be_put_back_is_refused_at_attach(missing, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delattr(torch.cuda, missing)
+    model = tiny_bert()
+    before = {name: list(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(
+        ValueError, match=rf"generator can be read and set.*got cuda:0: torch.cuda has no {missing}\); set device to"
+    ):
+        attach_l2l(model, L2LConfig(device="cuda:0"))
+    assert {name: list(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
+    checked = []
+
+    def current_accelerator(check_available: bool = False) -> torch.device:
+        checked.append(check_available)
+        return torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert stream.execution_device(None) == torch.device("cuda", 3)
+    assert checked == [True]
+    assert stream.execution_device("cuda") == torch.device("cuda", 3)
+    assert stream.execution_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r"must be one this machine has \(got cuda:4\)"):
+        stream.execution_device("cuda:4")
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError) as error:
+        stream.execution_device("cuda")
+    assert str(error.value) == (
+        "the execution device must be one this machine has (got cuda); set device to None for the current "
+        "accelerator, or to 'cpu'"
+    )
+
+
+def test_the_host_has_no_device_module():
+    assert stream.device_module(HOST) is None
+    assert stream.device_module(torch.device("cuda", 0)) is torch.cuda
+    assert stream.get_rng_state(HOST).device is None
+
+
+def test_equal_rng_states():
+    first, second = stream.get_rng_state(HOST), stream.get_rng_state(HOST)
+    assert first == second
+    torch.rand(1)
+    assert stream.get_rng_state(HOST) != first
+    host, device = torch.zeros(4), torch.ones(4)
+    assert RngState(host, device) == RngState(host.clone(), device.clone())
+    assert RngState(host, device) != RngState(host, device + 1)
+    assert RngState(host, device) != RngState(host + 1, device)
+    assert RngState(host, device) != RngState(host, None)
+    assert RngState(host, None) != RngState(host, device)
+    assert RngState(host, None) != "a state"
+
+
+def test_a_state_can_be_set_again():
+    state = stream.get_rng_state(HOST)
+    first = torch.rand(4)
+    stream.set_rng_state(state, HOST)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_generators_come_back_whatever_is_drawn():
+    before = stream.get_rng_state(HOST)
+    with stream.rng_state_kept(HOST):
+        torch.rand(4)
+        assert stream.get_rng_state(HOST) != before
+    assert stream.get_rng_state(HOST) == before
+    with pytest.raises(KeyError), stream.rng_state_kept(HOST):
+        torch.rand(4)
+        raise KeyError
+    assert stream.get_rng_state(HOST) == before
+
+
+# ---- points in the work of a stream
+
+
+class FakeModule:
+    """A device module whose streams and events note what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+        told = self.told
+
+        class Event:
+            def record(self, on: object) -> None:
+                told.append(("record", on))
+
+            def wait(self, on: object) -> None:
+                told.append(("wait", on))
+
+            def synchronize(self) -> None:
+                told.append(("synchronize",))
+
+            def query(self) -> bool:
+                return False
+
+        self.Event, self.Stream, self.stream = Event, object, nullcontext
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"the current stream of {device}"
+
+
+def test_waits_are_of_the_execution_device_and_not_of_the_current_one(monkeypatch):
+    module, second = FakeModule(), torch.device("cuda", 1)
+    monkeypatch.setattr(stream, "device_module", lambda device: module)
+    point = stream.record(second)
+    stream.wait(point, "a test")
+    stream.wait(point, "a test", host=True)
+    here = "the current stream of cuda:1"
+    assert module.told == [("record", here), ("wait", here), ("synchronize",)]
+
+
+def test_without_streams_there_is_nothing_to_wait_for():
+    assert stream.record(HOST) is None
+    stream.wait(None, "a test")
+    stream.wait(None, "a test", host=True)
+    lane = stream.Lane(HOST, "upload")
+    assert not lane.is_stream and lane.record() is None and not stream.can_page_lock(HOST)
+    with lane.entered():
+        assert torch.ones(1) == 1
+
+
+def test_a_wait_without_a_reason_is_a_mistake():
+    with pytest.raises(AssertionError, match="reason"):
+        stream.wait(None, "")

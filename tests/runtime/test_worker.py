@@ -1,0 +1,315 @@
+"""The background threads: order, modes of their submitter, failures, their end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_l2l import EngineFailedError
+from hf_l2l.runtime import stall_log as whereabouts
+from hf_l2l.runtime.worker import Task, Worker, default_num_threads
+
+
+@pytest.fixture
+def worker():
+    made = Worker()
+    yield made
+    made.close()
+
+
+def submitted(worker: Worker, run, what: str = "some work") -> Task:
+    task = Task(what)
+    worker.submit(task, run)
+    return task
+
+
+def test_one_thread_works_in_order(worker):
+    done: list[tuple[int, int]] = []
+    for i in range(20):
+        last = submitted(worker, lambda i=i: done.append((i, threading.get_ident())))
+    last.wait("in order")
+    assert [i for i, _ in done] == list(range(20))
+    assert {thread for _, thread in done} != {threading.get_ident()} and len({thread for _, thread in done}) == 1
+
+
+def modes() -> tuple[bool, bool, torch.dtype, bool]:
+    """Of this thread: grad mode, autocast, its dtype, whether small numbers are flushed to zero."""
+    flushed = bool((torch.ones(1) * 1e-39).item() == 0.0)
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), flushed
+
+
+def in_worker(worker: Worker) -> tuple[bool, bool, torch.dtype, bool]:
+    found: list[tuple[bool, bool, torch.dtype, bool]] = []
+    submitted(worker, lambda: found.append(modes())).wait("its modes")
+    return found[0]
+
+
+def test_the_thread_computes_as_its_submitter(worker):
+    assert in_worker(worker) == modes()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert modes()[:2] == (False, True)
+        assert in_worker(worker) == modes()
+    assert in_worker(worker) == modes()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes nothing to zero")
+    try:
+        assert modes()[3] and in_worker(worker) == modes()
+    finally:
+        torch.set_flush_denormal(False)
+    assert not modes()[3] and in_worker(worker) == modes()
+
+
+def test_a_core_is_left_to_the_driver(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert default_num_threads() == 7
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert default_num_threads() == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1), raising=False)
+    assert default_num_threads() == 1
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3])
+def test_threads_within_an_operation_are_bounded_and_the_callers_stay(asked):
+    before, found = torch.get_num_threads(), {}
+    worker, at_once = Worker(asked), threading.Barrier(min(asked, 2))
+
+    def look() -> None:
+        at_once.wait(10.0)
+        found[threading.get_ident()] = torch.get_num_threads()
+
+    for task in [submitted(worker, look) for _ in range(min(asked, 2))]:
+        task.wait("its threads")
+    assert len(found) == min(asked, 2) and sum(found.values()) == asked
+    assert torch.get_num_threads() == before
+    born: list[int] = []
+    later = threading.Thread(target=lambda: born.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert born == [before]
+    worker.close()
+
+
+def fail() -> None:
+    raise KeyError("broken")
+
+
+def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
+    ran: list[int] = []
+    task = submitted(worker, fail, "the update of layer 3")
+    after = Task("another")
+    try:
+        worker.submit(after, lambda: ran.append(1))
+    except KeyError as told:
+        found = told
+    else:
+        with pytest.raises(KeyError) as told:
+            task.wait("it fails")
+        found = told.value
+    assert found.__notes__ == ["raised in the update of layer 3"]
+    assert worker.has_failed
+    with pytest.raises(EngineFailedError, match=r"KeyError: 'broken'. Load the last checkpoint"):
+        worker.check()
+    with pytest.raises(EngineFailedError):
+        submitted(worker, lambda: ran.append(2))
+    worker.close()
+    assert not ran, "nothing runs after a failure"
+
+
+@pytest.fixture
+def quick_switches():
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_of_many_who_wait_one_is_told_of_the_failure_as_it_was(quick_switches):
+    for _ in range(100):
+        worker, go, start = Worker(2), threading.Event(), threading.Barrier(4)
+        told: list[type] = []
+
+        def fail_later(go: threading.Event = go) -> None:
+            go.wait(10.0)
+            fail()
+
+        task = submitted(worker, fail_later)
+
+        def wait(task: Task = task, told: list[type] = told, start: threading.Barrier = start) -> None:
+            start.wait(10.0)
+            try:
+                task.wait("all of them")
+            except (KeyError, EngineFailedError) as error:
+                told.append(type(error))
+
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        start.wait(10.0)
+        go.set()
+        for thread in threads:
+            thread.join(10.0)
+        worker.close()
+        assert sorted(map(str, told)) == sorted(map(str, [KeyError, EngineFailedError, EngineFailedError]))
+
+
+def test_an_exception_without_words_is_told_too(worker):
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def fail() -> None:
+        raise Unprintable
+
+    with pytest.raises(Unprintable):
+        submitted(worker, fail).wait("it fails")
+    with pytest.raises(EngineFailedError, match="Unprintable"):
+        worker.check()
+
+
+def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch):
+    worker, original, started = Worker(2), threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        original(thread)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", start)
+        submitted(worker, lambda: None)
+    assert not worker.lives
+    worker.close()
+    assert not started[0].is_alive()
+
+
+def test_both_threads_together_are_given_some_seconds_to_end(monkeypatch):
+    monkeypatch.setattr("hf_l2l.runtime.worker._CLOSES_WITHIN_S", 1.5)
+    worker, over = Worker(2), threading.Event()
+    began = threading.Barrier(3)
+
+    def last() -> None:
+        began.wait(60.0)
+        over.wait(60.0)
+
+    for _ in range(2):
+        submitted(worker, last)
+    began.wait(60.0)
+    now, waited = 100.0, []
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        nonlocal now
+        waited.append(timeout)
+        now += timeout or 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_l2l.runtime.worker.time", SimpleNamespace(monotonic=lambda: now))
+        patch.setattr(threading.Thread, "join", join)
+        worker.close()
+    over.set()
+    assert waited == [1.5, 0.0]
+
+
+def test_a_failure_ends_the_work_of_both_threads():
+    worker, failed, ran = Worker(2), threading.Event(), []
+
+    def goes_on() -> None:
+        assert failed.wait(10.0)
+        ran.append("begun before")
+
+    beside = submitted(worker, goes_on)
+    with pytest.raises(KeyError):
+        submitted(worker, fail).wait("it fails")
+    failed.set()
+    with pytest.raises(EngineFailedError):
+        beside.wait("it was under way")
+    with pytest.raises(EngineFailedError):
+        submitted(worker, lambda: ran.append("begun after"))
+    worker.close()
+    assert ran == ["begun before"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_failure_keeps_nothing_alive(count):
+    """The exception refers to the frames it went through."""
+
+    class Held:
+        pass
+
+    worker, held = Worker(count), Held()
+
+    def broken(of: Held = held, by: Worker = worker) -> None:
+        raise KeyError(f"{of} {by}")
+
+    task = submitted(worker, broken)
+    with pytest.raises(KeyError):
+        task.wait("it fails")
+    threads, gone = worker._threads, weakref.ref(held)
+    assert len(threads) == count
+    del worker, held, task, broken
+    gc.collect()
+    for thread in threads:
+        thread.join(5.0)
+    assert gone() is None and not any(thread.is_alive() for thread in threads)
+
+
+def test_what_has_not_begun_when_it_is_closed_never_runs():
+    worker, ran = Worker(), []
+    submitted(worker, lambda: time.sleep(0.2))
+    for _ in range(5):
+        submitted(worker, lambda: ran.append(1))
+    worker.close()
+    assert not worker.lives and not ran
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_threads_end_with_the_worker(count):
+    worker = Worker(count)
+    assert not worker.lives, "none before there is work"
+    submitted(worker, lambda: None).wait("it has begun")
+    threads = worker._threads
+    assert len(threads) == count and all(thread.is_alive() and thread.daemon for thread in threads)
+    del worker
+    gc.collect()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX systems")
+def test_a_forked_process_is_told_soon(worker):
+    """Whatever the thread that says where a program is held at that moment."""
+    task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
+    with whereabouts._Lookout.lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                task.wait("it has no thread")
+            except EngineFailedError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+    until = time.monotonic() + 60.0
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
+
+
+def test_who_waits_for_a_thread_that_is_gone_is_told(worker, monkeypatch):
+    """As in a forked process, which has the model but not the thread."""
+    task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
+    monkeypatch.setattr(worker, "_process", -1)
+    with pytest.raises(EngineFailedError, match="the update of layer 3 will never end"):
+        task.wait("it has no thread")

@@ -1,0 +1,294 @@
+"""Weights travel while the device computes: the same bits, every wait needed, each layer once per sweep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import FAMILIES, attached, batch_for, gradients, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.engine import slots as transit
+from hf_l2l.model.stacks import parameter_bytes
+from hf_l2l.runtime import stream
+from hf_l2l.testing import sim_copies, sim_stream
+from training import tiny_bert
+
+WAITS = (
+    "a layer computes when its weights have arrived",
+    "a slot is filled when the layer that was in it has computed",
+    "masters may be written once a call has returned",
+    "gradients leave when they are complete",
+    "gradients are summed in a slot when those that were in it have left",
+    "every gradient is there when backward returns",
+    "a layer is updated when its gradients have landed",
+    "what a failed backward has sent lands before anything else",
+    "a layer's input leaves when it is complete",
+    "a layer's input has left when the layer ends",
+    "rows are fetched when their memory has no other use",
+    "rows are recomputed when they have arrived",
+    "stash memory is given back when no copy uses it",
+)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """What is read after it was given back is NaN, in every test here."""
+    with stream.poisoned_releases():
+        yield
+
+
+def steps(
+    model: nn.Module, count: int = 3, accumulation: int = 1, clips: bool = True, **options: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after some steps of AdamW, dropout on."""
+    eps = attach_l2l(model, L2LConfig(**{"device": "sim", **options}))
+    torch.manual_seed(11)
+    torch.sim.manual_seed(11)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = batch_for(model)
+    model.train()
+    for _ in range(count):
+        for turn in range(accumulation):
+            with eps.accumulate() if turn < accumulation - 1 else nullcontext():
+                (model(**batch).loss / accumulation).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stash", [pytest.param("device", marks=pytest.mark.slow), "host"])
+def test_prefetch_changes_no_bit(stash, accumulation):
+    same = {"stash": stash, "accumulation": accumulation, "ubatch_size": 3}
+    expected = steps(tiny_bert(), **same)
+    for options in ({"prefetch": False}, {"gradient_slots": 1}, {"prefetch": False, "gradient_slots": 1}):
+        assert_same_bits(steps(tiny_bert(), **same, **options), expected)
+
+
+SEEDS = [seed if seed < 5 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_when_copies_land_changes_no_bit(seed):
+    for options in ({"ubatch_size": 4}, {"ubatch_size": 4, "stash": "host", "accumulation": 2}):
+        expected = steps(tiny_bert(layers=2, width=32), count=2, **options)
+        with sim_stream.random_landing(seed):
+            assert_same_bits(steps(tiny_bert(layers=2, width=32), count=2, **options), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_weights_uploaded_in_a_step_do_not_depend_on_the_ubatches(rows, monkeypatch):
+    """At most 2 N W, less the last two layers, which stay; and the shell's."""
+    model = tiny_bert(layers=6)
+    batch = batch_for(model)
+    attached(model, device="sim", ubatch_size=rows)
+    train_once(model, batch)
+    layer_bytes = parameter_bytes([model.bert.encoder.layer[0]])
+    shell_bytes = parameter_bytes([model]) - 6 * layer_bytes
+    masters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    copied: list[int] = []
+    copy_ = sim_copies.copy
+
+    def counting(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        if source.device.type == "cpu" and source.untyped_storage().data_ptr() in masters:
+            copied.append(source.nbytes)
+        copy_(source, target, *rest)
+
+    monkeypatch.setattr(sim_copies, "copy", counting)
+    train_once(model, batch)
+    assert sum(copied) == (2 * 6 - 2) * layer_bytes + shell_bytes
+
+
+class Waits:
+    """Every reason that something waited for, and those waits that are left out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
+        self.found: set[str] = set()
+        original = stream.wait
+
+        def wait(event: Any, why: str, *, host: bool = False) -> None:
+            self.found.add(why)
+            if why != without:
+                original(event, why, host=host)
+
+        monkeypatch.setattr(stream, "wait", wait)
+
+
+def everything() -> None:
+    """Raise or assert if anything is wrong in training, evaluation and after an error."""
+    eager = {"eps_update": "eager", "clips": False}
+    for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}, eager):
+        model, plain = tiny_bert(layers=4, dropout=0.0), tiny_bert(layers=4, dropout=0.0)
+        found, expected = (
+            steps(m, count=2, accumulation=2, **o)
+            for m, o in ((model, options), (plain, {**options, "device": "cpu", "eps_update": "serial"}))
+        )
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    evaluate_and_write(tiny_bert())
+    fail_and_go_on(tiny_bert(dropout=0.0))
+    stop_half_way(tiny_bert())
+
+
+@pytest.mark.parametrize("why", WAITS)
+def test_every_wait_is_needed(why, monkeypatch):
+    waits = Waits(monkeypatch, without=why)
+    with pytest.raises((RuntimeError, AssertionError), match="sim stream|not close|not finite"):
+        everything()
+    assert why in waits.found
+    land_the_rest()
+
+
+def land_the_rest() -> None:
+    """Let what a test left on its way land now, and not in the next one."""
+    while True:
+        try:
+            torch.sim.synchronize()
+        except RuntimeError:  # each of the copies that came to harm raises once
+            continue
+        return
+
+
+def evaluate_and_write(model: nn.Module) -> None:
+    """Write into all masters while nothing has waited for what a forward computed."""
+    attached(model.eval(), device="sim")
+    with torch.no_grad():
+        model(**batch_for(model))
+        for p in model.parameters():
+            p.mul_(2.0)
+        model(**batch_for(model))
+
+
+def fail_and_go_on(model: nn.Module) -> None:
+    """Write into the gradients when a backward that was adding to them has failed."""
+    batch = batch_for(model)
+    plain = copy.deepcopy(model)
+    attached(model, device="sim")
+    train_once(model, batch)
+    first = model.bert.encoder.layer[0].output.dense
+
+    def fail(*args: Any) -> None:
+        if torch.is_grad_enabled():  # when the layer is recomputed
+            raise KeyError("from the user's hook")
+
+    with first.register_forward_hook(fail), pytest.raises(KeyError):
+        train_once(model, batch)
+    for p in model.parameters():
+        p.grad.zero_()
+    train_once(model, batch)
+    train_once(plain, batch)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient)
+
+
+def stop_half_way(model: nn.Module) -> None:
+    """Fetch what the next layer backwards would recompute from, and let there be no next layer."""
+    attached(model, device="sim", stash="host")
+    for _ in range(2):
+        outputs = model(**batch_for(model), output_hidden_states=True)
+        torch.autograd.grad(outputs.loss, outputs.hidden_states[1])
+
+
+def test_all_waits_are_listed(monkeypatch):
+    waits = Waits(monkeypatch)
+    everything()
+    assert waits.found == set(WAITS)
+
+
+class Log:
+    """What is uploaded and used, in order: ("fill" or "use", layer index)."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
+        self.entries: list[tuple[str, int]] = []
+        for kind, name in (("fill", "_fill"), ("use", "weights")):
+            original = getattr(transit.WeightSlots, name)
+
+            def logged(slots: Any, layer: nn.Module, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
+                self.entries.append((kind, index[layer]))
+                return original(slots, layer, **kw)
+
+            monkeypatch.setattr(transit.WeightSlots, name, logged)
+
+    def filled(self) -> list[int]:
+        return [layer for kind, layer in self.entries if kind == "fill"]
+
+
+@pytest.mark.parametrize("ubatch_size", [1, 8])
+def test_each_layer_travels_once_per_sweep_and_the_last_one_stays(ubatch_size, monkeypatch):
+    model = attached(tiny_bert(layers=4), device="sim", ubatch_size=ubatch_size)
+    batch = batch_for(model)
+    log = Log(model, monkeypatch)
+    train_once(model, batch)
+    assert log.filled() == [0, 1, 2, 3, 1, 0]  # the last two are still there when the backward sweep begins
+    log.entries.clear()
+    train_once(model, batch)
+    assert log.entries == [
+        *(("use", 0), ("fill", 0), ("fill", 1), ("use", 1), ("fill", 2), ("use", 2), ("fill", 3), ("use", 3)),
+        *(("use", 3), ("use", 2), ("fill", 1), ("use", 1), ("fill", 0), ("use", 0)),
+    ]
+
+
+def test_without_prefetch_a_layer_travels_when_it_is_called(monkeypatch):
+    model = attached(tiny_bert(layers=3), device="sim", prefetch=False)
+    log = Log(model, monkeypatch)
+    train_once(model, batch_for(model))
+    assert log.entries == [
+        *(("use", 0), ("fill", 0), ("use", 1), ("fill", 1), ("use", 2), ("fill", 2)),
+        *(("use", 2), ("use", 1), ("use", 0), ("fill", 0)),
+    ]
+
+
+def test_a_wrong_guess_costs_an_upload_and_nothing_else(monkeypatch):
+    """Layers left out at random: the order of the last forward is a hint."""
+    model = tiny_bert(layers=4, dropout=0.0)
+    batch = batch_for(model)
+    every = list(model.bert.encoder.layer)
+    attached(model, device="sim")
+    for kept in ([0, 1, 2, 3], [0, 2, 3], [1], [0, 3], [3, 2, 1, 0]):
+        model.bert.encoder.layer = nn.ModuleList(every[i] for i in kept)
+        model.zero_grad()
+        train_once(model, batch)
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        train_once(plain, batch)
+        assert gradients(model).keys() == gradients(plain).keys()
+        for name, gradient in gradients(plain).items():
+            assert torch.equal(gradients(model)[name], gradient), name
+
+
+def test_weights_written_unseen_between_two_forwards_are_used():
+    model = attached(tiny_bert(layers=2, dropout=0.0), device="sim").eval()
+    batch = batch_for(model)
+    with torch.no_grad():
+        before = model(**batch).logits
+        model.bert.encoder.layer[1].output.dense.weight.data.mul_(2.0)  # moves no version counter
+        after = model(**batch).logits
+        plain = copy.deepcopy(model)
+        assert not torch.equal(before, after)
+        assert torch.equal(after.cpu(), plain(**batch).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_hold_layers_of_every_family(family):
+    model = FAMILIES[family]()
+    batch = batch_for(model)
+    plain = copy.deepcopy(model).double()
+    attached(model.double(), device="sim")
+    train_once(model, batch)
+    train_once(plain, batch)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-9, atol=1e-12)

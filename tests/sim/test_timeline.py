@@ -1,0 +1,407 @@
+"""What the timeline says of a step is what the virtual clock says, and looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sim_overlap import steps
+from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
+
+from families import assert_same_bits
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.report.timeline import ROWS, Timeline
+from hf_l2l.report.trace_file import TraceFile
+from hf_l2l.report.wait_time import Averages
+from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
+from training import l2l_trainer, tiny_bert
+
+Row = list[tuple[str, float, float]]
+SHORT = replace(V100, layers=6, optimizer_s=V100.optimizer_s / 4)
+LINK_BOUND = Machine(layers=12, ubatches=2, forward_s=1.0, transfer_s=4.0, optimizer_s=10.0)
+
+
+def rows_of(file: Path) -> dict[str, Row]:
+    """By row of a trace, its spans as (name, start, end) in seconds, by start."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows: dict[str, Row] = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            rows[names[e["tid"]]].append((e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6))
+    return {name: sorted(spans, key=lambda span: span[1]) for name, spans in rows.items()}
+
+
+def busy(spans: Row) -> float:
+    return sum(end - start for _, start, end in spans)
+
+
+def watched_step(
+    machine: Machine, file: Path | None = None, **options: Any
+) -> tuple[VirtualClock, Averages, dict[str, Row]]:
+    """The second step, as the clock saw it and as the timeline saw it."""
+    options.setdefault("eps_update", "serial")
+    torch.manual_seed(0)
+    model = Stack(machine.layers)
+    trace = None if file is None else str(file)
+    config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=("Block",), trace=trace, **options)
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
+    model(x).backward()
+    optimizer.step()
+    eps.synchronize()
+    eps.timeline.averages()
+    first = rows_of(file) if file is not None else {}
+    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
+        eps.timeline.watch()
+        model(x).backward()
+        optimizer.step()
+        averages = eps.timeline.averages()
+    assert averages is not None and averages.steps == 1
+    rows = rows_of(file) if file is not None else {}
+    new = {name: [span for span in spans if span not in first.get(name, [])] for name, spans in rows.items()}
+    eps.timeline.close()
+    return clock, averages, new
+
+
+def background_step(machine: Machine, file: Path, mode: str) -> tuple[float, Averages, dict[str, Row]]:
+    """A step during which the one before is still updated: the seconds computed in it, what the timeline says of it,
+    and all spans since it began, which is their time 0."""
+    torch.manual_seed(0)
+    model = Stack(machine.layers)
+    options: dict[str, Any] = {"ubatch_size": machine.rows, "layer_classes": ("Block",), "eps_update": mode}
+    eps = attach_l2l(model, L2LConfig(device="sim", **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
+    model(x).backward()
+    optimizer.step()
+    eps.synchronize()
+    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
+        eps.timeline._trace = TraceFile(str(file), "", ROWS)  # without the step that was not on the clock
+        eps.timeline.watch()
+        model(x).backward()
+        optimizer.step()
+        eps.timeline.averages()
+        begun = clock.now
+        model(x).backward()
+        optimizer.step()
+        averages = eps.timeline.averages()
+        computed = clock.busy("compute", begun, clock.now)
+        assert averages is not None and averages.step_s == pytest.approx(clock.now - begun)
+        eps.synchronize()
+    eps.timeline.close()
+    rows = {
+        name: [(what, start - begun, end - begun) for what, start, end in spans if end > begun + 1e-6]
+        for name, spans in rows_of(file).items()
+    }
+    return computed, averages, rows
+
+
+@pytest.mark.parametrize("machine", [SHORT, LINK_BOUND], ids=["V100", "link-bound"])
+def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
+    clock, averages, rows = watched_step(machine, tmp_path / "trace.json", eps_update="serial")
+    n = machine.layers
+    assert [name for name, _, _ in rows["compute"]] == [
+        *(f"forward blocks.{i}" for i in range(n)),
+        *(f"backward blocks.{i}" for i in reversed(range(n))),
+    ]
+    assert busy(rows["compute"]) == pytest.approx(clock.busy("compute"))
+    assert len(rows["upload"]) == 2 * n - 2
+    for row in ("download", "norm"):  # the norm of each layer leaves after its gradients
+        assert [name for name, *_ in rows[row]] == [f"blocks.{i}" for i in reversed(range(n))]
+    assert [start for _, start, _ in rows["norm"]] == pytest.approx([end for *_, end in rows["download"]])
+    for lane, last in (("compute", "compute"), ("download", "norm")):
+        tasks = [t for t in clock.tasks if t.lane == lane]
+        assert rows[lane][0][1] == pytest.approx(min(t.start for t in tasks), abs=1e-6)
+        assert rows[last][-1][2] == pytest.approx(max(t.end for t in tasks), abs=1e-6)
+    assert busy(rows["upload"]) == pytest.approx(clock.busy("upload"))
+    [(_, start, end)] = rows["steps"]
+    assert (start, end) == (pytest.approx(0.0), pytest.approx(clock.end))
+    assert averages.step_s == pytest.approx(clock.end)
+
+
+def test_nothing_overlaps_within_a_row(tmp_path):
+    _, _, rows = watched_step(LINK_BOUND, tmp_path / "trace.json", stash="host")
+    assert {"stash upload", "stash download"} <= set(rows)
+    for name, spans in rows.items():
+        for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
+            assert end <= start + 1e-6, name
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}], ids=str)
+@pytest.mark.parametrize("machine", [SHORT, LINK_BOUND], ids=["V100", "link-bound"])
+def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options, tmp_path):
+    clock, averages, rows = watched_step(machine, tmp_path / "trace.json", **options)
+    waits = averages.upload_s + averages.download_s + averages.eps_s
+    assert clock.busy("compute") + waits == pytest.approx(averages.step_s)
+    assert busy(rows["waits"]) == pytest.approx(waits)
+    assert averages.eps_s == pytest.approx(machine.optimizer_s, rel=0.01)
+
+
+def test_waits_of_a_step_bound_by_the_link(tmp_path):
+    """Forwards a layer computes 2 s while the next one travels for 4; the first one travels under nothing."""
+    clock, averages, rows = watched_step(LINK_BOUND, tmp_path / "trace.json")
+    assert averages.upload_s == pytest.approx(4.0 + 11 * 2.0)
+    norm_s = rows["norm"][-1][2] - rows["norm"][-1][1]
+    assert averages.download_s == pytest.approx(4.0 + norm_s) and norm_s < 0.1  # of the first layer's gradients
+    assert averages.bound == "link"
+    waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
+    weights = "a layer computes when its weights have arrived"
+    assert waits[:12] == [(weights, 4.0), *[(weights, 2.0)] * 11]
+    assert waits[12] == ("every gradient is there when backward returns", round(4.0 + norm_s, 6))
+    computing = [span for span in rows["compute"]]
+    for _, start, end in rows["waits"]:
+        assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)
+
+
+# ---- updates in the background: 8 layers, forwards each computes for 2 s, and is updated in 10 s
+
+UPDATE_S, FORWARD_S = 10.0, 2.0
+
+
+def slow_update(transfer_s: float) -> Machine:
+    return Machine(layers=8, ubatches=2, forward_s=FORWARD_S / 2, transfer_s=transfer_s, optimizer_s=8 * UPDATE_S)
+
+
+@pytest.mark.parametrize("transfer_s", [1.0, 4.0, 7.0], ids="a layer travels for {} s".format)
+def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
+    """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
+    _, averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
+    starts = [start for name, start, _ in rows["compute"] if name.startswith("forward")]
+    assert starts == pytest.approx([UPDATE_S * (layer + 1) + transfer_s for layer in range(8)])
+    slower = max(FORWARD_S, transfer_s)
+    assert averages.eps_s == pytest.approx(UPDATE_S + 7 * (UPDATE_S - slower))
+    backward = 6 * max(0.0, transfer_s - 3 * FORWARD_S)  # the last two layers stay
+    assert averages.upload_s == pytest.approx(transfer_s + 7 * (slower - FORWARD_S) + backward)
+    assert averages.bound == ("link" if averages.upload_s + averages.download_s > averages.eps_s else "host update")
+    assert transfer_s == 7.0 or averages.bound == "host update"
+
+
+def test_an_eager_update_is_under_the_backward(tmp_path):
+    """Only what it takes longer than the backward does is waited for: at the first layer, which is updated last."""
+    computed, averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
+    updates = [span for span in rows["host update"] if span[1] > 0][-8:]
+    assert [name for name, *_ in updates] == [f"the update of blocks.{layer}" for layer in reversed(range(8))]
+    _, after_the_first, _ = next(span for span in rows["download"] if span[0] == "blocks.7")
+    assert updates[0][1] == pytest.approx(after_the_first + 1.0, abs=0.01)  # when it has landed
+    assert rows["waits"][0][:2] == ("the update of blocks.0", pytest.approx(0.0))
+    assert averages.eps_s == pytest.approx(8 * UPDATE_S - 7 * 3 * FORWARD_S)
+    assert averages.bound == "host update"
+
+
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
+@pytest.mark.parametrize("machine", [SHORT, LINK_BOUND, slow_update(1.0), slow_update(7.0)], ids=str)
+def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
+    computed, averages, rows = background_step(machine, tmp_path / "t.json", mode)
+    waits = averages.upload_s + averages.download_s + averages.eps_s
+    assert computed + waits == pytest.approx(averages.step_s)
+    in_step = [span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]
+    assert busy(in_step) == pytest.approx(waits)
+    for name, spans in rows.items():
+        for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
+            assert end <= start + 1e-6, name
+
+
+def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
+    """What is in no layer has to be updated and to travel before anything computes, and so have the inputs."""
+    model = tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    batch = {"input_ids": torch.randint(5, 30, (64, 16)), "labels": torch.zeros(64).long()}
+    inputs_s = sum(t.nbytes for t in batch.values()) / 1e3
+    model(**batch).loss.backward()
+    optimizer.step()
+    eps.synchronize()
+    costs = Costs(link_bytes_per_s=1e3, flop_per_s=1e7, host_bytes_per_s=2e3)
+    with virtual_clock(costs) as clock, engine_on_clock(clock, eps):
+        eps.timeline.watch()
+        for _ in range(2):
+            begun = clock.now
+            model(**batch).loss.backward()
+            optimizer.step()
+            averages = eps.timeline.averages()
+        computed = clock.busy("compute", begun, clock.now)
+        eps.synchronize()
+    eps.timeline.close()
+    assert averages is not None and averages.eps_s > 1.0
+    waits = averages.upload_s + averages.download_s + averages.eps_s
+    assert computed + waits == pytest.approx(averages.step_s, abs=0.1 * inputs_s)
+
+
+def test_each_part_has_a_span_and_each_wait_says_for_which(tmp_path):
+    _, _, rows = background_step(slow_update(1.0), tmp_path / "t.json", "deferred")
+    names = [f"the update of blocks.{layer}" for layer in range(8)]
+    updates = rows["host update"]
+    assert [name for name, *_ in updates] == names * 2  # of the step before and of this one, which ends after it
+    assert [end - start for _, start, end in updates] == pytest.approx([UPDATE_S] * 16)
+    ends = {name: end for name, _, end in updates[:8]}
+    waits = [(name, end) for name, _, end in rows["waits"] if name in ends and end <= ends[names[-1]] + 1e-6]
+    assert waits == [(name, pytest.approx(ends[name])) for name in names]
+
+
+def test_the_computation_does_not_wait_where_the_worker_does(monkeypatch, tmp_path):
+    told: list[str] = []
+    waits = Timeline.waits
+
+    def telling(self: Timeline, point: Any, why: str) -> None:
+        told.append(why)
+        waits(self, point, why)
+
+    monkeypatch.setattr(Timeline, "waits", telling)
+    steps(tiny_bert(), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
+    assert "every gradient is there when backward returns" in told
+    assert "a layer is updated when its gradients have landed" not in told
+
+
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
+def test_the_example_waits_for_the_first_layer_alone(mode, tmp_path):
+    """The papers' trailing update: nothing is left that it could be under."""
+    _, averages, _ = background_step(SHORT, tmp_path / "t.json", mode)
+    assert averages.eps_s == pytest.approx(V100.optimizer_s / V100.layers)
+    assert averages.bound == "compute"
+
+
+@pytest.mark.parametrize(
+    ("machine", "bound"),
+    [
+        (Machine(8, 16, 1.0, 1.0, 1.0), "compute"),
+        (LINK_BOUND, "link"),
+        (Machine(8, 2, 1.0, 1.0, 30.0), "host update"),
+    ],
+)
+def test_what_bounds_a_step(machine, bound):
+    assert watched_step(machine)[1].bound == bound
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}, {"gradient_slots": 1}], ids=str)
+def test_looking_takes_no_time(options, tmp_path):
+    """Events alone are recorded; nothing waits in order to be measured."""
+    clock, _, _ = watched_step(LINK_BOUND, tmp_path / "trace.json", **options)
+    unwatched = timed_step(LINK_BOUND, **{"eps_update": "serial", **options})
+    assert clock.end == pytest.approx(unwatched.end)
+    assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
+
+
+@pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}], ids=str)
+def test_looking_changes_no_bit(options, tmp_path):
+    expected = steps(tiny_bert(), **options)
+    assert_same_bits(steps(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
+
+
+def test_nobody_looks_without_being_asked_to(monkeypatch):
+    timed: list[bool] = []
+    event = torch.sim.Event
+
+    def making(*args: Any, enable_timing: bool = False) -> Any:
+        timed.append(enable_timing)
+        return event(*args, enable_timing=enable_timing)
+
+    monkeypatch.setattr(torch.sim, "Event", making)
+    steps(tiny_bert(), count=1)
+    assert timed and not any(timed)
+
+
+def test_what_waits_for_the_device_keeps_nothing_of_earlier_steps(tmp_path):
+    """Events of many steps are not kept: the trace on the disk is all that grows."""
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="sim", trace=str(tmp_path / "trace.json")))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"input_ids": torch.randint(5, 30, (4, 6)), "labels": torch.zeros(4).long()}
+    left, sizes = [], []
+    for _ in range(4):
+        model(**batch).loss.backward()
+        optimizer.step()
+        eps.synchronize()
+        eps.timeline.collect()
+        left.append(len(eps.timeline._noted))
+        sizes.append(len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]))
+    assert left[1:] == [left[0]] * 3 and left[0] < 30
+    assert sizes == sorted(set(sizes))
+    with torch.no_grad():
+        for _ in range(4):
+            model(**batch)
+    assert len(eps.timeline._noted) < 60
+
+
+def test_an_evaluation_that_runs_ahead_of_the_device_keeps_no_more_with_every_forward(monkeypatch):
+    model = Stack(4)
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    x = torch.randn(2, WIDTH, device="sim")
+    asked = 0
+    elapsed = torch.sim.Event.elapsed_time
+
+    def counting(*events: Any) -> float:
+        nonlocal asked
+        asked += 1
+        return elapsed(*events)
+
+    monkeypatch.setattr(torch.sim.Event, "elapsed_time", counting)
+    found = []
+    with virtual_clock(Machine(4, 2, 1.0, 0.5, 1.0).costs()) as clock, engine_on_clock(clock, eps), torch.no_grad():
+        eps.timeline.watch()
+        for _ in range(60):
+            asked = 0
+            model(x)
+            found.append((asked, len(eps.timeline._noted), len(eps.timeline.clock._waits)))
+    assert found[3:] == [found[3]] * 57
+    assert found[3][1] > 0  # it does run ahead
+
+
+def test_what_is_wrong_with_the_device_is_said(monkeypatch):
+    eps = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",)))
+    eps.timeline.watch()
+    eps.model(torch.randn(2, WIDTH, device="sim")).sum()
+
+    def fail(*_: Any) -> bool:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.sim.Event, "query", fail)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        eps.timeline.averages()
+
+
+def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
+    resting = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",), trace=str(tmp_path / "t.json")))
+    lengths = []
+    for _ in range(3):
+        steps(tiny_bert(), count=2)
+        lengths.append(len(resting.timeline._noted))
+    assert resting.timeline.is_watched and lengths[0] == lengths[1] == lengths[2]
+
+
+def test_a_training_log_says_what_a_step_waited_for(tmp_path):
+    file = tmp_path / "trace.json"
+    trainer = l2l_trainer(tmp_path, max_steps=3, stash="host", ubatch_size=4, l2l_trace=str(file))
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    rows = rows_of(file)
+    for line, (_, start, end) in zip(lines, rows["steps"], strict=True):
+        # Each row of the data has 8 tokens, 8 rows are a batch.
+        assert line["l2l_tokens_per_s"] == pytest.approx(64 / (end - start), rel=1e-3)
+        waits = [line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")]
+        drawn = busy([span for span in rows["waits"] if start <= span[1] < end])
+        assert sum(waits) == pytest.approx(drawn, rel=0.05) and drawn > 0
+        assert line["l2l_bound"] == Averages(1, end - start, *waits).bound
+    trainer.eps.timeline.close()
+
+
+def test_a_training_log_on_the_clock(tmp_path):
+    """Waits, tokens and what bounds a step, in virtual seconds."""
+    with virtual_clock(Machine(4, 1, 1e-3, 1.0, 1e-3).costs()) as clock:
+        trainer = l2l_trainer(tmp_path, max_steps=2, eps_update="serial")
+        with engine_on_clock(clock, trainer.eps):
+            trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    # Each row of the data has 8 tokens, 8 rows are a batch.
+    steps_s = [8 * 8 / line["l2l_tokens_per_s"] for line in lines]
+    waits_s = [sum(line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")) for line in lines]
+    assert 0.9 * clock.end < sum(steps_s) <= clock.end  # the Trainer moves the inputs before a step begins
+    # All but what the shell's buffers take, which are looked at when a call is over.
+    assert sum(waits_s) == pytest.approx(sum(steps_s) - clock.busy("compute"), rel=0.01)
+    assert [line["l2l_bound"] for line in lines] == ["link", "link"]

@@ -1,0 +1,410 @@
+"""What travels: gradient slots, layers that change, errors in hooks of autograd, and the stash on the host."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import assert_same_bits, attached, batch_for, gradients, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.engine.layer_call import LayerCall
+from hf_l2l.engine.relay import Relay
+from hf_l2l.engine.slots import WeightSlots
+from hf_l2l.engine.stash import Stash
+from hf_l2l.eps.gradients import Gradients
+from hf_l2l.runtime import stream
+from hf_l2l.testing import page_locked_bytes, sim_copies
+from training import settled_memory, tiny_bert
+
+
+def relay_of(model: nn.Module) -> Relay:
+    relay = model.bert.encoder.layer[0]._hf_hook.runner
+    assert isinstance(relay, Relay)
+    return relay
+
+
+def bert_on_sim(layers: int = 4, **options: Any) -> nn.Module:
+    return attached(tiny_bert(dropout=0.0, layers=layers), device="sim", **options)
+
+
+def train_as_plain(model: nn.Module, plain: nn.Module, *, seed: int = 1) -> None:
+    """Gradients of both are the same, to the bit."""
+    for each in (model, plain):
+        each.zero_grad()
+        train_once(each, batch_for(each, seed=seed))
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def pair(layers: int = 4, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model under L2L and the same in plain torch."""
+    plain = tiny_bert(dropout=0.0, layers=layers)
+    return attached(copy.deepcopy(plain), device="sim", **options), plain
+
+
+# ---- gradient slots
+
+
+@pytest.mark.parametrize("ubatch_size", [None, 3])
+def test_one_gradient_slot_or_two_give_the_same_bits(ubatch_size):
+    found = []
+    for count in (1, 2):
+        model = bert_on_sim(gradient_slots=count, ubatch_size=ubatch_size)
+        for seed in range(3):
+            train_once(model, batch_for(model, seed=seed))
+        found.append(gradients(model))
+    assert_same_bits(*found)
+    plain = tiny_bert(dropout=0.0)
+    for seed in range(3):
+        train_once(plain, batch_for(plain, seed=seed))
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def slot_bytes(model: nn.Module) -> tuple[list[int], list[int]]:
+    relay = relay_of(model)
+    kinds = relay._slots.slots, relay._gradient_slots.slots
+    weights, sums = ([slot.memory.numel() for slot in slots] for slots in kinds)
+    return weights, sums
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_slots_are_of_the_largest_layer_and_stay(count):
+    model = bert_on_sim(layers=3, gradient_slots=count)
+    layer = model.bert.encoder.layer[1]
+    layer.bert_extra = nn.Parameter(torch.zeros(1000))  # never used: it has room in a slot and no gradient
+    padded = [sum(-(-p.nbytes // 256) * 256 for p in each.parameters()) for each in model.bert.encoder.layer]
+    for step in range(5):
+        model.zero_grad()
+        train_once(model, batch_for(model))
+        weights, sums = slot_bytes(model)
+        if step == 1:  # by then the largest layer has been in every slot for gradients
+            held = settled_memory()
+        if step > 1:
+            assert torch.sim.memory_allocated() == held
+            assert weights == [max(padded)] * 2 and sums == [max(padded)] * count
+    assert layer.bert_extra.grad is None
+
+
+class Adapter(nn.Module):
+    """A linear layer with a second, longer way beside it."""
+
+    def __init__(self, base: nn.Linear, width: int):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, width), nn.Linear(width, base.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("which", [0, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_that_grows_after_attach_trains(which, frozen):
+    model, plain = pair(prefetch=True)
+    train_as_plain(model, plain)
+    torch.manual_seed(2)
+    output = plain.bert.encoder.layer[which].output
+    adapted = Adapter(output.dense, 300)
+    for each, adapter in ((model, copy.deepcopy(adapted)), (plain, adapted)):
+        each.bert.encoder.layer[which].output.dense = adapter
+        each.requires_grad_(not frozen)
+        adapter.down.requires_grad_(True)
+    for seed in (3, 4):
+        train_as_plain(model, plain, seed=seed)
+    assert adapted.down.weight.grad is not None and (adapted.base.weight.grad is None) == frozen
+
+
+def test_parameters_that_are_unfrozen_later_get_their_gradients():
+    model, plain = pair()
+    parts = [lambda m: m.bert.encoder.layer[2], lambda m: m.bert.embeddings, lambda m: m]
+    for each in (model, plain):
+        each.bert.requires_grad_(False)
+    train_as_plain(model, plain)
+    for part in parts:
+        for each in (model, plain):
+            part(each).requires_grad_(True)
+        train_as_plain(model, plain)
+    assert all(p.grad.is_pinned() for p in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", [[1], [0, 2], [3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gradient_slots": 1}, {"stash": "host"}], ids=str)
+def test_frozen_layers_in_between_get_none(frozen, options):
+    model, plain = pair(**options)
+    for each in (model, plain):
+        for i in frozen:
+            each.bert.encoder.layer[i].requires_grad_(False)
+    for seed in (1, 2):
+        train_as_plain(model, plain, seed=seed)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_backward_that_ends_above_frozen_layers_leaves_nothing_on_its_way(stash, monkeypatch):
+    model = bert_on_sim(stash=stash)
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[:2].requires_grad_(False)
+    loss = model(**batch_for(model)).loss
+    filled, fill = [], WeightSlots._fill
+    monkeypatch.setattr(WeightSlots, "_fill", lambda slots, layer: filled.append(layer) or fill(slots, layer))
+    loss.backward()
+    assert filled == [] and sim_copies._queue == []
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_nothing_is_on_its_way_when_a_backward_to_an_intermediate_is_over(stash):
+    """The model may go then, and its memory be handed out again."""
+    model = bert_on_sim(stash=stash)
+    outputs = model(**batch_for(model), output_hidden_states=True)
+    torch.autograd.grad(outputs.loss, outputs.hidden_states[2])
+    assert sim_copies._queue == []
+    del model, outputs
+    settled_memory()
+    torch.sim.synchronize()
+    assert sim_copies._queue == []
+
+
+# ---- errors in hooks of autograd, which run in a thread of torch's own
+
+
+class Interrupted(Exception):
+    pass
+
+
+def fail_once_at(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the EPS fail once, when it receives the gradient of the parameter `name`."""
+    receive, failing = Gradients._receive, [dict(model.named_parameters())[name]]
+
+    def fail(held: Gradients, master: torch.Tensor, gradient: torch.Tensor) -> bool:
+        if failing and master is failing[0]:
+            failing.clear()
+            raise Interrupted
+        return receive(held, master, gradient)
+
+    monkeypatch.setattr(Gradients, "_receive", fail)
+
+
+LAST, FIRST = "bert.embeddings.word_embeddings.weight", "classifier.weight"  # in the order of a backward
+
+
+def test_an_error_in_a_hook_is_raised_by_the_next_layers_backward(monkeypatch):
+    model, plain = pair()
+    fail_once_at(FIRST, model, monkeypatch)
+    with pytest.raises(Interrupted):
+        train_once(model, batch_for(model))
+    train_as_plain(model, plain)
+
+
+def test_an_error_in_the_last_hook_is_raised_by_the_next_forward(monkeypatch):
+    model, plain = pair()
+    fail_once_at(LAST, model, monkeypatch)
+    train_once(model, batch_for(model))
+    with pytest.raises(Interrupted):
+        model(**batch_for(model))
+    train_as_plain(model, plain)
+
+
+def test_an_error_in_the_last_hook_is_raised_by_the_optimizer_before_it_changes_a_weight(monkeypatch):
+    model, plain = pair()
+    optimizer = attach_l2l(model, L2LConfig(device="sim")).wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    fail_once_at(LAST, model, monkeypatch)
+    train_once(model, batch_for(model))
+    with pytest.raises(Interrupted):
+        optimizer.step()
+    assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
+    train_as_plain(model, plain)
+    others = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.step(), others.step()
+    assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_an_error_in_a_layers_own_hook_is_raised_by_that_backward(monkeypatch):
+    model, plain = pair()
+    wait, left = stream.wait, [2]
+
+    def fail(event: Any, why: str, *, host: bool = False) -> None:
+        if why == "gradients are summed in a slot when those that were in it have left":
+            left[0] -= 1
+            if left[0] == 0:
+                raise Interrupted
+        wait(event, why, host=host)
+
+    monkeypatch.setattr(stream, "wait", fail)
+    with pytest.raises(Interrupted):
+        train_once(model, batch_for(model))
+    train_as_plain(model, plain)
+
+
+# ---- the stash on the host
+
+
+def of_length(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
+    batch = batch_for(model, masked=False)
+    return {**batch, "input_ids": batch["input_ids"].repeat(1, 3)[:, :tokens]}
+
+
+def rooms(model: nn.Module) -> int:
+    return len(relay_of(model).stash._rooms)
+
+
+def test_equal_batches_use_the_same_rooms_again():
+    model = bert_on_sim(stash="host", ubatch_size=3)
+    for _ in range(4):
+        train_once(model, batch_for(model))
+        assert rooms(model) == 5  # one per layer, and the attention mask that the first one is given
+    assert all(room.is_free for room in relay_of(model).stash._rooms)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[2, 5, 9, 15], [15, 9, 5, 2], [2, 15, 2, 15], [9, 2, 15, 3, 9]],
+    ids=["growing", "shrinking", "alternating", "mixed"],
+)
+def test_batches_of_changing_length_take_no_more_rooms(lengths):
+    model = bert_on_sim(layers=2, stash="host")
+    train_once(model, of_length(model, 15))
+    most, locked = rooms(model), page_locked_bytes()
+    for tokens in lengths:
+        train_once(model, of_length(model, tokens))
+        assert rooms(model) <= most and page_locked_bytes() <= locked
+    fresh = bert_on_sim(layers=2, stash="host")
+    for tokens in lengths:  # what is too small is given back when the next forward begins
+        train_once(fresh, of_length(fresh, tokens))
+        assert rooms(fresh) <= 2 * most
+        relay_of(fresh).stash.start_forward()
+        assert rooms(fresh) <= most
+
+
+def settled_pages() -> int:
+    gc.collect()
+    return page_locked_bytes()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_forwards_without_a_backward_take_nothing(held):
+    """Neither if the loss is thrown away at once nor if it lives until the next one is there."""
+    model = bert_on_sim(layers=2, stash="host")
+    seen, loss = set(), None
+    settled_memory()  # of models of other tests
+    for turn in range(20):
+        new = model(**batch_for(model)).loss
+        loss = new if held else None
+        del new
+        if turn > 1:
+            seen.add((torch.sim.memory_allocated(), page_locked_bytes(), rooms(model)))
+    assert len(seen) == 1
+    assert (loss is not None) == held
+
+
+def check_graph(use: Callable[[nn.Module, dict[str, torch.Tensor]], None]) -> None:
+    """What `use` leaves in `p.grad` is the same in plain torch."""
+    model, plain = pair(stash="host")
+    for _ in range(2):
+        for each in (model, plain):
+            each.train()
+            use(each, batch_for(each))
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def retained(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_forwards(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    losses = [model(**b).loss for b in (batch, batch_for(model, seed=9))]
+    for loss in losses:
+        loss.backward()
+
+
+def intermediate(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    outputs = model(**batch, output_hidden_states=True)
+    (found,) = torch.autograd.grad(outputs.loss, outputs.hidden_states[2], retain_graph=True)
+    assert found.shape == outputs.hidden_states[2].shape and found.any()
+    outputs.loss.backward()
+
+
+def evaluated_between(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    loss = model(**batch).loss
+    with torch.no_grad():
+        model(**of_length(model, 15))
+    loss.backward()
+
+
+USES = [retained, two_forwards, intermediate, evaluated_between]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_of_a_graph_gives_the_gradients_of_plain_torch(use):
+    check_graph(use)
+
+
+def test_the_gradient_of_an_intermediate_is_that_of_plain_torch():
+    found = []
+    for model in pair(stash="host"):
+        outputs = model(**batch_for(model), output_hidden_states=True)
+        found.append(torch.autograd.grad(outputs.loss, outputs.hidden_states[1])[0].cpu())
+        torch.sim.synchronize()  # what was fetched ahead and not asked for
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_use_of_a_graph_takes_more_and_more(use):
+    model = bert_on_sim(layers=3, stash="host").train()
+    seen = []
+    for _ in range(4):
+        model.zero_grad()
+        use(model, batch_for(model))
+        seen.append((settled_memory(), page_locked_bytes(), rooms(model)))
+    assert len(set(seen[1:])) == 1
+
+
+class FetchLog:
+    """What is fetched and recomputed in a backward, in order: ("fetch" or "compute", layer, first row)."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries: list[tuple[str, int, int]] = []
+        layers = list(model.bert.encoder.layer)
+        start, execute, remember = Stash._start_fetch, LayerCall.execute, LayerCall.remember
+        of: dict[int, int] = {}
+        turns: dict[int, int] = {}
+
+        def remembered(call: LayerCall, kept: list[torch.Tensor]) -> None:
+            of[kept[0].untyped_storage().data_ptr()] = layers.index(call.layer)
+            remember(call, kept)
+
+        def fetched(stash: Stash, kept: torch.Tensor) -> Any:
+            layer = of[kept.untyped_storage().data_ptr()]
+            self.entries.append(("fetch", layer, kept.storage_offset() // kept.stride(0)))
+            return start(stash, kept)
+
+        def executed(call: LayerCall, tensors: list[torch.Tensor]) -> Any:
+            if torch.is_grad_enabled():
+                layer = layers.index(call.layer)
+                turns[layer] = turns.get(layer, -1) + 1
+                self.entries.append(("compute", layer, call.ubatches[turns[layer]][0]))
+            return execute(call, tensors)
+
+        monkeypatch.setattr(LayerCall, "remember", remembered)
+        monkeypatch.setattr(Stash, "_start_fetch", fetched)
+        monkeypatch.setattr(LayerCall, "execute", executed)
+
+
+def test_rows_are_fetched_one_ubatch_ahead_and_once(monkeypatch):
+    model = bert_on_sim(layers=3, stash="host", ubatch_size=3)
+    batch = batch_for(model, masked=False)
+    train_once(model, batch)
+    log = FetchLog(model, monkeypatch)
+    train_once(model, batch)
+    expected = [(layer, row) for layer in (2, 1, 0) for row in (0, 3, 6)]
+    assert [entry[1:] for entry in log.entries if entry[0] == "compute"] == expected
+    assert [entry[1:] for entry in log.entries if entry[0] == "fetch"] == expected
+    kinds = [entry[0] for entry in log.entries]
+    assert kinds == ["fetch", *["fetch", "compute"] * (len(expected) - 1), "compute"]

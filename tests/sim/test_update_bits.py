@@ -1,0 +1,60 @@
+"""Serial, deferred and eager updates give the same bits on a device that computes beside the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from hf_l2l.runtime import stream
+from update_cases import OPTIMIZERS, Run, accelerate_loop, assert_same, raw_loop, trainer_loop
+
+COUNTS = [3, pytest.param(100, marks=pytest.mark.slow)]
+CLIPS = {"deferred": 0.5, "eager": 0.0}
+AT_ONCE = {"num_threads": 2}
+"""Two layers are updated at once: what may come in any order must change no bit."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """What is read after it was given back is NaN, in every test here."""
+    with stream.poisoned_releases():
+        yield
+
+
+@cache
+def serial(optimizer: str, steps: int, accumulation: int, max_norm: float) -> Run:
+    """That stash and prefetch change no bit of it is shown elsewhere."""
+    return raw_loop("sim", "serial", optimizer, steps=steps, accumulation=accumulation, max_norm=max_norm)
+
+
+@pytest.mark.parametrize("mode", CLIPS)
+@pytest.mark.parametrize(
+    ("stash", "prefetch", "accumulation"),
+    [("device", True, 3), ("host", True, 1), ("host", False, 3), ("device", False, 1)],
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", COUNTS)
+def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefetch, accumulation, mode):
+    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode]}
+    found = raw_loop("sim", mode, optimizer, stash=stash, prefetch=prefetch, **same, **AT_ONCE)
+    assert_same(found, serial(optimizer, **same))
+
+
+@pytest.mark.parametrize("mode", CLIPS)
+@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 3), ("SGD", 1), ("LAMB", 3)])
+@pytest.mark.parametrize("steps", COUNTS)
+def test_a_loop_with_accelerate_trains_as_with_serial_updates(steps, optimizer, accumulation, mode):
+    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode], "ubatch_size": 5}
+    expected = accelerate_loop("sim", "serial", optimizer, **same)
+    assert_same(accelerate_loop("sim", mode, optimizer, **same, **AT_ONCE, stash="host"), expected)
+
+
+@pytest.mark.parametrize("mode", CLIPS)
+@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 3), ("SGD", 1), ("LAMB", 1)])
+@pytest.mark.parametrize("steps", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_trainer_trains_as_with_serial_updates(tmp_path, steps, optimizer, accumulation, mode):
+    same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode], "ubatch_size": 2, "rows": 4}
+    expected = trainer_loop(tmp_path / "serial", "serial", optimizer, **same)
+    assert_same(trainer_loop(tmp_path / mode, mode, optimizer, **same, l2l_num_threads=2, stash="host"), expected)
