@@ -285,9 +285,7 @@ class Gradients:
         self.trained = []
 
     def forget(self, masters: Iterable[torch.Tensor]) -> None:
-        """The step of `masters` begins: what was taken for it does not count any more, and nothing is on its way."""
-        for gradient in list(self._held):  # by a backward that has failed, and has not ended
-            settle(gradient)
+        """The step of `masters` is over: what was taken for it does not count any more."""
         for master in masters:
             self._taken.pop(master, None)
 

@@ -242,3 +242,27 @@ def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(m
     first.backward()
     second.backward()
     assert len(taken) == len(list(model.parameters()))
+
+
+def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
+    """The simulated accelerator finds what is used before it has landed."""
+    model, fails, kept = tiny_bert(dropout=0.0), [False], []
+    eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def call() -> None:
+        if fails[0]:
+            kept.extend(end() for end in eps.backwards._under_way.values())
+            raise KeyError("from between the layers")
+
+    with_call_between_layers(model, call)
+    train_once(model, batch_for(model))
+    fails[0] = True
+    with pytest.raises(KeyError):
+        model(**batch_for(model)).loss.backward()
+    fails[0] = False
+    optimizer.step()
+    eps.synchronize()
+    assert all(p.grad is None for p in model.parameters())
+    kept.clear()
+    train_once(model, batch_for(model))
