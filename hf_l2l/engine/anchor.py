@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.runtime.backward_callbacks import Backwards
+from hf_l2l.eps.gradients import Gradients
 from hf_l2l.runtime.tensors import untouched
 
 FUNCTIONAL_CALL = (
@@ -17,27 +17,23 @@ FUNCTIONAL_CALL = (
 )
 
 
-def anchor_of(parameters: Iterable[torch.Tensor], backwards: Backwards) -> torch.Tensor:
-    """A tensor without elements that requires a gradient.
-
-    It comes from those of `parameters` that are trained and have no gradient yet. One that has is left out: then
-    autograd leads to it only where a loss uses the master itself, which `Gradients` asks for before it adds to the
-    gradient.
+def anchor_of(parameters: Iterable[torch.Tensor], gradients: Gradients) -> torch.Tensor:
+    """A tensor without elements that requires a gradient, and comes from those of `parameters` that are trained.
 
     Raises:
         ValueError: if other tensors than parameters stand in their places.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    with untouched():
+        trained = [p for p in parameters if p.requires_grad]
     strange = next((p for p in trained if not isinstance(p, nn.Parameter)), None)
     if strange is not None:
         raise ValueError(
             "the weights of a model that trains under L2L must be its own parameters, where gradients arrive (got a "
             f"{type(strange).__name__} of shape {list(strange.shape)} in place of one); {FUNCTIONAL_CALL}"
         )
-    with untouched():
-        masters = [p for p in trained if p.grad is None]
+    gradients.trained = trained
     itself = torch.empty(0, requires_grad=True)
-    anchor: torch.Tensor = _Anchor.apply(backwards, itself, *masters)  # type: ignore[no-untyped-call]
+    anchor: torch.Tensor = _Anchor.apply(gradients, itself, *trained)  # type: ignore[no-untyped-call]
     return anchor
 
 
@@ -45,21 +41,23 @@ class _Anchor(torch.autograd.Function):
     """A tensor without elements that comes from the masters, for the graph of a call.
 
     Copies of the masters compute, so that nothing else in the graph leads to them. A whole backward takes no gradient
-    from here; one that asks for those of masters by name comes here, and would be left without.
+    from here; one that asks for those of masters by name comes here, and would be left without. All layers of the call
+    have run backwards by then, and nothing has been added to a gradient by autograd itself.
     """
 
     @staticmethod
-    def forward(ctx: Any, backwards: Backwards, itself: torch.Tensor, *masters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gradients: Gradients, itself: torch.Tensor, *masters: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.backwards, ctx.count = backwards, 1 + len(masters)
+        ctx.gradients, ctx.count = gradients, 1 + len(masters)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, gradient: None) -> tuple[Any, ...]:
-        with ctx.backwards.joined():
+        with ctx.gradients.backwards.joined():
             if not torch.autograd._is_checkpoint_valid():
                 raise RuntimeError(
                     "gradients of the parameters of a model under L2L are in p.grad after loss.backward() (got "
                     "parameters as inputs of torch.autograd.grad or backward); call loss.backward() without inputs"
                 )
+            ctx.gradients.keep_apart(node for node, _ in ctx.next_functions[1:])
         return None, *[None] * ctx.count

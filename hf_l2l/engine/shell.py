@@ -129,7 +129,7 @@ class Shell:
             self._last_thread = threading.get_ident()
             self.eps.start_forward()
             # First: inside, other tensors stand in the places of the masters.
-            anchor = anchor_of(self.eps.model.parameters(), self.eps.backwards) if torch.is_grad_enabled() else None
+            anchor = anchor_of(self.eps.model.parameters(), self.eps.gradients) if torch.is_grad_enabled() else None
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)

@@ -57,6 +57,11 @@ class EagerStep:
                 "hook that was registered after eps.wrap); register it before, or use eps_update='deferred'"
             )
         used = self._used.pop(optimizer, None)
+        if used is None and any(p in self._updated for p in parameters):
+            self._fail(
+                "eps_update='eager' has used the gradients with the optimizer that it had in backward (got a step of "
+                f"another {type(optimizer).__name__}); call eps.wrap(optimizer) before backward"
+            )
         if used is not None and used != hyperparameters_of(optimizer):
             self._fail(
                 "hyper-parameters must be set before backward with eps_update='eager', which uses them there (they "

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.eps.host_memory import HostMemory
@@ -45,6 +47,15 @@ class Gradients:
         """For norms that arrive."""
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Master -> the norm, a host tensor, of a gradient that was taken before anybody could see it."""
+        self.trained: list[torch.Tensor] = []
+        """Masters that a backward of the last forward may reach."""
+        self._task: int | None = None
+        """The backward that `_held` is of."""
+        self._held: list[torch.Tensor] = []
+        """Gradients that this backward may add to."""
+        self._of_losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Masters that a loss uses itself, and the gradients that autograd makes of that."""
+        self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
     @torch.no_grad()
@@ -56,7 +67,9 @@ class Gradients:
                 for master, gradient in gradients:
                     self._add_to_grad(master, stream.download(gradient))
             return
-        self.backwards.join()
+        task = self.backwards.join()
+        if task != self._task:
+            self._hold_gradients(task)
         complete = stream.record(self.device)
         with self.lane.entered():
             stream.wait(complete, "gradients leave when they are complete")
@@ -64,6 +77,46 @@ class Gradients:
                 totals = [(master, gradient) for master, gradient in gradients if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
                 self._send_norms(totals)
+
+    def _hold_gradients(self, task: int) -> None:
+        """Hold every gradient that the backward `task` may add to, until it is over: a program that goes on after a
+        failure uses none of them before the device's thread has left the backward, too."""
+        self._task = task
+        with untouched():
+            gradients = [p.grad for p in self.trained if p.grad is not None]
+        for gradient in gradients:
+            self._hold(gradient)
+
+    def _hold(self, gradient: torch.Tensor) -> None:
+        if can_hold(gradient) and not isinstance(pending_of(gradient), _Arriving):
+            settle(gradient)  # it may still have to be scaled
+            hold(gradient, _Arriving(self))
+            self._held.append(gradient)
+
+    def keep_apart(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
+        """Let autograd itself add nothing to gradients that sums are on their way to: it would not wait for those.
+
+        What it makes of a loss that uses a master itself is added when the backward is over.
+
+        Args:
+            nodes: those that would add to the gradients of masters, none of which has run in this backward.
+        """
+        if not self.lane.is_stream:
+            return
+        for node in nodes:
+            master: torch.Tensor = node.variable  # type: ignore[attr-defined]
+            with untouched():
+                has_gradient = master.grad is not None
+            if has_gradient:
+                self._handles.append(node.register_prehook(partial(self._take_from_autograd, master)))
+
+    def _take_from_autograd(
+        self, master: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]
+    ) -> tuple[None] | None:
+        if gradients[0] is None:
+            return None
+        self._of_losses.append((master, gradients[0]))
+        return (None,)
 
     def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Start to download one gradient, on the lane; where there is a sum already, it is added to that first.
@@ -73,22 +126,18 @@ class Gradients:
         grad = master.grad
         total = self._arriving.get(master, grad)
         like, dtype = (master, gradient.dtype) if total is None else (total, self._dtype(master))
-        # Not so: sparse ones, and a grad that the user put there.
+        # Sparse ones, and a gradient of another kind that the user put there, are added on the host.
         if like.dtype != dtype or not _alike(gradient, like) or not (total is None or can_hold(total)):
             self._publish()
             self._add_to_grad(master, gradient.to(stream.HOST))
             return False
         stream.keep_until_done(gradient)
-        if total is not None and master not in self._arriving:
-            settle(total)  # it may still have to be scaled
-            if _autograd_adds_to(master):  # in a thread that would not wait: the two are added when both are there
-                total = None
         is_new = total is None
         if total is None:
             total = self.memory.gradient_like(master)
+        elif total is grad:
+            self._hold(total)  # it may have come to its place since the backward began
         self._arriving[master] = total
-        if total is grad:
-            hold(total, _Arriving(self.lane))  # a backward that fails leaves it so
         with untouched():
             self._send(gradient, total, add=not is_new)
         return True
@@ -143,7 +192,9 @@ class Gradients:
             if total is not None:
                 if not on_its_way:
                     norms[master] = self._taken[master] = norm_of(total, master.dtype)
-                _let_go_of_arriving(total)
+                pending = pending_of(total)
+                if isinstance(pending, _Arriving):
+                    let_go(total, pending)
                 taken[master], master.grad = total, None
         for alike, landing in self._norms:
             norms.update((m, norm) for m, norm in zip(alike, landing.unbind(), strict=True) if m in taken)
@@ -155,10 +206,12 @@ class Gradients:
         norms, self._norms = self._norms, []
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
-        arrived, self._arriving = self._arriving, {}
+        arrived, of_losses = self._arriving, self._of_losses
+        self._arriving, self._of_losses = {}, []
+        self._let_go()
         shared = {master for master, total in arrived.items() if master.grad is not None and master.grad is not total}
-        for master, total in arrived.items():
-            _let_go_of_arriving(total)
+        shared |= {master for master, _ in of_losses}
+        for master, total in (*arrived.items(), *of_losses):
             if master.grad is not total:
                 self._add_to_grad(master, total)
         with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
@@ -185,13 +238,34 @@ class Gradients:
         master.grad = gradient.to(dtype) if gradient.dtype == master.dtype else gradient
 
     def _discard(self) -> None:
-        """Forget what a backward that failed had received. It was given up, at any time after its caller went on, and
-        in any thread: `p.grad` is the caller's."""
+        """Forget what a backward that failed had received. This is called in any thread, after the program went on:
+        nothing is written to `p.grad`."""
         stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
-        for total in self._arriving.values():
-            _let_go_of_arriving(total)
+        self._let_go()
         self._arriving.clear()
+        self._of_losses.clear()
         self._norms.clear()
+
+    def wait(self) -> None:
+        """Wait for what has been sent."""
+        stream.wait(self.lane.record(), "a gradient is used when it is there", host=True)
+
+    def wait_for_failed(self) -> None:
+        """Wait for a backward that has failed, and for what it has sent; all gradients may be used then."""
+        self.backwards.wait_until_over()
+        self.wait()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The backward is over: its gradients may be used."""
+        held, handles = self._held, self._handles
+        self._task, self._held, self._handles = None, [], []
+        for handle in handles:
+            handle.remove()
+        for gradient in held:
+            pending = pending_of(gradient)
+            if isinstance(pending, _Arriving):
+                let_go(gradient, pending)
 
     def total_norm(self, masters: Iterable[torch.Tensor]) -> torch.Tensor:
         """The norm of all gradients of `masters` as if they were one vector, as `torch.nn.utils` takes it.
@@ -211,11 +285,10 @@ class Gradients:
     def release(self) -> None:
         """Forget all masters."""
         self._taken.clear()
+        self.trained = []
 
     def forget(self, masters: Iterable[torch.Tensor]) -> None:
-        """The step of `masters` begins: what was taken for it does not count any more, and nothing is on its way."""
-        for total in list(self._arriving.values()):  # of a backward that failed and has not been given up
-            settle(total)
+        """The step of `masters` is over: what was taken for it does not count any more."""
         for master in masters:
             self._taken.pop(master, None)
 
@@ -232,28 +305,17 @@ class _NormKnown(Pending):
 
 
 class _Arriving(Pending):
-    """A gradient that more is being added to, on its way from the device."""
+    """A gradient that a backward may add to, on its way from the device."""
 
-    def __init__(self, lane: stream.Lane) -> None:
-        self.lane = lane
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
 
     def before_values(self, tensor: torch.Tensor) -> None:
-        stream.wait(self.lane.record(), "a gradient is used when it is there", host=True)
-        let_go(tensor, self)
-
-
-def _let_go_of_arriving(gradient: torch.Tensor) -> None:
-    pending = pending_of(gradient)
-    if isinstance(pending, _Arriving):
-        let_go(gradient, pending)
-
-
-def _autograd_adds_to(master: torch.Tensor) -> bool:
-    """Whether the backward that this is called in adds to `master.grad` itself, as for a loss made of a master."""
-    with untouched(), torch.enable_grad():
-        made_of = master.view_as(master).grad_fn
-    node = None if made_of is None else made_of.next_functions[0][0]
-    return node is not None and torch._C._will_engine_execute_node(node)
+        if torch._C._current_graph_task_id() == -1:  # the backward has failed, and the program goes on
+            self.gradients.wait_for_failed()
+            let_go(tensor, self)
+        else:
+            self.gradients.wait()
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

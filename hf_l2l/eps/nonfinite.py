@@ -141,7 +141,7 @@ class Vote:
 
     def reset(self) -> None:
         """There are new gradients."""
-        if self._stepped:  # they are those of a new step, although other optimizers may not have made the last one
+        if self._stepped:  # a new step begins, even if some optimizers did not take part in the last one
             self._vetoed = False
         self._result = None
         self._stepped.clear()

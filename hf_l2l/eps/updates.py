@@ -117,12 +117,15 @@ class Updates:
         self._retire_others(optimizer)
 
     def _retire_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Retire the optimizers whose trainable masters `optimizer` has, too: a program that makes a new one may keep
-        the old one alive, and no step waits for that any more."""
+        """Retire the optimizers whose trainable masters `optimizer` has, too, and those with no master of the model.
+
+        A program that makes a new optimizer may keep the old one alive; a step must not wait for that one.
+        """
         own, of_model = set(parameters_of(optimizer)), set(self.model.parameters())
         for other in self.optimizers:
-            rest = (set(parameters_of(other)) & of_model) - own
-            if other is not optimizer and not any(p.requires_grad for p in rest):
+            theirs = set(parameters_of(other)) & of_model
+            shared = theirs & own
+            if other is not optimizer and (shared or not theirs) and not any(p.requires_grad for p in theirs - shared):
                 self._retired.add(other)
         self._retired.discard(optimizer)
 

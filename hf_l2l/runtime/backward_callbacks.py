@@ -62,8 +62,8 @@ class Backwards:
         self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
         """By whether the backward has failed."""
         self._under_way: dict[int, weakref.ref[_End]] = {}
-        self._ending: set[int] = set()
-        """Those of which is being told."""
+        self._ending: dict[int, object] = {}
+        """Those whose end is being told, each by one thread."""
 
     def call(self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None) -> None:
         """Call these bound methods when a backward is over, or has failed, as long as their objects live.
@@ -74,29 +74,33 @@ class Backwards:
             self._calls[False].append(weakref.WeakMethod(at_end))
         self._calls[True].append(weakref.WeakMethod(at_failure))
 
-    def join(self) -> None:
-        """Take part in the backward that this is called in."""
+    def join(self) -> int:
+        """Take part in the backward that this is called in, and return its number."""
         task = torch._C._current_graph_task_id()
         assert task != -1, "called in a node or hook of a backward"
         if task not in self._under_way:
             end = _End(self, task)
             self._under_way[task] = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
+        return task
 
     def over(self, task: int, *, failed: bool) -> None:
         """Call what is to be called; a backward is over once."""
-        if task not in self._under_way or task in self._ending:
+        teller = object()
+        # Two threads may come here for one backward that has failed.
+        if self._ending.setdefault(task, teller) is not teller:
             return
-        self._ending.add(task)
         try:
+            if task not in self._under_way:
+                return
             for reference in self._calls[failed]:
                 call = reference()
                 with self.errors:
                     if call is not None:
                         call()
         finally:
-            self._under_way.pop(task)
-            self._ending.discard(task)
+            self._under_way.pop(task, None)
+            self._ending.pop(task, None)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -114,11 +118,16 @@ class Backwards:
         """
         if torch._C._current_graph_task_id() != -1:
             return
-        until = time.monotonic() + (_FAILED_BACKWARD_ENDS_WITHIN_S if own else 0.0)
-        while self._ending or (self._under_way and time.monotonic() < until):
-            time.sleep(0.001)
+        if own:
+            self.wait_until_over()
         if self._under_way:
             raise RuntimeError(ONE_THREAD)
+
+    def wait_until_over(self) -> None:
+        """Wait for backwards that have failed: torch's threads leave them a moment after the program has the error."""
+        until = time.monotonic() + _FAILED_BACKWARD_ENDS_WITHIN_S
+        while (self._under_way or self._ending) and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 class _End:

@@ -461,6 +461,35 @@ def test_eager_updates_are_those_of_the_newest_optimizer(freeze):
         old.step()
 
 
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_an_optimizer_of_other_masters_stays_though_its_own_are_frozen(mode):
+    model = tiny_bert(dropout=0.0, layers=2)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode))
+    model.bert.requires_grad_(False)
+    optimizers = [eps.wrap(torch.optim.SGD(part.parameters(), lr=0.1)) for part in (model.bert, model.classifier)]
+    model.bert.requires_grad_(True)
+    assert eps.updates.optimizers == optimizers
+    before = [p.detach().clone() for p in model.parameters()]
+    train_once(model, batch_for(model))
+    for optimizer in optimizers:
+        optimizer.step()
+    eps.synchronize()
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_eager_refuses_an_optimizer_that_came_after_the_backward():
+    model = tiny_bert(dropout=0.0, layers=2)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="eager"))
+    old = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_once(model, batch_for(model))
+    new = eps.wrap(torch.optim.SGD(model.parameters(), lr=1e-9))
+    with pytest.raises(
+        RuntimeError, match=r"got a step of another SGD\); call eps\.wrap\(optimizer\) before backward"
+    ):
+        new.step()
+    assert old is not new
+
+
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 def test_optimizers_of_the_same_masters_may_take_turns(mode):
     def trained(attach: bool) -> nn.Module:
@@ -472,6 +501,7 @@ def test_optimizers_of_the_same_masters_may_take_turns(mode):
         for turn in range(4):
             train_once(model, batch_for(model, seed=turn))
             optimizers[turn % 2].step()
+            assert eps is None or eps.updates.optimizers == [optimizers[turn % 2]]
             model.zero_grad()
         return model
 

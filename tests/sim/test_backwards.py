@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -196,3 +197,73 @@ def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
     expected = gradients(plain)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to_none, monkeypatch):
+    """The loss fails on the CPU, in the thread that called, while the device's thread sends a gradient."""
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="sim"))
+    batch = batch_for(model)
+    train_once(model, batch)
+    is_late, may_go_on, received = threading.Event(), threading.Event(), []
+    receive = eps.gradients.receive
+
+    def slow(pairs: Any) -> None:
+        received.append(pairs)
+        if len(received) == 2:
+            is_late.set()
+            assert may_go_on.wait(60)
+        receive(pairs)
+
+    monkeypatch.setattr(eps.gradients, "receive", slow)
+
+    def fail(gradient: torch.Tensor) -> None:
+        assert is_late.wait(60)
+        raise KeyError("on the CPU")
+
+    on_cpu = torch.ones(1, requires_grad=True) * 2
+    on_cpu.register_hook(fail)
+    with pytest.raises(KeyError):
+        (model(**batch).loss + on_cpu.sum().to("sim")).backward()
+    threading.Timer(0.1, may_go_on.set).start()  # while zero_grad waits for it, or later
+    model.zero_grad(set_to_none=set_to_none)
+    eps.backwards.wait_until_over()
+    torch.sim.synchronize()
+    assert len(received) >= 2
+    assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+
+
+def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(monkeypatch):
+    model = tiny_bert(dropout=0.0)
+    eps = attach_l2l(model, L2LConfig(device="sim"))
+    taken, gradient_like = [], eps.memory.gradient_like
+    monkeypatch.setattr(eps.memory, "gradient_like", lambda master: taken.append(master) or gradient_like(master))
+    first, second = model(**batch_for(model)).loss, model(**batch_for(model, seed=2)).loss
+    first.backward()
+    second.backward()
+    assert len(taken) == len(list(model.parameters()))
+
+
+def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
+    """The simulated accelerator finds what is used before it has landed."""
+    model, fails, kept = tiny_bert(dropout=0.0), [False], []
+    eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def call() -> None:
+        if fails[0]:
+            kept.extend(end() for end in eps.backwards._under_way.values())
+            raise KeyError("from between the layers")
+
+    with_call_between_layers(model, call)
+    train_once(model, batch_for(model))
+    fails[0] = True
+    with pytest.raises(KeyError):
+        model(**batch_for(model)).loss.backward()
+    fails[0] = False
+    optimizer.step()
+    eps.synchronize()
+    assert all(p.grad is None for p in model.parameters())
+    kept.clear()
+    train_once(model, batch_for(model))
