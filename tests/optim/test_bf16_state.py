@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cmp import batch, made
 from torch import nn
 
 from hf_l2l import L2LConfig, Lamb, attach_l2l
 from hf_l2l.optim.bf16_state import GROUP_KEY, Rounding, stochastically_rounded, widened
+from tests.engine.test_cmp import batch, made
 
 MODES = ("serial", "deferred", "eager")
 

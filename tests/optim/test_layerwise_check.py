@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer import CASES, parameters_for
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import SplitStep
+from tests.optim.test_layerwise_step import CASES, parameters_for
 
 
 def some(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_threads import REFUSAL, in_another_thread
 
 from hf_l2l.runtime.backward_callbacks import Backwards, HookErrors, _End
+from tests.runtime.test_threads import REFUSAL, in_another_thread
 
 
 class Heard:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from test_cmp import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
-from test_rounding import trained
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.runtime import stream
+from tests.engine.test_cmp import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
+from tests.optim.test_bf16_state import trained
 from training import settled_memory
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_sim_overlap import steps
-from test_sim_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 
 from families import assert_same_bits
 from hf_l2l import L2LConfig, attach_l2l
@@ -19,6 +17,8 @@ from hf_l2l.report.timeline import ROWS, Timeline
 from hf_l2l.report.trace_file import TraceFile
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
+from tests.sim.test_overlap import steps
+from tests.sim.test_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 from training import l2l_trainer, tiny_bert
 
 Row = list[tuple[str, float, float]]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from test_sim_time import V100, WIDTH, Machine, Stack
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
+from tests.sim.test_time import V100, WIDTH, Machine, Stack
 from training import l2l_trainer, tiny_bert
 
 
