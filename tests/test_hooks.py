@@ -392,6 +392,17 @@ def test_wrapped_models_are_refused(name, group_of_two, tmp_path):
             attach(model)
 
 
+@pytest.mark.parametrize("name", ["DataParallel", "DistributedDataParallel", "compiled model"])
+@pytest.mark.parametrize("path", ["bert", "bert.encoder.layer.1"])
+def test_models_with_a_wrapped_module_are_refused(name, path, group_of_two, tmp_path):
+    model = tiny_bert(layers=2)
+    container, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(container), attribute, WRAPPERS[name](model.get_submodule(path)))
+    for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
+        with pytest.raises(ValueError, match=rf"without a wrapper \(got a {name} at '{path}'\); (leave out|give it)"):
+            attach(model)
+
+
 def test_a_process_group_of_two_is_refused(group_of_two):
     with pytest.raises(ValueError, match=r"got a process group of 2\); start the script with python"):
         attach_l2l(tiny_bert(layers=2))
