@@ -161,10 +161,10 @@ def _remade(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         if not isinstance(mapping, dict | UserDict):  # a shallow copy of others may share what holds the values
             return type(mapping)(items)  # type: ignore[call-arg]
         made = copy.copy(mapping)
-    except TypeError:
+        made.update(items)
+        return made
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # and what is below them
         return items
-    made.update(items)
-    return made
 
 
 _SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
