@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
-from hf_l2l.checkpoints import last_checkpoints, load_generator, save_generator
+from hf_l2l.checkpoints import last_checkpoints, load_generator, save_generator, set_aside_interrupted
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps import EagerParamServer
 from hf_l2l.estimate import check_host_memory, estimate, summary
@@ -206,6 +206,12 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_checkpoint()
+        if resume_from_checkpoint and self.args.should_save:
+            passed_over = set_aside_interrupted(Path(self.args.output_dir))
+            if passed_over:
+                logger.warning(
+                    f"saving was interrupted in {passed_over}: training goes on from {resume_from_checkpoint}"
+                )
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)
@@ -271,14 +277,12 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _last_checkpoint(self) -> str | bool:
         """The last complete checkpoint; True if there is none at all, which transformers refuses."""
         complete, interrupted = last_checkpoints(Path(self.args.output_dir))
-        names = ", ".join(path.name for path in interrupted)
         if complete is None and interrupted:
+            names = ", ".join(path.name for path in interrupted)
             raise ValueError(
                 f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {self.args.output_dir}, "
                 f"where saving was interrupted in {names}); remove what is there, and train from the start"
             )
-        if complete is not None and interrupted:
-            logger.warning(f"saving was interrupted in {names}: training goes on from {complete}")
         return True if complete is None else str(complete)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

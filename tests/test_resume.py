@@ -70,7 +70,29 @@ def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
     with caplog.at_level("WARNING", "transformers.hf_l2l"):
         resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, whole)
-    assert "saving was interrupted in checkpoint-3: training goes on from" in caplog.text
+    said = "saving was interrupted in checkpoint-3 (renamed to interrupted-checkpoint-3): training goes on from"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["the last one", "by its folder"])
+def test_what_was_interrupted_takes_no_place_among_the_checkpoints_that_are_kept(tmp_path, named):
+    checkpoint = stopped_at_two(l2l_trainer, tmp_path)
+    for name in ("checkpoint-3", "checkpoint-9", "interrupted-checkpoint-9"):
+        (tmp_path / name).mkdir()
+    resumed = l2l_trainer(tmp_path, **SAVING, save_total_limit=2)
+    resumed.train(resume_from_checkpoint=checkpoint if named else True)
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
+        *("checkpoint-2", "checkpoint-4"),
+        *("interrupted-checkpoint-3", "interrupted-checkpoint-9", "interrupted-checkpoint-9-2"),
+    ]
+
+
+def test_a_training_that_does_not_go_on_renames_nothing(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ValueError, match="interrupted in checkpoint-3"):
+        l2l_trainer(tmp_path).train(resume_from_checkpoint=True)
+    l2l_trainer(tmp_path, max_steps=1).train()
+    assert (tmp_path / "checkpoint-3").is_dir()
 
 
 def test_without_a_complete_checkpoint_nothing_is_gone_on_from(tmp_path):
