@@ -41,7 +41,7 @@ def last_checkpoints(folder: Path) -> tuple[Path | None, list[Path]]:
 
 
 def set_aside_interrupted(folder: Path) -> str:
-    """Rename what was interrupted after the last complete checkpoint in `folder`, so that it is no checkpoint any more.
+    """Rename the interrupted checkpoints after the last complete one in `folder`, so that they count as none any more.
 
     Returns what a warning says of it; "" where nothing was renamed.
     """
