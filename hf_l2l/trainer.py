@@ -37,8 +37,18 @@ from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
+_PACKAGES_BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
+
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
+
+
+def _stacklevel_of_the_caller() -> int:
+    """The `stacklevel` of a warning that names the line from which transformers or this package was called."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES_BELOW_THE_CALLER:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
@@ -46,7 +56,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
     `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes. Other than with `Trainer`, `p.grad` is None
-    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`.
+    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`. With
+    `eps_update="eager"`, reading `p.grad` there raises RuntimeError: updates use the gradients during the backward.
 
     Raises:
         ValueError: for a model or arguments that cannot be run layer to layer.
@@ -87,7 +98,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             warnings.warn(
                 f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. "
                 "Name the classes of its layers with l2l_layer_classes to have them streamed",
-                stacklevel=3,
+                stacklevel=_stacklevel_of_the_caller(),
             )
         return False
 
@@ -198,8 +209,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @functools.wraps(Trainer.train)
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because the last update is to be finished, and nobody asks what a step waits for any more; and to
-        go on from the last checkpoint that is complete.
+        """Overridden to finish the last update, to stop measuring what steps wait for, and to go on from the last
+        complete checkpoint.
 
         Raises:
             ValueError: if the last checkpoint was asked for, and none is complete.
