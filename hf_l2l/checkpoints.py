@@ -1,4 +1,4 @@
-"""What transformers' Trainer leaves open about checkpoints: which of them are complete, and the device's generator.
+"""Checkpoints of transformers' Trainer: finds those that are complete, and saves the generators that it does not save.
 
 A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`.
 `save_total_limit` counts such a folder as a checkpoint, and would delete complete ones in its place.

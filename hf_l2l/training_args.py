@@ -191,7 +191,7 @@ def refuse_for_layers(args: Any) -> None:
     """Raise ValueError for options of the Trainer that cannot be honoured with a model that is run layer to layer.
 
     Args:
-        args: what has the options that were given as attributes; those it lacks were not.
+        args: an object whose attributes are options. An option that it has no attribute for was not given.
     """
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
