@@ -37,7 +37,8 @@ from hf_l2l.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
-_PACKAGES_BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
+_BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
+"""Packages whose lines no warning about the user's model should name."""
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -46,7 +47,7 @@ logger = logging.get_logger("transformers.hf_l2l")
 def _stacklevel_of_the_caller() -> int:
     """The `stacklevel` of a warning that names the line from which transformers or this package was called."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES_BELOW_THE_CALLER:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BELOW_THE_CALLER:
         frame, level = frame.f_back, level + 1
     return level
 
