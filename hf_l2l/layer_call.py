@@ -20,7 +20,7 @@ from hf_l2l.capture import CapturedOutputs
 from hf_l2l.copies import Copies
 from hf_l2l.placement import DeviceWeights
 from hf_l2l.splitting import Split, Ubatch
-from hf_l2l.stacks import flatten, is_cache, is_opaque, narrow, tensors_within
+from hf_l2l.stacks import flatten, is_cache, narrow, tensors_within
 from hf_l2l.stash import Stash
 
 
@@ -154,7 +154,7 @@ class LayerCall:
             ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
                 knows are made anew for each call, and key-value caches are dropped.)
         """
-        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if is_opaque(leaf)}
+        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves)}
         yield
         for position, contents in before.items():
             now = _contents(self.leaves[position])
