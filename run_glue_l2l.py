@@ -61,7 +61,7 @@ import hf_l2l
 from hf_l2l import L2LTrainer, L2LTrainingArguments
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
-from hf_l2l.hf.checkpoints import is_complete, last_checkpoints
+from hf_l2l.hf.checkpoints import is_complete, last_checkpoints, set_aside_interrupted
 from hf_l2l.hf.training_args import refuse_for_layers
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.testing import enable_simulated_accelerator
@@ -461,8 +461,8 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
             logger.warning("training starts anew, over %s; --resume_from_checkpoint True goes on from it", last)
         return None
     if str(asked).lower() == "true":
-        names = ", ".join(path.name for path in interrupted)
         if last is None and interrupted:
+            names = ", ".join(path.name for path in interrupted)
             raise ValueError(
                 "--resume_from_checkpoint True needs a complete checkpoint in output_dir (got "
                 f"{args.output_dir}, where saving was interrupted in {names}); leave the option out"
@@ -472,8 +472,6 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
                 f"--resume_from_checkpoint True needs a checkpoint in output_dir (got {args.output_dir}, with none); "
                 "name its folder, or leave the option out"
             )
-        if interrupted:
-            logger.warning("saving was interrupted in %s: training goes on from %s", names, last)
         return str(last)
     if not is_complete(Path(asked)):
         raise ValueError(
@@ -984,8 +982,14 @@ def prepare(options: Options) -> Job:
 
 def run_training(job: Job) -> dict[str, float]:
     """Train; save the model, the metrics and the trainer's state."""
-    trainer = job.trainer
-    result = trainer.train(resume_from_checkpoint=job.options.training.resume_from_checkpoint)
+    trainer, args = job.trainer, job.options.training
+    if args.resume_from_checkpoint and args.should_save:
+        passed_over = set_aside_interrupted(Path(args.output_dir))
+        if passed_over:
+            logger.warning(
+                "saving was interrupted in %s: training goes on from %s", passed_over, args.resume_from_checkpoint
+            )
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = {**result.metrics, **job.memory.metrics(), "train_samples": len(trainer.train_dataset)}
     trainer.save_model()  # the tokenizer, too
     trainer.log_metrics("train", metrics)

@@ -265,11 +265,13 @@ def _check_device(device: torch.device | str) -> None:
 def _check_layer_classes(classes: object) -> None:
     name = option("layer_classes")
     if isinstance(classes, str):
-        raise ValueError(f"{name} must be a tuple of class names (got the string {classes!r}); write ({classes!r},)")
+        raise ValueError(
+            f"{name} must be a tuple or list of class names (got the string {classes!r}); write ({classes!r},)"
+        )
     if not isinstance(classes, tuple | list) or not classes or not all(isinstance(c, str) for c in classes):
         raise ValueError(
-            f"{name} must be a tuple of class names (got {classes!r}); write ('MyBlock',), or leave it out to have "
-            "the stacks found"
+            f"{name} must be a tuple or list of class names (got {classes!r}); write ('MyBlock',), or leave it out to "
+            "have the stacks found"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -18,6 +17,7 @@ pytest.register_assert_rewrite("families", "glue_script", "parity_cases", "train
 
 import torch
 import transformers
+from _pytest.mark.expression import Expression
 from accelerate.state import AcceleratorState, GradientState
 
 from hf_l2l.runtime import observer as watching
@@ -58,6 +58,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    if re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is None:
+    asked = Expression.compile(config.option.markexpr)
+    if not asked.evaluate(lambda name, **_: name == "gpu") or asked.evaluate(lambda *_, **__: False):
         # The Makefile does so, too. From here on as well, since nothing has asked CUDA for its devices yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

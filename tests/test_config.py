@@ -82,7 +82,7 @@ def test_the_stash_message_has_rule_value_and_remedy(value):
 
 
 def test_the_layer_classes_message_has_rule_value_and_remedy():
-    message = "layer_classes must be a tuple of class names (got the string 'Block'); write ('Block',)"
+    message = "layer_classes must be a tuple or list of class names (got the string 'Block'); write ('Block',)"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         L2LConfig(layer_classes="Block")
     assert L2LConfig(layer_classes=("Block", "Other")).layer_classes == ("Block", "Other")
@@ -151,9 +151,11 @@ def test_gradient_slots_are_one_or_two(value):
         L2LConfig(gradient_slots=value)
 
 
-@pytest.mark.parametrize("value", [5, (), ("Block", 5), [None], {"Block"}, True])
+@pytest.mark.parametrize("value", [5, (), [], ("Block", 5), [None], {"Block"}, True])
 def test_layer_classes_are_words(value):
-    message = f"layer_classes must be a tuple of class names (got {value!r}); write ('MyBlock',), or leave it out to"
+    message = (
+        f"layer_classes must be a tuple or list of class names (got {value!r}); write ('MyBlock',), or leave it out to"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         L2LConfig(layer_classes=value)
 

@@ -21,7 +21,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.compute_state import AutocastState
-from hf_l2l.runtime.tensors import flatten, is_cache, is_opaque, narrow, tensors_within
+from hf_l2l.runtime.tensors import flatten, is_cache, narrow, tensors_within
 
 
 @dataclass
@@ -154,7 +154,7 @@ class LayerCall:
             ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
                 knows are made anew for each call, and key-value caches are dropped.)
         """
-        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if is_opaque(leaf)}
+        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves)}
         yield
         for position, contents in before.items():
             now = _contents(self.leaves[position])

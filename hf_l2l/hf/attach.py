@@ -75,15 +75,22 @@ class _Forward(Replacement):
 
 
 class _PlainState(Replacement):
-    """Stands in for `Module.__getstate__`: a deep copy or pickle is a module that has no hook, and that anyone can
-    load. Accelerate's own forward could not be pickled, and hooks know of locks and threads."""
+    """Stands in for `Module.__getstate__`: a deep copy or pickle has no hook, and the forward that the module had
+    before it was attached. Accelerate's own forward cannot be pickled, and hooks refer to locks and threads."""
 
     __slots__ = ()
     left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__")
 
     def __call__(self) -> Any:
         state = self.original()
-        return {k: v for k, v in state.items() if k not in self.left_out} if isinstance(state, dict) else state
+        if not isinstance(state, dict):
+            return state
+        plain = {k: v for k, v in state.items() if k not in self.left_out}
+        module: Any = self.module
+        forward = module._old_forward.original
+        if forward != bound_method(module, "forward"):  # but one of the instance
+            plain["forward"] = forward
+        return plain
 
 
 class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types

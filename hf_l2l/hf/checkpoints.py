@@ -1,6 +1,7 @@
-"""What transformers' Trainer leaves open about checkpoints: which of them are complete, and the device's generator.
+"""Checkpoints of transformers' Trainer: finds those that are complete, and saves the generators that it does not save.
 
 A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`.
+`save_total_limit` counts such a folder as a checkpoint, and would delete complete ones in its place.
 """
 
 from __future__ import annotations
@@ -37,6 +38,21 @@ def last_checkpoints(folder: Path) -> tuple[Path | None, list[Path]]:
             return steps[step], interrupted
         interrupted.append(steps[step])
     return None, interrupted
+
+
+def set_aside_interrupted(folder: Path) -> str:
+    """Rename the interrupted checkpoints after the last complete one in `folder`, so that they count as none any more.
+
+    Returns what a warning says of it; "" where nothing was renamed.
+    """
+    renamed = []
+    for path in last_checkpoints(folder)[1]:
+        target, number = folder / f"interrupted-{path.name}", 1
+        while target.exists():
+            number += 1
+            target = folder / f"interrupted-{path.name}-{number}"
+        renamed.append((path.name, path.rename(target).name))
+    return ", ".join(f"{old} (renamed to {new})" for old, new in renamed)
 
 
 def save_generator(checkpoint: Path, device: torch.device) -> None:

@@ -43,15 +43,21 @@ def refuse_placed(model: nn.Module) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise ValueError if `model` is wrapped in something that runs it otherwise."""
-    compiled = type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
-    if compiled or isinstance(model, DataParallel | DistributedDataParallel):
-        name, remedy = (
-            ("compiled model", "leave out torch.compile")
-            if compiled
-            else (type(model).__name__, "give it the model inside, in one process")
-        )
-        raise ValueError(f"L2L runs the layers of the model itself, without a wrapper (got a {name}); {remedy}")
+    """Raise ValueError if `model`, or a module in it, is wrapped in something that runs it otherwise."""
+    for path, module in model.named_modules():
+        # A module that was compiled in place is called as it was before, unless it is the model itself.
+        in_place = module is model and getattr(model, "_compiled_call_impl", None) is not None
+        compiled = in_place or type(module).__name__ == "OptimizedModule"
+        if compiled or isinstance(module, DataParallel | DistributedDataParallel):
+            name, remedy = (
+                ("compiled model", "leave out torch.compile")
+                if compiled
+                else (type(module).__name__, "give it the model inside, in one process")
+            )
+            where = f" at {path!r}" if path else ""
+            raise ValueError(
+                f"L2L runs the layers of the model itself, without a wrapper (got a {name}{where}); {remedy}"
+            )
 
 
 def move_to_host(model: nn.Module) -> None:

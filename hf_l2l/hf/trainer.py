@@ -26,7 +26,7 @@ from transformers.utils import logging
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
-from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator
+from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator, set_aside_interrupted
 from hf_l2l.hf.preparation import move_to_host
 from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_layers
 from hf_l2l.model.precision import copy_as
@@ -37,8 +37,19 @@ from hf_l2l.report.memory_estimate import check_host_memory, estimate, summary
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
+_BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
+"""Packages whose lines no warning about the user's model should name."""
+
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
+
+
+def _stacklevel_of_the_caller() -> int:
+    """The `stacklevel` of a warning that names the line from which transformers or this package was called."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BELOW_THE_CALLER:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
@@ -46,7 +57,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
     `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes. Other than with `Trainer`, `p.grad` is None
-    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`.
+    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`. With
+    `eps_update="eager"`, reading `p.grad` there raises RuntimeError: updates use the gradients during the backward.
 
     Raises:
         ValueError: for a model or arguments that cannot be run layer to layer.
@@ -87,7 +99,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             warnings.warn(
                 f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. "
                 "Name the classes of its layers with l2l_layer_classes to have them streamed",
-                stacklevel=3,
+                stacklevel=_stacklevel_of_the_caller(),
             )
         return False
 
@@ -198,14 +210,20 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @functools.wraps(Trainer.train)
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because the last update is to be finished, and nobody asks what a step waits for any more; and to
-        go on from the last checkpoint that is complete.
+        """Overridden to finish the last update, to stop measuring what steps wait for, and to go on from the last
+        complete checkpoint.
 
         Raises:
             ValueError: if the last checkpoint was asked for, and none is complete.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_checkpoint()
+        if resume_from_checkpoint and self.args.should_save:
+            passed_over = set_aside_interrupted(Path(self.args.output_dir))
+            if passed_over:
+                logger.warning(
+                    f"saving was interrupted in {passed_over}: training goes on from {resume_from_checkpoint}"
+                )
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)
@@ -271,14 +289,12 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def _last_checkpoint(self) -> str | bool:
         """The last complete checkpoint; True if there is none at all, which transformers refuses."""
         complete, interrupted = last_checkpoints(Path(self.args.output_dir))
-        names = ", ".join(path.name for path in interrupted)
         if complete is None and interrupted:
+            names = ", ".join(path.name for path in interrupted)
             raise ValueError(
                 f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {self.args.output_dir}, "
                 f"where saving was interrupted in {names}); remove what is there, and train from the start"
             )
-        if complete is not None and interrupted:
-            logger.warning(f"saving was interrupted in {names}: training goes on from {complete}")
         return True if complete is None else str(complete)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

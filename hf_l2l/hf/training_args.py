@@ -136,7 +136,8 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         default=True,
         metadata={
             "help": "Log what steps wait for, and tokens per second (l2l_wait_*_s, l2l_bound, l2l_tokens_per_s). "
-            "Without them, equal runs have equal checkpoints, trainer_state.json included."
+            "Without them, equal runs have equal checkpoints, trainer_state.json included but for transformers' own "
+            "times of evaluations."
         },
     )
     l2l_layer_classes: list[str] | None = field(
@@ -172,7 +173,7 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     if not isinstance(log_times, bool):
         raise ValueError(
             f"l2l_log_times must be True or False (got {log_times!r}); False leaves times out of the logs, so that "
-            "those of equal runs are equal"
+            "those of equal runs are equal but for transformers' own times of evaluations"
         )
     if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(
@@ -190,7 +191,7 @@ def refuse_for_layers(args: Any) -> None:
     """Raise ValueError for options of the Trainer that cannot be honoured with a model that is run layer to layer.
 
     Args:
-        args: what has the options that were given as attributes; those it lacks were not.
+        args: an object whose attributes are options. An option that it has no attribute for was not given.
     """
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),

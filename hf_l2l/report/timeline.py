@@ -56,10 +56,11 @@ class _Noted(NamedTuple):
 
 
 class Timeline:
-    """The timeline of one engine. It is kept while somebody looks: a trace file, or who has called `watch`.
+    """The timeline of one engine. It is kept for a trace file, and from `watch` to `unwatch`.
 
-    While nobody does, it only tells where a sweep of the first step is if that takes long. Times are those of the
-    sweep: whether earlier ones are of the same step is known only when it ends.
+    At other times it only warns where a sweep of the first step is, if that sweep takes long. The seconds in such a
+    warning are those of the sweep that is under way. They leave out earlier sweeps of the step: while gradients are
+    accumulated, it is not known before the step ends which sweeps belong to it.
     """
 
     def __init__(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
+import types
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 
@@ -69,10 +72,10 @@ def _remade(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         if not isinstance(mapping, dict | UserDict):  # a shallow copy of others may share what holds the values
             return type(mapping)(items)  # type: ignore[call-arg]
         made = copy.copy(mapping)
-    except TypeError:
+        made.update(items)
+        return made
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # and what is below them
         return items
-    made.update(items)
-    return made
 
 
 _SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -83,23 +86,51 @@ def is_opaque(leaf: Any) -> bool:
     return not isinstance(leaf, (torch.Tensor, *_SPLITTABLE)) and not callable(leaf)
 
 
-def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors that an object holds, in containers and attributes."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if not is_opaque(value) or id(value) in seen:
-        return
-    seen.add(id(value))
+OBJECTS_LOOKED_AT = 4096
+"""How many objects `tensors_within` looks at, since a layer's arguments are looked through at each call."""
+
+_WITHOUT_TENSORS = (
+    *_SPLITTABLE,
+    nn.Module,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+"""Types whose objects hold no tensors that a layer is given: words and numbers, code, and modules with weights."""
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an object holds, in containers and attributes: those of the `OBJECTS_LOOKED_AT` objects that
+    are reached in the fewest steps. The order of tensors does not depend on what else the object holds."""
+    waiting, seen, taken = deque([value]), dict[int, Any](), 1
+    while waiting:
+        each = waiting.popleft()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif not isinstance(each, _WITHOUT_TENSORS) and id(each) not in seen:
+            seen[id(each)] = each  # which keeps it alive, so that its id stays its own
+            inner = list(islice(_inside(each), OBJECTS_LOOKED_AT - taken))
+            taken += len(inner)
+            waiting.extend(inner)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What the attributes of an object are, those in slots included, and what it contains."""
+    yield from getattr(value, "__dict__", {}).values()
+    for base in type(value).__mro__:
+        for slot in vars(base).values():
+            if isinstance(slot, types.MemberDescriptorType) and slot.__name__ != "__dict__":
+                try:
+                    held = slot.__get__(value)
+                except AttributeError:  # it has no value yet
+                    continue
+                yield held
     if isinstance(value, Mapping):
-        inner: Iterable[Any] = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        inner = value
-    else:
-        inner = getattr(value, "__dict__", {}).values()
-    for each in inner:
-        yield from tensors_within(each, seen)
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from value
 
 
 def narrow(tensor: torch.Tensor, dim: int | None, rows: int, start: int, stop: int) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Exceptions of a backward on "sim" reach who called it, as they do on other devices.
 
-While a C++ exception leaves a node of autograd, torch sets the stream of before, and asks its guard of the device for
-its type. A device written in Python has Python asked. Where the exception came from Python and is still pending (of a
-tensor hook, or of an operation on "sim", but not of a `torch.autograd.Function`), that call fails for it, in a
-destructor, which ends the process. So what is pending is taken away, and raised where the backward was called.
+While a C++ exception leaves a node of autograd, torch sets the stream that was current before the node, and calls the
+device's guard to get the device type. A device written in Python has Python asked. Where the exception came from
+Python and is still pending (of a tensor hook, or of an operation on "sim", but not of a `torch.autograd.Function`),
+that call fails for it, in a destructor, which ends the process. So what is pending is taken away, and raised where the
+backward was called.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 _KEY = "hf_l2l.testing: exceptions taken"  # of what torch takes along from the thread that calls a backward
 
-# What is called through `pythonapi` raises what is pending, whoever set it; this one does nothing else.
+# A call through `pythonapi` raises the exception that is pending, whatever set it. This function does nothing else.
 _raise_pending = ctypes.PYFUNCTYPE(None)(("PyErr_Occurred", ctypes.pythonapi))
 
 

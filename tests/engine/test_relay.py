@@ -14,6 +14,7 @@ from torch import nn
 
 from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.runtime.tensors import OBJECTS_LOOKED_AT, tensors_within
 
 FLOAT64 = TOLERANCE[torch.float64]
 
@@ -290,6 +291,10 @@ class WritingLayer(nn.Module):
             shared["given"] = out
         elif self.how == "an attribute" and shared is not None:
             shared.inner = [out]
+        elif self.how == "the end":
+            while shared.inner is not None:
+                shared = shared.inner
+            shared.inner = out
         return out
 
 
@@ -313,6 +318,77 @@ def test_a_layer_that_trains_must_not_write_tensors_into_its_arguments(how):
         model(torch.ones(3, 4), shared)
     with torch.no_grad():
         model(torch.ones(3, 4), shared)
+
+
+class Slotted:
+    __slots__ = ("__hidden", "unset")
+
+    @property
+    def inner(self) -> Any:
+        return self.__hidden
+
+    @inner.setter
+    def inner(self, value: Any) -> None:
+        self.__hidden = value
+
+
+class OfSlotted(Slotted):
+    __slots__ = "later"
+
+
+class CallableMapping(UserDict):  # type: ignore[type-arg]
+    def __call__(self) -> None:
+        raise AssertionError("an argument is not called to see what it holds")
+
+
+class CallableObject(types.SimpleNamespace):
+    def __call__(self) -> None:
+        raise AssertionError("an argument is not called to see what it holds")
+
+
+def chain(length: int) -> types.SimpleNamespace:
+    inner = None
+    for _ in range(length):
+        inner = types.SimpleNamespace(inner=inner)
+    return inner
+
+
+@pytest.mark.parametrize(
+    "how, make",
+    [
+        ("an attribute", OfSlotted),
+        ("gains", CallableMapping),
+        ("changes", lambda: CallableMapping(given=torch.ones(2))),
+        ("an attribute", CallableObject),
+        ("the end", lambda: chain(3000)),
+    ],
+    ids=["slots", "callable mapping gains", "callable mapping changes", "callable object", "long chain"],
+)
+def test_tensors_that_a_layer_writes_are_found_in_any_object(how, make):
+    model = Writers(how)
+    attach_l2l(model, L2LConfig(layer_classes=("WritingLayer",)))
+    with pytest.raises(ValueError, match=r"a WritingLayer wrote to 'shared'\); train this model without L2L"):
+        model(torch.ones(3, 4), make())
+
+
+def test_what_a_large_object_holds_is_looked_at_in_part():
+    looked_at = []
+
+    class Words(UserDict):  # type: ignore[type-arg]
+        def values(self) -> Any:
+            for word in super().values():
+                looked_at.append(word)
+                yield word
+
+    words = Words({str(i): str(i) for i in range(20_000)})
+    given = types.SimpleNamespace(words=words, given=torch.ones(2), scale=torch.ones(3))
+    assert [len(t) for t in tensors_within(given)] == [2, 3]
+    assert 0 < len(looked_at) <= OBJECTS_LOOKED_AT
+
+
+@pytest.mark.parametrize("argument", [nn.Linear(2, 2), torch.relu, nn.Linear(2, 2).forward, nn.Linear, torch, "word"])
+def test_code_and_modules_are_not_looked_into(argument):
+    assert not list(tensors_within(types.SimpleNamespace(argument=argument)))
 
 
 def test_a_layer_may_be_given_objects_that_hold_tensors():

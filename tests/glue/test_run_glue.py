@@ -250,13 +250,19 @@ def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, cap
     caplog.clear()
     resumed = run_glue_l2l.parse_options(half(resume_from_checkpoint=True)).training.resume_from_checkpoint
     assert resumed == str(tmp_path / "half" / "out" / "checkpoint-4")
-    assert f"saving was interrupted in checkpoint-6, checkpoint-5: training goes on from {resumed}" in caplog.text
     with pytest.raises(ValueError, match="complete trainer_state.json in .*checkpoint-6"):
         run_glue_l2l.parse_options(half(resume_from_checkpoint=tmp_path / "half" / "out" / "checkpoint-6"))
 
     caplog.clear()
     run_glue_l2l.parse_options(half())
     assert f"training starts anew, over {tmp_path / 'half' / 'out' / 'checkpoint-4'}" in caplog.text
+
+    caplog.clear()
+    assert (tmp_path / "half" / "out" / "checkpoint-6").is_dir()  # until training goes on
+    run_glue_l2l.main([*half(resume_from_checkpoint=True), "--trainer", "hf"])
+    passed_over = ", ".join(f"checkpoint-{step} (renamed to interrupted-checkpoint-{step})" for step in (6, 5))
+    assert f"saving was interrupted in {passed_over}: training goes on from {resumed}" in caplog.text
+    assert not (tmp_path / "half" / "out" / "checkpoint-6").exists()
 
 
 @needs_datasets

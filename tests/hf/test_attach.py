@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -159,6 +160,34 @@ def test_a_copy_is_a_detached_model(by):
     assert_same_bits(gradients(other), expected)
     attach_l2l(other, L2LConfig(ubatch_size=2))
     detach_l2l(other)
+
+
+def doubled_output(self, *args, **kwargs):
+    return type(self).forward(self, *args, **kwargs) * 2
+
+
+@pytest.mark.parametrize("path", ["bert.encoder.layer.0", "classifier"])
+def test_a_copy_has_the_forward_that_an_instance_was_given(path):
+    model = bert()
+    patched = model.get_submodule(path)
+    patched.forward = types.MethodType(doubled_output, patched)
+    batch = batch_for(model)
+    loss, expected = reference(model, batch)
+    attach_l2l(model)
+    other = copy.deepcopy(model)
+    assert other.get_submodule(path).forward.__self__ is other.get_submodule(path)
+    assert torch.equal(train_once(other, batch), loss)
+    assert_same_bits(gradients(other), expected)
+
+
+def test_a_copy_of_a_prepared_model_is_plain():
+    """Where Accelerate computes in bf16, it wraps the hook's forward, and keeps that in an attribute."""
+    model = bert()
+    attach_l2l(model)
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    assert "_original_forward" in vars(prepared)
+    names = set(vars(pickle.loads(pickle.dumps(prepared))))  # noqa: S301  # our own bytes
+    assert not names & {"_hf_hook", "_old_forward", "_original_forward", "forward"}
 
 
 def test_pickles_that_name_bound_method_can_be_loaded():
@@ -389,6 +418,17 @@ def test_wrapped_models_are_refused(name, group_of_two, tmp_path):
     model = WRAPPERS[name](tiny_bert(layers=2))
     for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
         with pytest.raises(ValueError, match=rf"without a wrapper \(got a {name.strip()}\); (leave out|give it)"):
+            attach(model)
+
+
+@pytest.mark.parametrize("name", ["DataParallel", "DistributedDataParallel", "compiled model"])
+@pytest.mark.parametrize("path", ["bert", "bert.encoder.layer.1"])
+def test_models_with_a_wrapped_module_are_refused(name, path, group_of_two, tmp_path):
+    model = tiny_bert(layers=2)
+    container, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(container), attribute, WRAPPERS[name](model.get_submodule(path)))
+    for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
+        with pytest.raises(ValueError, match=rf"without a wrapper \(got a {name} at '{path}'\); (leave out|give it)"):
             attach(model)
 
 

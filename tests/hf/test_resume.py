@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,29 @@ def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
     with caplog.at_level("WARNING", "transformers.hf_l2l"):
         resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, whole)
-    assert "saving was interrupted in checkpoint-3: training goes on from" in caplog.text
+    said = "saving was interrupted in checkpoint-3 (renamed to interrupted-checkpoint-3): training goes on from"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["the last one", "by its folder"])
+def test_what_was_interrupted_takes_no_place_among_the_checkpoints_that_are_kept(tmp_path, named):
+    checkpoint = stopped_at_two(l2l_trainer, tmp_path)
+    for name in ("checkpoint-3", "checkpoint-9", "interrupted-checkpoint-9"):
+        (tmp_path / name).mkdir()
+    resumed = l2l_trainer(tmp_path, **SAVING, save_total_limit=2)
+    resumed.train(resume_from_checkpoint=checkpoint if named else True)
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
+        *("checkpoint-2", "checkpoint-4"),
+        *("interrupted-checkpoint-3", "interrupted-checkpoint-9", "interrupted-checkpoint-9-2"),
+    ]
+
+
+def test_a_training_that_does_not_go_on_renames_nothing(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ValueError, match="interrupted in checkpoint-3"):
+        l2l_trainer(tmp_path).train(resume_from_checkpoint=True)
+    l2l_trainer(tmp_path, max_steps=1).train()
+    assert (tmp_path / "checkpoint-3").is_dir()
 
 
 def test_without_a_complete_checkpoint_nothing_is_gone_on_from(tmp_path):
@@ -142,29 +165,29 @@ def test_training_leaves_the_loaded_file_as_it_was(tmp_path):
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
-TIMED_BY_TRANSFORMERS = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+TIMED_BY_TRANSFORMERS = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
-def history(of) -> list[dict[str, float]]:
+def state_without_their_times(of) -> dict[str, Any]:
     written = json.loads((of / "checkpoint-4" / "trainer_state.json").read_text())
-    return [{k: v for k, v in entry.items() if k not in TIMED_BY_TRANSFORMERS} for entry in written["log_history"]]
+    history = [{k: v for k, v in e.items() if k not in TIMED_BY_TRANSFORMERS} for e in written["log_history"]]
+    return {**written, "log_history": history}
 
 
 def test_equal_runs_have_equal_histories_without_times(tmp_path):
-    options = {**SAVING, "l2l_log_times": False, "l2l_nonfinite": "skip"}
+    options = {**SAVING, "l2l_log_times": False, "l2l_nonfinite": "skip", "eval_strategy": "steps", "eval_steps": 2}
     for name in ("once", "again"):
         l2l_trainer(tmp_path / name, **options).train()
     checkpoint = stopped_at_two(l2l_trainer, tmp_path / "parts", **options)
     l2l_trainer(tmp_path / "parts", model=tiny_bert(), **options).train(resume_from_checkpoint=checkpoint)
-    once, again, parts = (history(tmp_path / name) for name in ("once", "again", "parts"))
+    once, again, parts = (state_without_their_times(tmp_path / name) for name in ("once", "again", "parts"))
     assert once == again == parts
-    assert {key for entry in once for key in entry} == {
-        *("epoch", "grad_norm", "learning_rate", "loss", "skipped_steps", "step")
+    assert {key for entry in once["log_history"] for key in entry} == {
+        *("epoch", "eval_loss", "grad_norm", "learning_rate", "loss", "skipped_steps", "step")
     }
-    states = [(tmp_path / n / "checkpoint-4" / "trainer_state.json").read_bytes() for n in ("once", "again", "parts")]
-    assert states[0] == states[1] == states[2]
 
 
 def test_times_are_logged_unless_they_are_not_wanted(tmp_path):
     l2l_trainer(tmp_path, **SAVING).train()
-    assert {"l2l_wait_upload_s", "l2l_bound", "l2l_tokens_per_s"} <= {k for e in history(tmp_path) for k in e}
+    logged = {key for entry in state_without_their_times(tmp_path)["log_history"] for key in entry}
+    assert {"l2l_wait_upload_s", "l2l_bound", "l2l_tokens_per_s"} <= logged

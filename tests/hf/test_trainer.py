@@ -223,6 +223,30 @@ def test_a_model_without_layers_trains_as_with_trainer(tmp_path):
     assert_same_run_without_evaluation(found, expected)
 
 
+def test_the_warning_of_a_missing_stack_names_the_line_that_makes_the_trainer(tmp_path):
+    args = arguments(hf.TrainingArguments, tmp_path)
+    with pytest.warns(UserWarning, match="no stack of layers") as said:
+        line = inspect.currentframe().f_lineno + 1
+        L2LTrainer(flat(), args, train_dataset=rows())
+    [warning] = [w for w in said if "no stack" in str(w.message)]
+    assert (warning.filename, warning.lineno) == (__file__, line)
+
+
+def test_with_eager_updates_a_callback_cannot_read_gradients(tmp_path):
+    refused = []
+
+    class Look(hf.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for p in model.parameters():
+                with pytest.raises(RuntimeError, match="has used this gradient during backward"):
+                    _ = p.grad
+                refused.append(p)
+
+    made = l2l_trainer(tmp_path, eps_update="eager", max_grad_norm=0.0, callbacks=[Look()])
+    made.train()
+    assert len(refused) == 4 * len(list(made.model.parameters()))
+
+
 @pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
 @pytest.mark.parametrize(
     "options", [{"fp16_full_eval": True}, {"bf16_full_eval": True}, {"torch_compile_backend": "eager"}], ids=str

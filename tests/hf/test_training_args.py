@@ -248,7 +248,7 @@ def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
 
 
 def test_a_string_of_layer_classes_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must be a tuple of class names \(got the string 'Block'\)"):
+    with pytest.raises(ValueError, match=r"must be a tuple or list of class names \(got the string 'Block'\)"):
         arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes="Block")
 
 

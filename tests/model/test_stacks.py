@@ -353,6 +353,22 @@ class Particular(Frozen):
         super().__init__(of)
 
 
+class Locked(dict):
+    """Made once, and then read only."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("this mapping is locked")
+
+
+class Checked(Frozen):
+    """Takes certain values only."""
+
+    def __init__(self, data, *, error=None):
+        if error is None and any(isinstance(value, torch.Tensor) and value.sum() for value in data.values()):
+            raise ValueError("values must be zero")
+        super().__init__(data)
+
+
 def labelled(data):
     made = Labelled(data)
     made.label = "mine"
@@ -365,6 +381,8 @@ MAPPINGS = {
     "dict": (labelled, Labelled),
     "proxy": (MappingProxyType, MappingProxyType),
     "frozen": (Frozen, Frozen),
+    "locked": (Locked, dict),
+    "checked": (lambda data: Checked(data, error="none"), dict),
     "particular": (lambda data: Particular(of=data), dict),
 }
 
