@@ -271,7 +271,7 @@ print("trained")
 
 def test_the_sanitizer_finds_no_race():
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(here / "helpers"), str(here.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", SANITIZED], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -182,8 +182,8 @@ while True:
 )
 def test_a_signal_ends_the_program(mode, seconds, sent):
     """Also while an update takes for ever."""
-    here = Path(__file__).parent
-    code = SCRIPT.format(paths=[str(here), str(here.parent)], mode=mode, seconds=seconds)
+    root = Path(__file__).parents[2]
+    code = SCRIPT.format(paths=[str(root / "tests" / "helpers"), str(root)], mode=mode, seconds=seconds)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None and program.stderr is not None
         assert program.stdout.readline() == b"updating\n"
