@@ -289,7 +289,7 @@ def test_the_picture(drawn, hf, l2l, tmp_path):
 
 
 def test_importing_it_does_not_import_matplotlib():
-    code = "import sys, hf_l2l.compare; print('matplotlib' in sys.modules)"
+    code = "import sys, hf_l2l.glue.compare; print('matplotlib' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
