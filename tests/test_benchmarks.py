@@ -336,6 +336,19 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path):
     assert "--tokens" in done.stdout
 
 
+def test_host_overhead_runs_as_a_script():
+    """In a process of its own, since it takes the CPU for a device with streams."""
+    asked = [sys.executable, str(FOLDER / "host_overhead.py"), "--rounds", "1", "--depths", "1", "2"]
+    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines[0].split() == "microseconds checkpointing fp32 bf16 fp32, 4 micro-batches".split()
+    found = json.loads(last)
+    assert found["environment"]["command"].startswith("OMP_NUM_THREADS=1 python benchmarks/host_overhead.py")
+    assert all(case["step"] > 0 for case in found["microseconds"].values())
+
+
 def test_bytes_on_the_cpu_are_accounted_and_not_measured(unchecked, capsys):
     options = ["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "trainer", "deferred"]
     plain, l2l = throughput.main(options)["rows"]
