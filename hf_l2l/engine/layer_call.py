@@ -154,7 +154,7 @@ class LayerCall:
             ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
                 knows are made anew for each call, and key-value caches are dropped.)
         """
-        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves)}
+        before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if leaf is not None}  # None: a tensor
         yield
         for position, contents in before.items():
             now = _contents(self.leaves[position])

@@ -199,6 +199,9 @@ class Timeline:
     @contextmanager
     def at(self, layer: nn.Module) -> Iterator[None]:
         """Inside, the sweep is at `layer`, which is waited for, computes, or is learned about."""
+        if self._sweep is None:  # as in every step but the first
+            yield
+            return
         place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({self._name(layer)})"
         self._go(place)
         yield
