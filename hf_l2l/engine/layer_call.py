@@ -13,25 +13,31 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.engine.anchor import FUNCTIONAL_CALL
-from hf_l2l.engine.device_weights import DeviceWeights
-from hf_l2l.engine.splitting import Split, Ubatch
+from hf_l2l.engine.device_weights import uploaded
 from hf_l2l.engine.stash import Stash
+from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.compute_state import AutocastState
-from hf_l2l.runtime.tensors import flatten, is_cache, narrow, tensors_within
+from hf_l2l.runtime.stream import RngState
+from hf_l2l.runtime.tensors import flatten, is_cache, tensors_within
+
+FUNCTIONAL_CALL = (
+    "torch.func.functional_call, which replaces them for one call, is for torch.no_grad() only under L2L: write the "
+    "values into the parameters, or train this model without L2L"
+)
 
 
-@dataclass
+@dataclass(slots=True)
 class LayerCall:
     """One call of one layer: how to run it on some rows, and what it returns.
 
-    Holds no tensors but generator states and the layer's own parameters.
+    Holds no tensors but generator states.
     """
 
-    layer: nn.Module
+    unit: MasterUnit
     forward: Callable[..., Any]
     leaves: list[Any]
     """The arguments, flattened; tensors are replaced by None."""
@@ -39,38 +45,49 @@ class LayerCall:
     spec: pytree.TreeSpec
     device: torch.device
     autocast: AutocastState
-    travelling: Copies
+    copies: Copies
     before: LayerCall | None = None
     """The call before, which is the next one of the backward sweep."""
+    fetched_in_forward: MasterUnit | None = None
+    """The layer that travels while this one computes in the forward sweep."""
+    fetched_in_backward: MasterUnit | None = None
+    """The one in the backward sweep."""
     in_graph: bool = False
     """Whether a backward can reach it."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Its tensor arguments in the stash, as long as its graph lives."""
     split: Split | None = None
-    rng: list[stream.RngState | None] = field(default_factory=list)
+    rng: list[RngState | None] = field(default_factory=list)
     """Per ubatch, the generators before it ran; None where it drew nothing."""
-    weights: list[tuple[nn.Parameter, int]] = field(default_factory=list)
-    """The layer's, with their versions, as the forward found them."""
+    versions: list[int] = field(default_factory=list)
+    """Of the layer's parameters, as the forward found them."""
     captured_keys: tuple[str, ...] | None = None
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
     """The outputs, flattened; tensors are replaced by None."""
     output_positions: list[int] = field(default_factory=list)
+    output_kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    """Of the tensor outputs, with all rows."""
 
     @classmethod
     def of(
         cls,
-        layer: nn.Module,
+        unit: MasterUnit,
         forward: Callable[..., Any],
         arguments: list[Any],
         spec: pytree.TreeSpec,
         device: torch.device,
-        travelling: Copies,
+        copies: Copies,
     ) -> LayerCall:
         """A call with these flattened arguments, under the autocast settings of now."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
-        return cls(layer, forward, static, positions, spec, device, AutocastState.current(device), travelling)
+        return cls(unit, forward, static, positions, spec, device, AutocastState.current(device), copies)
+
+    @property
+    def layer(self) -> nn.Module:
+        """The layer that is called."""
+        return self.unit.module
 
     @property
     def input_dims(self) -> Sequence[int | None]:
@@ -110,7 +127,7 @@ class LayerCall:
         return [outputs[i] for i in self.output_positions]
 
     def assemble(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the layer returns, from its tensor outputs; what was captured inside goes on to whoever collects it."""
+        """What the layer returns, from its tensor outputs; what was captured inside goes to the model's collector."""
         assert self.output_spec is not None
         leaves = list(self.output_leaves)
         for position, tensor in zip(self.output_positions, outputs, strict=True):
@@ -121,9 +138,7 @@ class LayerCall:
 
     def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch | None) -> list[torch.Tensor]:
         """Views of the rows `ubatch` of the tensor arguments."""
-        if ubatch is None or self.split is None:
-            return list(tensors)
-        return self.split.inputs.rows_of(tensors, self.split.rows, *ubatch)
+        return list(tensors) if ubatch is None or self.split is None else self.split.input_rows(tensors, ubatch)
 
     def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the layer once without a graph or a trace: how the splitter learns about its outputs.
@@ -131,7 +146,7 @@ class LayerCall:
         In training mode where the layer draws no random numbers, so that what rows do to each other shows; otherwise
         in evaluation mode, since dropout would make results differ that are the same.
         """
-        weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False, travelling=self.travelling)
+        weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
         with (
             torch.no_grad(),
             stream.rng_state_kept(self.device),
@@ -173,19 +188,25 @@ class LayerCall:
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         return next((name for name, value in named.items() if position in pytree.tree_leaves(value)), str(position))
 
-    def remember_weights(self) -> None:
-        """Remember what `check_weights_unchanged` is to find."""
-        self.weights = [(p, p._version) for p in self.layer.parameters()]
+    def check_number(self, outputs: Sequence[torch.Tensor], expected: int, remedy: str) -> None:
+        """Raise RuntimeError if the layer returned other outputs than it did, or than one of its kind did."""
+        if len(outputs) != expected:
+            raise RuntimeError(
+                f"a layer must return the same number of tensors in all its ubatches, and when it is recomputed (a "
+                f"{type(self.layer).__name__} returned {len(outputs)} after {expected}, captured ones included); "
+                f"{remedy}"
+            )
 
     def check_weights_unchanged(self) -> None:
         """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
-        now, name = list(self.layer.parameters()), type(self.layer).__name__
-        if len(now) != len(self.weights) or any(p is not q for p, (q, _) in zip(now, self.weights, strict=True)):
+        name = type(self.layer).__name__
+        if not self.unit.has_its_parameters():
             raise RuntimeError(
                 f"a layer must have the same parameters in its forward and its backward (those of a {name} were "
                 f"replaced in between); {FUNCTIONAL_CALL}"
             )
-        if any(p._version != version for p, version in self.weights):
+        self.unit.wait()  # an update changes the versions
+        if self.unit.versions() != self.versions:
             raise RuntimeError(
                 f"the weights of a layer must not change between its forward and its backward (a {name} was changed "
                 "in place); run backward before optimizer.step(), load_state_dict or other writes"
@@ -232,7 +253,7 @@ class InputGradients:
             whole = self.total[i]
             if whole is None:
                 whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
-            narrow(whole, self.call.input_dims[i], self.call.split.rows, *ubatch).copy_(leaf.grad)
+            self.call.split.rows_of_input(whole, i, ubatch).copy_(leaf.grad)
 
 
 def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:

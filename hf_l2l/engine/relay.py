@@ -19,16 +19,21 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
-from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.engine.device_weights import DeviceWeights, uploaded
 from hf_l2l.engine.layer_call import InputGradients, LayerCall, without_caches
-from hf_l2l.engine.shell import RootCall, Shell, Turnstile
+from hf_l2l.engine.model_call import ModelCall
+from hf_l2l.engine.prefetch_order import fetched_in_backward, fetched_in_forward
+from hf_l2l.engine.shell import Shell
 from hf_l2l.engine.slots import GradientSlots, WeightSlots
-from hf_l2l.engine.splitting import Splitter, Ubatch
+from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.stash import Stash
+from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.model.batch_dims import Ubatch
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
-from hf_l2l.runtime.tensors import flatten, narrow
+from hf_l2l.runtime.compat import in_whole_backward
+from hf_l2l.runtime.tensors import flatten
 
 Tensors = Sequence[torch.Tensor]
 
@@ -51,7 +56,7 @@ def forward_sweep(
         ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
     if for_backward:
-        call.remember_weights()
+        call.versions = call.unit.versions()
     joined: list[torch.Tensor] = []
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
     with torch.no_grad(), call.autocast.entered(), weights.resident(), arguments:
@@ -60,43 +65,11 @@ def forward_sweep(
             outputs = call.execute(call.input_rows(tensors, ubatch))
             if before is not None:
                 call.rng.append(before if stream.get_rng_state(call.device) != before else None)
-            joined = _join(call, joined, outputs, ubatch)
+            if ubatch is None or call.split is None:
+                return outputs
+            call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
+            joined = call.split.join(joined, outputs, ubatch)
     return joined
-
-
-def _join(
-    call: LayerCall, joined: list[torch.Tensor], outputs: list[torch.Tensor], ubatch: Ubatch | None
-) -> list[torch.Tensor]:
-    """Put the outputs of one ubatch in their rows; what has no rows is taken from the first."""
-    if ubatch is None or call.split is None:
-        return outputs
-    rows, (start, stop), dims = call.split.rows, ubatch, call.split.outputs.dims
-    _check_number(call, outputs, len(dims), "set ubatch_size to None for such layers")
-    if not joined:
-        joined = [
-            out if dim is None else _with_rows(out, dim, rows, stop - start)
-            for out, dim in zip(outputs, dims, strict=True)
-        ]
-    for whole, out, dim in zip(joined, outputs, dims, strict=True):
-        if dim is not None:
-            narrow(whole, dim, rows, start, stop).copy_(out)
-    return joined
-
-
-def _check_number(call: LayerCall, outputs: Tensors, expected: int, remedy: str) -> None:
-    """Raise RuntimeError if a layer returned other outputs than it did, or than one of its kind did."""
-    if len(outputs) != expected:
-        raise RuntimeError(
-            f"a layer must return the same number of tensors in all its ubatches, and when it is recomputed (a "
-            f"{type(call.layer).__name__} returned {len(outputs)} after {expected}, captured ones included); {remedy}"
-        )
-
-
-def _with_rows(out: torch.Tensor, dim: int, rows: int, ubatch_rows: int) -> torch.Tensor:
-    """An empty tensor like `out`, an output of `ubatch_rows` rows along `dim`, with room for `rows`."""
-    shape = list(out.shape)
-    shape[dim] = shape[dim] // ubatch_rows * rows
-    return out.new_empty(shape)
 
 
 def backward_sweep(
@@ -136,18 +109,17 @@ def _backward(
     call: LayerCall, outputs: Tensors, gradients: Sequence[torch.Tensor | None], ubatch: Ubatch | None
 ) -> None:
     """Run backward from the outputs of one ubatch, with its rows of their gradients."""
-    _check_number(call, outputs, len(gradients), "let it return the same with and without gradients")
+    call.check_number(outputs, len(gradients), "let it return the same with and without gradients")
     roots, root_gradients = [], []
-    for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+    for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if gradient is None or not output.requires_grad:
             continue
+        rows: torch.Tensor | None = gradient
         if ubatch is not None and call.split is not None:
-            dim = call.split.outputs.dims[index]
-            if dim is None and ubatch[0] > 0:
-                continue  # it was taken from the first ubatch, which gets its whole gradient
-            gradient = narrow(gradient, dim, call.split.rows, *ubatch)
-        roots.append(output)
-        root_gradients.append(gradient)
+            rows = call.split.gradient_rows(gradient, number, ubatch)
+        if rows is not None:
+            roots.append(output)
+            root_gradients.append(rows)
     if roots:
         torch.autograd.backward(roots, root_gradients)
 
@@ -166,7 +138,7 @@ class _RelayNode(torch.autograd.Function):
         with relay.stash.keeping(tensors, has_rows) as kept:
             call.remember(kept)
             ctx.save_for_backward(*kept)
-            relay.eps.expect(_trained(call.layer))
+            relay.eps.expect(call.unit)
             outputs = relay.forward(call, tensors, for_backward=True)
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
@@ -193,13 +165,13 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        self.stash = Stash(config.stash, device, eps.memory, rooms=len(shell.layers))
+        self.stash = Stash(config.stash, device, eps.memory, rooms=len(eps.masters.layers))
         self._slots: WeightSlots | None = None
-        self._turnstile = Turnstile()  # a backward in one thread and a forward in another would meet here
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
-        self._next: dict[nn.Module, nn.Module] = {}
-        """Layer -> the one that was called after it, last time."""
+        self._last_time: dict[nn.Module, list[nn.Module]] = {}
+        """The module that was called from outside -> the layers that were called in it last time, in that order."""
         self.splitter = Splitter(config.ubatch_size, device)
+        shell.after_layers = self._end_forward
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -209,46 +181,48 @@ class Relay:
         with self.shell.entered(layer, forward, args, kwargs) as root:  # the layer itself is called from outside
             return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
-    def _run(self, root: RootCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             args, kwargs = without_caches(layer, args, kwargs)
         arguments, spec = flatten((args, kwargs))
-        call = LayerCall.of(layer, forward, arguments, spec, self.device, self.eps.copies)
-        call.before = root.layer_calls[-1][0] if root.layer_calls else None
+        call = LayerCall.of(self.eps.masters.unit(layer), forward, arguments, spec, self.device, self.eps.copies)
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
-        if call.before is None:
-            root.on_exit = self._settle
+        if not root.layer_calls:
             self.stash.start_forward()
             if self._slots is not None:
                 self._slots.forget()
-        else:
-            self._next[call.before.layer] = layer
         with self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
-        root.layer_calls.append((call, [(out.shape, out.dtype) for out in outputs]))
+        call.output_kinds = [(out.shape, out.dtype) for out in outputs]
+        root.layer_calls.append(call)
         return call.assemble(outputs)
 
-    def _execute(self, root: RootCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
-        trains = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in tensors) or any(p.requires_grad for p in call.layer.parameters())
-        )
-        if not trains:
+    def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
+        number, called = len(root.layer_calls), root.layer_calls
+        fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.layer)
+        call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
+        call.before = called[-1] if called else None
+        leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)
+        # No backward asks for a layer below the lowest that trains.
+        lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
+        below = fetched_in_backward(called, number, lowest)
+        call.fetched_in_backward = None if below is None else below.unit
         # An output must require a gradient even if no input does (frozen embeddings, LoRA): the anchor makes it so.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run one layer forwards; the next one travels meanwhile."""
-        following = self._next.get(call.layer)
         with (
-            self._naming("the forward of", call.layer),
-            self._turnstile.entered(),
-            self._weights(call.layer, requires_grad=False) as weights,
-            self._prefetching(following),
+            RaisedIn("the forward of", call.unit.name),
+            self.shell.one_thread.in_layer(),
+            self._weights(call.unit, requires_grad=False) as weights,
+            self._prefetching(call.fetched_in_forward),
             self.eps.timeline.computes("forward", call.layer),
         ):
             return forward_sweep(call, tensors, weights, for_backward=for_backward)
@@ -256,64 +230,60 @@ class Relay:
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
         call.check_weights_unchanged()
-        # No backward will ask for a layer below the lowest that trains.
-        goes_on = call.before is not None and call.before.in_graph and any(inputs.needed)
-        following = call.before.layer if call.before is not None and goes_on else None
         with (
-            self._naming("the backward of", call.layer),
-            self._turnstile.entered(),
-            self._weights(call.layer, requires_grad=True) as weights,
-            self._prefetching(following),
+            RaisedIn("the backward of", call.unit.name),
+            self.shell.one_thread.in_layer(),
+            self._weights(call.unit, requires_grad=True) as weights,
+            self._prefetching(call.fetched_in_backward),
             self._summing(weights) as sums,
             self.eps.timeline.computes("backward", call.layer),
         ):
             backward_sweep(call, inputs, gradients, weights)
+            summed = [(m, total) for m, total in zip(call.unit.masters, sums, strict=False) if total is not None]
+            left = weights.take_gradients()
         # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
-        if torch.autograd._is_checkpoint_valid():
-            with self._naming("the download of", call.layer):
-                self.eps.receive([*sums.items(), *weights.gradients], _trained(call.layer))
-            if sums and not stream.shares_host_memory(self.device):
+        if in_whole_backward():
+            with RaisedIn("the download of", call.unit.name):
+                self.eps.receive([*summed, *left], call.unit.trained_masters)
+            if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
+
+    def _end_forward(self, root: ModelCall) -> None:
+        self._last_time[root.module] = [call.layer for call in root.layer_calls]
+        self._settle()
 
     def _settle(self) -> None:
         self.stash.settle()
         if self._slots is not None:
             self._slots.settle()
 
-    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[dict[torch.Tensor, torch.Tensor]]:
+    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[list[torch.Tensor | None]]:
         if stream.shares_host_memory(self.device) and not self.eps.copies.precision.is_mixed:
-            return nullcontext({})  # the gradients of the leaves are in their place already
+            return nullcontext([])  # the gradients of the leaves are in their place already
         return self._gradient_slots.summing(weights)
 
-    @contextmanager
-    def _weights(self, layer: nn.Module, *, requires_grad: bool) -> Iterator[DeviceWeights]:
+    def _weights(self, unit: MasterUnit, *, requires_grad: bool) -> AbstractContextManager[DeviceWeights]:
+        copies = self.eps.copies
+        on_gradient = self._gradient_slots.add
         if stream.shares_host_memory(self.device):
-            yield DeviceWeights(layer.modules(), self.device, requires_grad=requires_grad, travelling=self.eps.copies)
-            return
+            hook = on_gradient if copies.precision.is_mixed else None
+            return nullcontext(uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook))
         if self._slots is None:
-            self._slots = WeightSlots(list(self.shell.layers), self.device, self.eps.copies, overlap=self.prefetch)
-        with self._slots.weights(layer, requires_grad=requires_grad) as weights:
-            yield weights
+            self._slots = WeightSlots(self.eps.masters, self.device, copies, on_gradient, overlap=self.prefetch)
+        return self._slots.weights(unit, requires_grad=requires_grad)
 
     @contextmanager
-    def _prefetching(self, layer: nn.Module | None) -> Iterator[None]:
-        """Upload `layer` while the block gives the device the work of another one."""
-        if self._slots is None or layer is None or not self.prefetch:
+    def _prefetching(self, unit: MasterUnit | None) -> Iterator[None]:
+        """Upload `unit` while the block gives the device the work of another one."""
+        if self._slots is None or unit is None or not self.prefetch:
             yield
             return
         # A layer may make the host wait for the device, so the upload goes first; but an upload from pageable memory,
         # or of weights that are being updated, makes it wait, too, and then the device is to have its work before.
-        first = self.eps.memory.is_locked and not self.eps.is_updating(layer.parameters())
+        first = self.eps.memory.is_locked and not unit.is_updating
         if not first:
             yield
-        with self._naming("the upload of", layer):
-            self._slots.prefetch(layer)
+        with RaisedIn("the upload of", unit.name):
+            self._slots.prefetch(unit)
         if first:
             yield
-
-    def _naming(self, what: str, layer: nn.Module) -> RaisedIn:
-        return RaisedIn(lambda: f"{what} {self.eps.updates.masters.layers.get(layer, type(layer).__name__)}")
-
-
-def _trained(layer: nn.Module) -> list[torch.Tensor]:
-    return [p for p in layer.parameters() if p.requires_grad]

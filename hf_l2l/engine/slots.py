@@ -1,23 +1,25 @@
-"""Transit: the device memory that all layers pass through, one after the other, and the copies that fill and empty it.
+"""Slots: the device memory that all layers pass through, one after the other, and the copies that fill and empty it.
 
 Slots are taken once. Weights arrive on one lane while another layer computes, gradient sums leave on a second one
-("transit buffers", arXiv:2002.05645, section 1.2; double buffers of arXiv:2106.02679, appendix C.2).
+("transit buffers", arXiv:2002.05645, section 1.2; double buffers of arXiv:2106.02679, appendix C.2). What lies where
+in a slot is found once per layer, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
-from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.engine.device_weights import DeviceWeights, OnGradient
+from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import HookErrors
-from hf_l2l.runtime.flat_memory import Layout
-from hf_l2l.runtime.tensors import untouched
+from hf_l2l.runtime.compat import without_interception
 
 
 class _Slot:
@@ -27,32 +29,51 @@ class _Slot:
         # Memory made under inference mode could never be trained with.
         with torch.inference_mode(False):
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        # The memory may have been somebody else's, whose work on the compute stream goes first.
+        # The memory may have had another use, whose work on the compute stream goes first.
         self.left = stream.record(device)
+
+
+class _Leaves:
+    """The places of one layer's weights in a slot."""
+
+    def __init__(self, unit: MasterUnit, memory: torch.Tensor, on_gradient: OnGradient) -> None:
+        self.views = unit.layout.views(memory)
+        self.fixed = [view.detach() for view in self.views]
+        """What the modules read in a forward sweep."""
+        self.trained = list(self.fixed)
+        """What they read in a backward sweep: leaves of its graph."""
+        for number in unit.trained:
+            leaf = self.trained[number] = self.views[number].detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
 
 
 class _WeightSlot(_Slot):
     """A slot, the layer that lies in it, and the point after which it may be read."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, on_gradient: OnGradient) -> None:
         super().__init__(num_bytes, device)
-        self.copies: dict[torch.Tensor, torch.Tensor] | None = None
-        """Master -> its copy here; None while there is nothing to use."""
+        self.unit: MasterUnit | None = None
+        """The layer; None while there is nothing to use."""
         self.versions: list[int] = []
-        """Of the masters, when they were read."""
+        """Of its masters, when they were read."""
         self.arrived: stream.Point | None = None
         self.stage = Stage()
+        self._on_gradient = on_gradient
+        self._leaves: WeakKeyDictionary[MasterUnit, _Leaves] = WeakKeyDictionary()
 
-    def holds(self, layer: nn.Module) -> bool:
-        """Whether the copies are those of `layer` as its weights are now."""
-        if self.copies is None:
+    def leaves_of(self, unit: MasterUnit) -> _Leaves:
+        """Where the weights of `unit` lie here, made the first time that it comes."""
+        leaves = self._leaves.get(unit)
+        if leaves is None:
+            leaves = self._leaves[unit] = _Leaves(unit, self.memory, self._on_gradient)
+        return leaves
+
+    def holds(self, unit: MasterUnit) -> bool:
+        """Whether what lies here are the weights of `unit` as they are now."""
+        if self.unit is not unit:
             return False
-        masters = list(layer.parameters())  # each once, as in the layout
-        return (
-            len(masters) == len(self.copies)
-            and all(a is b for a, b in zip(masters, self.copies, strict=True))
-            and self.versions == [master._version for master in masters]
-        )
+        unit.wait()  # an update changes the versions
+        return self.versions == unit.versions()
 
 
 class WeightSlots:
@@ -64,75 +85,70 @@ class WeightSlots:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], device: torch.device, travelling: Copies, *, overlap: bool = True
+        self, masters: Masters, device: torch.device, copies: Copies, on_gradient: OnGradient, *, overlap: bool = True
     ) -> None:
-        """For what `travelling` has in the place of masters. Without `overlap` weights travel in the order of
-        computation, on its own stream."""
+        """For the layers of `masters`. Without `overlap` weights travel in the order of computation, on its own
+        stream."""
         self.device = device
-        self.travelling = travelling
+        self.copies = copies
         self.lane = stream.Lane(device, "upload", beside=overlap)
-        num_bytes = max(Layout(map(travelling.like, layer.parameters())).num_bytes for layer in layers)
-        self.slots = [_WeightSlot(num_bytes, device) for _ in range(2)]
+        self._on_gradient = on_gradient
+        num_bytes = max(masters.unit(layer).layout.num_bytes for layer in masters.layers)
+        self.slots = [_WeightSlot(num_bytes, device, on_gradient) for _ in range(2)]
 
     def forget(self) -> None:
-        """Let nothing that the slots hold be used again: somebody may have written weights unseen."""
+        """Let nothing that the slots hold be used again: weights may have been written unseen."""
         for slot in self.slots:
-            slot.copies = None
+            slot.unit = None
 
     @contextmanager
-    def weights(self, layer: nn.Module, *, requires_grad: bool) -> Iterator[DeviceWeights]:
-        """The device weights of `layer`, which stay in their slot as long as the block runs."""
-        slot = self._holding(layer) or self._fill(layer)
+    def weights(self, unit: MasterUnit, *, requires_grad: bool) -> Iterator[DeviceWeights]:
+        """The device weights of `unit`, which stay in their slot as long as the block runs."""
+        slot = self._holding(unit) or self._fill(unit)
         self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the one in use comes first
         stream.wait(slot.arrived, "a layer computes when its weights have arrived")
-        assert slot.copies is not None
+        leaves = slot.leaves_of(unit)
         try:
-            yield DeviceWeights(
-                layer.modules(),
-                self.device,
-                requires_grad=requires_grad,
-                travelling=self.travelling,
-                copies=slot.copies,
-            )
+            chosen = leaves.trained if requires_grad else leaves.fixed
+            yield DeviceWeights(unit, chosen, self.device, self.copies.precision)
         finally:
             slot.left = stream.record(self.device)
 
-    def prefetch(self, layer: nn.Module) -> None:
-        """Start to upload `layer` into the slot that is not in use."""
-        if self._holding(layer) is None:
-            self._fill(layer)
+    def prefetch(self, unit: MasterUnit) -> None:
+        """Start to upload `unit` into the slot that is not in use."""
+        if self._holding(unit) is None:
+            self._fill(unit)
 
     def settle(self) -> None:
         """Let the host wait until no upload is on its way."""
         for slot in self.slots:
             stream.wait(slot.arrived, "masters may be written once a call has returned", host=True)
 
-    def _holding(self, layer: nn.Module) -> _WeightSlot | None:
-        return next((slot for slot in self.slots if slot.holds(layer)), None)
+    def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
+        return next((slot for slot in self.slots if slot.holds(unit)), None)
 
-    def _fill(self, layer: nn.Module) -> _WeightSlot:
+    def _fill(self, unit: MasterUnit) -> _WeightSlot:
         slot = self.slots[-1]
         # First: it waits for an update that is under way, which is not to hold up the lane.
-        sent = self.travelling.of_layer(layer.parameters(), slot.stage)
-        layout = Layout(sent.values())
-        if layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters for one
+        sent = self.copies.of_unit(unit, slot.stage)
+        if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters for one
             self.settle()
-            stage, slot = slot.stage, _WeightSlot(layout.num_bytes, self.device)
+            stage, slot = slot.stage, _WeightSlot(unit.layout.num_bytes, self.device, self._on_gradient)
             self.slots[-1], slot.stage = slot, stage
-        slot.copies = None  # until all of it is on its way
-        slot.versions = [master._version for master in sent]
+        slot.unit = None  # until all of it is on its way
+        slot.versions = unit.versions()
         # A slot made under inference mode could never be trained with.
-        with torch.inference_mode(False), torch.no_grad(), self.lane.entered():
+        with torch.inference_mode(False), torch.no_grad(), self.lane.entered(), without_interception():
             stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
             stream.released(slot.memory)
-            copies = {master: layout.view(slot.memory, host) for master, host in sent.items()}
+            views = slot.leaves_of(unit).views
             try:
-                with stream.span(self.device, "upload", layer):
-                    for master, copy in copies.items():
-                        copy.copy_(sent[master], non_blocking=self.lane.is_stream)
+                with stream.span(self.device, "upload", unit.module):
+                    for view, host in zip(views, sent, strict=True):
+                        view.copy_(host, non_blocking=self.lane.is_stream)
             finally:  # what was sent before an error is waited for, too
                 slot.arrived = slot.stage.left = stream.record(self.device)
-        slot.copies = copies
+        slot.unit = unit
         return slot
 
 
@@ -145,52 +161,58 @@ class GradientSlots:
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.device = device
-        self.slots = [_Slot(0, device) for _ in range(count)]
+        self.slots = [_GradientSlot(0, device) for _ in range(count)]
+        self._errors = HookErrors()
+        self._unit: MasterUnit
+        """The layer that computes."""
+        self._views: dict[int, torch.Tensor] = {}
+        """The number of its parameters -> the place of the sum."""
+        self._sums: list[torch.Tensor | None] = []
+        """Per parameter."""
+        self._is_empty = True
+        """Whether no gradient of it has come yet."""
 
     @contextmanager
-    def summing(self, weights: DeviceWeights) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    def summing(self, weights: DeviceWeights) -> Iterator[list[torch.Tensor | None]]:
         """Inside, gradients that reach the leaves of `weights` are summed in a slot and not in `leaf.grad`.
 
-        Gives master -> sum (a view of the slot, like the master), for those that a gradient has reached. When the sums
-        have left, `leave` must be told.
+        Gives the sums per parameter (views of the slot, like the parameter), None for those that no gradient has
+        reached. When the sums have left, `leave` must be told.
         """
-        slot, errors = self.slots[0], HookErrors()
-        leaves = {master: leaf for master, leaf in weights.leaves.items() if leaf.requires_grad}
-        layout = Layout(leaves)
-        sums: dict[torch.Tensor, torch.Tensor] = {}
-        if slot.memory.numel() < layout.num_bytes and not stream.shares_host_memory(self.device):
-            slot = self.slots[0] = _Slot(layout.num_bytes, self.device)
+        slot, unit = self.slots[0], weights.unit
+        self._views = {}
+        if not stream.shares_host_memory(self.device):
+            if slot.memory.numel() < unit.gradient_layout.num_bytes:
+                slot = self.slots[0] = _GradientSlot(unit.gradient_layout.num_bytes, self.device)
+            self._views = slot.views_of(unit)
+        self._unit, self._is_empty = unit, True
+        sums = self._sums = [None] * len(weights.leaves)
+        for leaf in weights.leaves:
+            leaf.grad = None  # of a backward that failed
+        yield sums
+        self._errors.raise_first()
 
-        def add(master: torch.Tensor, leaf: torch.Tensor) -> None:
-            gradient = leaf.grad
-            # A sparse one is left to its leaf.
-            if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
+    def add(self, number: int, leaf: torch.Tensor) -> None:
+        """A gradient has reached the leaf of parameter `number`: add it to the sum, in the dtype of the master."""
+        gradient = leaf.grad
+        # A sparse one is left to its leaf.
+        if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
+            return
+        leaf.grad = None
+        with self._errors:
+            total = self._sums[number]
+            if total is not None:
+                total.add_(gradient)
                 return
-            leaf.grad = None
-            with errors:
-                if not sums:
-                    stream.wait(slot.left, "gradients are summed in a slot when those that were in it have left")
-                if master in sums:
-                    sums[master].add_(gradient)
-                else:
-                    sums[master] = self._place(slot, layout, master).copy_(gradient)
-
-        handles = [
-            leaf.register_post_accumulate_grad_hook(lambda leaf, master=master: add(master, leaf))
-            for master, leaf in leaves.items()
-        ]
-        try:
-            yield sums
-        finally:
-            for handle in handles:
-                handle.remove()
-        errors.raise_first()
-
-    def _place(self, slot: _Slot, layout: Layout, master: torch.Tensor) -> torch.Tensor:
-        if stream.shares_host_memory(self.device):  # it is to stay: nothing leaves from here
-            with untouched():
-                return torch.empty_like(master, requires_grad=False)
-        return layout.view(slot.memory, master)
+            if self._is_empty:
+                self._is_empty = False
+                why = "gradients are summed in a slot when those that were in it have left"
+                stream.wait(self.slots[0].left, why)
+            place = self._views.get(number)
+            if place is None:  # in shared memory it is to stay: nothing leaves from here
+                with without_interception():
+                    place = torch.empty_like(self._unit.parameters[number], requires_grad=False)
+            self._sums[number] = place.copy_(gradient)
 
     def leave(self, lane: stream.Lane) -> None:
         """All that the slot in use held has been given to `lane`; the next layer takes the other slot."""
@@ -199,3 +221,18 @@ class GradientSlots:
             stream.released(slot.memory)
             slot.left = stream.record(self.device)
         self.slots.append(slot)
+
+
+class _GradientSlot(_Slot):
+    """A slot, and where each layer's gradient sums lie in it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(num_bytes, device)
+        self._views: WeakKeyDictionary[MasterUnit, dict[int, torch.Tensor]] = WeakKeyDictionary()
+
+    def views_of(self, unit: MasterUnit) -> dict[int, torch.Tensor]:
+        """The number of each trained parameter -> the place of its sum, found the first time that `unit` comes."""
+        views = self._views.get(unit)
+        if views is None:
+            views = self._views[unit] = dict(zip(unit.trained, unit.gradient_layout.views(self.memory), strict=True))
+        return views

@@ -5,43 +5,36 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from hf_l2l.engine.shell import RootCall, to_device
-from hf_l2l.model.batch_dims import BatchDims, NoConsistentSplit, call_key, cannot_split, compare_shapes, doubled
+from hf_l2l.engine.model_call import ModelCall, Replay, Replayed
+from hf_l2l.model.batch_dims import (
+    BatchDims,
+    NoConsistentSplit,
+    Split,
+    call_key,
+    cannot_split,
+    compare_shapes,
+    doubled,
+    ubatches,
+)
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import is_cache, narrow
+from hf_l2l.runtime.compat import mixes_rows
+from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
-Ubatch = tuple[int, int]
 Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-
-
-def ubatches(rows: int, ubatch_size: int) -> list[Ubatch]:
-    """The row ranges (start, stop) of the inner loop; the last one may be shorter."""
-    return [(start, min(start + ubatch_size, rows)) for start in range(0, rows, ubatch_size)]
-
-
-@dataclass(frozen=True)
-class Split:
-    """How the tensors of a layer call are cut into ubatches, and its outputs joined."""
-
-    rows: int
-    ubatches: list[Ubatch]
-    inputs: BatchDims
-    outputs: BatchDims
 
 
 class Splitter:
     """Decides, for each layer call of one model, into which ubatches it is cut.
 
-    What is learned is kept per kind of call (`stacks.call_key`). A kind that cannot be split runs whole, said once.
+    What is learned is kept per kind of call (`batch_dims.call_key`). A kind that cannot be split runs whole, with
+    one warning.
     """
 
     def __init__(self, ubatch_size: int | None, device: torch.device) -> None:
@@ -52,7 +45,7 @@ class Splitter:
 
     def split_for(
         self,
-        root: RootCall,
+        root: ModelCall,
         layer: nn.Module,
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
@@ -102,7 +95,7 @@ class Splitter:
             )
 
     def _learn(
-        self, root: RootCall, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], rows: int, execute: Execute
+        self, root: ModelCall, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], rows: int, execute: Execute
     ) -> tuple[BatchDims, BatchDims]:
         twice = self._arguments_of_doubled_batch(root, spec, rows)
         inputs = compare_shapes([t.shape for t in tensors], twice, rows, 2 * rows)
@@ -110,7 +103,7 @@ class Splitter:
             raise NoConsistentSplit(f"none of its arguments has the {rows} rows of the model's batch")
         return inputs, self._check(inputs, tensors, rows, execute)
 
-    def _arguments_of_doubled_batch(self, root: RootCall, spec: pytree.TreeSpec, rows: int) -> list[torch.Size]:
+    def _arguments_of_doubled_batch(self, root: ModelCall, spec: pytree.TreeSpec, rows: int) -> list[torch.Size]:
         """The shapes that this layer call would get if the model's batch were concatenated with itself.
 
         A smaller batch would not do: without its padded rows, a mask becomes None. The replay runs the shell on the
@@ -124,11 +117,11 @@ class Splitter:
                 torch.no_grad(),
                 stream.rng_state_kept(self.device),
                 root.weights.masters_back(),
-                _buffers_kept(root.weights.modules),
+                _buffers_kept(root.weights.unit.modules),
             ):
                 stream.set_rng_state(root.rng, self.device)  # the same layers are dropped, where layers are dropped
                 root.forward(*args, **kwargs)
-        except _Reached as reached:
+        except Replayed as reached:
             return reached.shapes
         except torch.OutOfMemoryError:
             raise
@@ -163,43 +156,8 @@ class Splitter:
 def _refuse_batch_statistics(layer: nn.Module) -> None:
     """Raise NoConsistentSplit for layers whose rows meet in training only, where no check would see it."""
     for module in layer.modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if mixes_rows(module) and module.training:
             raise NoConsistentSplit(f"it normalizes over the rows of the batch (a {type(module).__name__})")
-
-
-class _Reached(BaseException):
-    """Ends a replay at the layer call that is asked about. No error, so that no model handles it as one."""
-
-    def __init__(self, shapes: list[torch.Size]) -> None:
-        self.shapes = shapes
-
-
-class Replay:
-    """The beginning of a model call, run again with its batch doubled: layers are not run, but answered for."""
-
-    def __init__(self, root: RootCall, spec: pytree.TreeSpec) -> None:
-        self.earlier = list(root.layer_calls)
-        self.spec = spec
-        self.next = 0
-
-    def next_outputs(self, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the next layer call returns: zeros of the right shapes."""
-        if self.next == len(self.earlier):
-            if spec != self.spec:
-                raise NoConsistentSplit("it is given other arguments when the model's batch is doubled")
-            raise _Reached([t.shape for t in tensors])
-        call, outputs = self.earlier[self.next]
-        self.next += 1
-        if call.split is None:
-            raise NoConsistentSplit(f"an earlier layer ({type(call.layer).__name__}) runs whole")
-        device = next((t.device for t in tensors), None)
-        zeros = []
-        for (shape, dtype), dim in zip(outputs, call.split.outputs.dims, strict=True):
-            sizes = list(shape)
-            if dim is not None:
-                sizes[dim] *= 2
-            zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
-        return call.assemble(zeros)
 
 
 @contextmanager

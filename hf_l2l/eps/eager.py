@@ -1,63 +1,89 @@
-"""The step that eager updates are in the middle of: what they have used before `optimizer.step()` is called."""
+"""Eager updates: which masters have all the gradients of a step, and what has been used before `optimizer.step()`.
+
+Both are kept in the records of the masters. Calls of the forward and arrivals of the backward are counted: a layer may
+be called more than once in a step, and a parameter may be tied. Counting errs on one side only: a call whose graph is
+thrown away never arrives, and its masters are updated in `optimizer.step()`.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from hf_l2l.eps.update_task import Update
-from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.model.masters import Masters
+from hf_l2l.eps.masters import Master, Update
 from hf_l2l.optim.layerwise_step import hyperparameters_of
-from hf_l2l.runtime.tensors import untouched
+from hf_l2l.runtime.compat import without_interception
 from hf_l2l.runtime.worker import Worker
 
 
 class EagerStep:
-    """Which masters have been updated, with what. Nothing is in it in the other modes."""
+    """The step that eager updates are in the middle of. Nothing is in it in the other modes."""
 
-    def __init__(self, masters: Masters, worker: Worker, copies: Copies) -> None:
-        self.masters = masters
-        self.copies = copies
+    def __init__(self, worker: Worker, is_accumulating: Callable[[], bool]) -> None:
+        """With `is_accumulating`: True in a backward if another one follows before the step."""
         self.worker = worker
-        self._updated: dict[torch.Tensor, Update] = {}
+        self._is_accumulating = is_accumulating
+        self._accumulates = False
+        self._updated: set[Master] = set()
+        """Updated in this step, before `optimizer.step()`."""
         self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
-        """Hyper-parameters of the optimizers."""
+        """Optimizer -> the hyper-parameters that were used."""
 
-    def begin(self, optimizer: torch.optim.Optimizer, masters: Iterable[torch.Tensor], update: Update) -> None:
-        """`update` is going to update `masters`."""
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Another micro-step follows the ones inside."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def complete(self, masters: Iterable[Master]) -> list[Master]:
+        """The gradients of one call have arrived; returns those of `masters` that will get no more in this step."""
+        masters = list(masters)
+        for master in masters:
+            master.arrivals += 1
+        if self._accumulates or self._is_accumulating():
+            return []
+        return [m for m in masters if m.arrivals >= m.calls]
+
+    def begin(self, optimizer: torch.optim.Optimizer, masters: Iterable[Master]) -> None:
+        """`masters` are going to be updated."""
         self._used.setdefault(optimizer, hyperparameters_of(optimizer))
-        self._updated.update(dict.fromkeys(masters, update))
+        self._updated.update(masters)
 
-    def refuse_second(self, masters: Iterable[torch.Tensor]) -> None:
+    def refuse_second(self, masters: Iterable[Master]) -> None:
         """Raise RuntimeError if a gradient comes for a master that has been updated in this step."""
+        if not self._updated:
+            return
         late = next((master for master in masters if master in self._updated), None)
         if late is not None:
             self._fail(
-                f"eps_update='eager' has updated {self.masters.name(late)} with the gradients of a backward, and got "
+                f"eps_update='eager' has updated {late.name} with the gradients of a backward, and got "
                 "more before optimizer.step(); put every backward but the last of a step in `with eps.accumulate():`, "
                 "or use eps_update='deferred'"
             )
 
-    def end(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], *, later_hooks: bool) -> None:
-        """`optimizer`, which has these `parameters`, steps.
+    def end(self, optimizer: torch.optim.Optimizer, masters: list[Master], *, has_later_hook: bool) -> None:
+        """`optimizer`, which updates these `masters`, steps.
 
         Raises:
             RuntimeError: if what the step is to be has changed since the gradients were used.
         """
-        with untouched():  # a loss that uses masters themselves has gradients that do not pass through the EPS
-            self.refuse_second(p for p in parameters if p in self._updated and p.grad is not None)
-        if self._updated and later_hooks:
+        if not self._updated:
+            return
+        with without_interception():  # a loss that uses masters itself has gradients that do not pass through the EPS
+            self.refuse_second(m for m in masters if m.parameter.grad is not None)
+        if has_later_hook:
             self._fail(
                 "eps_update='eager' has used the gradients before hooks of optimizer.step() could see them (got a "
                 "hook that was registered after eps.wrap); register it before, or use eps_update='deferred'"
             )
         used = self._used.pop(optimizer, None)
-        if used is None and any(p in self._updated for p in parameters):
+        if used is None and not self._updated.isdisjoint(masters):
             self._fail(
                 "eps_update='eager' has used the gradients with the optimizer that it had in backward (got a step of "
                 f"another {type(optimizer).__name__}); call eps.wrap(optimizer) before backward"
@@ -67,12 +93,16 @@ class EagerStep:
                 "hyper-parameters must be set before backward with eps_update='eager', which uses them there (they "
                 f"were {used}, and are {hyperparameters_of(optimizer)} in step()); use eps_update='deferred'"
             )
-        for p in parameters:
-            update = self._updated.pop(p, None)
-            if update is not None:
-                update.in_step = False
-                if update.task.done:
-                    self.copies.let_go(p, update)
+        for master in self._updated.intersection(masters):
+            self._end_update(master, master.update)
+        self._updated.difference_update(masters)
+
+    @staticmethod
+    def _end_update(master: Master, update: Update | None) -> None:
+        assert update is not None, "it was begun in the backward of this step"
+        update.in_step = master.guards_grad = False
+        if update.task.done:  # otherwise the worker ends it
+            master.end_update()
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -91,45 +121,3 @@ class EagerStep:
         error = RuntimeError(rule)
         self.worker.fail(error)
         raise error
-
-
-class Arrivals:
-    """Which masters have all the gradients of a step: calls of the forward and arrivals of the backward are counted.
-
-    A layer may be called more than once in a step, and a parameter may be tied. Counting errs on one side only: a call
-    whose graph is thrown away never arrives, and its masters are updated in `optimizer.step()`.
-    """
-
-    def __init__(self, goes_on: Callable[[], bool]) -> None:
-        """With `goes_on`, which says in a backward whether another one follows before the step."""
-        self._goes_on = goes_on
-        self._accumulating = False
-        self._calls: Counter[torch.Tensor] = Counter()
-        self._arrivals: Counter[torch.Tensor] = Counter()
-
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Another micro-step follows the ones inside."""
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
-
-    def expect(self, masters: Iterable[torch.Tensor]) -> None:
-        """A call that `masters` may get gradients from is in the graph."""
-        self._calls.update(masters)
-
-    def count(self, masters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of one such call have arrived; returns those of `masters` that will get no more."""
-        masters = list(masters)
-        self._arrivals.update(masters)
-        if self._accumulating or self._goes_on():
-            return []
-        return [m for m in masters if self._arrivals[m] >= self._calls[m]]
-
-    def forget(self, masters: Iterable[torch.Tensor]) -> None:
-        """The step of `masters` is over."""
-        for master in masters:
-            self._calls.pop(master, None)
-            self._arrivals.pop(master, None)

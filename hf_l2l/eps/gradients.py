@@ -1,10 +1,9 @@
 """Gradient sums on their way from the device to `p.grad`, their norms, and clipping.
 
-Sums leave the device while it computes the next layer; whoever calls `backward()` waits for the last of them. Their
-norms are taken on the device, where memory is fast, and are forgotten when somebody uses a gradient in between: then
-they are taken again from what is there. Clipping is to the bit what `torch.nn.utils.clip_grad_norm_` does: the norm
-comes first; multiplying the gradients may be left to whoever uses them next, which is the thread that updates the
-weights unless somebody looks at them before.
+Sums leave the device while it computes the next layer; the end of `backward()` waits for the last of them. Their norms
+are taken on the device, where memory is fast, and are taken again on the host if a gradient is used in between.
+Clipping is to the bit what `torch.nn.utils.clip_grad_norm_` does: the norm comes first; multiplying a gradient may be
+left to its next use, which mostly is the update of the weights in the background.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards
+from hf_l2l.runtime.compat import current_backward, leaf_variable, without_interception
 from hf_l2l.runtime.flat_memory import Room, elements, is_dense
-from hf_l2l.runtime.tensors import untouched
 
-_Sums = dict[torch.Tensor, torch.Tensor]
-"""Master -> a host tensor."""
+Sums = Sequence[tuple[Master, torch.Tensor]]
+"""Masters, and a gradient sum for each."""
 
 _CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
 
@@ -33,65 +32,63 @@ _CHUNK = 2**20  # elements of a host sum that are on the device at once while a 
 class Gradients:
     """Receives the gradient sums of one model and holds them in `p.grad`."""
 
-    def __init__(self, device: torch.device, memory: HostMemory, backwards: Backwards) -> None:
+    def __init__(self, device: torch.device, masters: Masters, memory: HostMemory, backwards: Backwards) -> None:
         self.device = device
+        self.masters = masters
         self.memory = memory
         self.lane = stream.Lane(device, "download")
         self.backwards = backwards
-        self._arriving: dict[torch.Tensor, torch.Tensor] = {}
-        """Master -> the host tensor that will be its `grad` when this backward is over, or be added to it; or that is
-        its `grad` already and gets more."""
-        self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self._arriving: list[Master] = []
+        """Those with a sum that arrives in this backward."""
+        self._norms: list[tuple[list[Master], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are there when this backward is over."""
         self._rooms: list[Room] = []
         """For norms that arrive."""
-        self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Master -> the norm, a host tensor, of a gradient that was taken before anybody could see it."""
-        self.trained: list[torch.Tensor] = []
-        """Masters that a backward of the last forward may reach."""
         self._task: int | None = None
         """The backward that `_held` is of."""
-        self._held: list[torch.Tensor] = []
+        self._held: list[tuple[torch.Tensor, Sum]] = []
         """Gradients that this backward may add to."""
-        self._of_losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._of_losses: list[tuple[Master, torch.Tensor]] = []
         """Masters that a loss uses itself, and the gradients that autograd makes of that."""
         self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
     @torch.no_grad()
-    def receive(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add sums to what `master.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
-        of = gradients[0][0] if gradients else ""
+    def receive(self, sums: Sums) -> None:
+        """Add sums to what `p.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
+        of = sums[0][0].parameter if sums else ""
         if not self.lane.is_stream:
-            with stream.span(self.device, "download", of):
-                for master, gradient in gradients:
+            with stream.span(self.device, "download", of), without_interception():
+                for master, gradient in sums:
                     self._add_to_grad(master, stream.download(gradient))
             return
         task = self.backwards.join()
         if task != self._task:
             self._hold_gradients(task)
         complete = stream.record(self.device)
-        with self.lane.entered():
+        with self.lane.entered(), without_interception():
             stream.wait(complete, "gradients leave when they are complete")
             with stream.span(self.device, "download", of):
-                totals = [(master, gradient) for master, gradient in gradients if self._receive(master, gradient)]
+                totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
                 self._send_norms(totals)
 
     def _hold_gradients(self, task: int) -> None:
-        """Hold every gradient that the backward `task` may add to, until it is over: a program that goes on after a
+        """Hold every gradient that the backward `task` may add to, until it is over: a program that continues after a
         failure uses none of them before the device's thread has left the backward, too."""
         self._task = task
-        with untouched():
-            gradients = [p.grad for p in self.trained if p.grad is not None]
+        with without_interception():
+            gradients = [p.grad for p in self.masters.parameters if p.requires_grad and p.grad is not None]
         for gradient in gradients:
             self._hold(gradient)
 
     def _hold(self, gradient: torch.Tensor) -> None:
-        if can_hold(gradient) and not isinstance(pending_of(gradient), _Arriving):
+        pending = pending_of(gradient)
+        if can_hold(gradient) and not (isinstance(pending, Sum) and pending.arrives_at is not None):
             settle(gradient)  # it may still have to be scaled
-            hold(gradient, _Arriving(self))
-            self._held.append(gradient)
+            arriving = Sum(arrives_at=self)
+            hold(gradient, arriving)
+            self._held.append((gradient, arriving))
 
     def keep_apart(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
         """Let autograd itself add nothing to gradients that sums are on their way to: it would not wait for those.
@@ -99,52 +96,45 @@ class Gradients:
         What it makes of a loss that uses a master itself is added when the backward is over.
 
         Args:
-            nodes: those that would add to the gradients of masters, none of which has run in this backward.
+            nodes: those that would add to the gradients of masters; none of them has run in this backward.
         """
         if not self.lane.is_stream:
             return
-        for node in nodes:
-            master: torch.Tensor = node.variable  # type: ignore[attr-defined]
-            with untouched():
-                has_gradient = master.grad is not None
-            if has_gradient:
-                self._handles.append(node.register_prehook(partial(self._take_from_autograd, master)))
+        with without_interception():
+            for node in nodes:
+                p = leaf_variable(node)
+                if p.grad is not None:
+                    take = partial(self._take_from_autograd, self.masters.of(p))
+                    self._handles.append(node.register_prehook(take))
 
-    def _take_from_autograd(
-        self, master: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]
-    ) -> tuple[None] | None:
+    def _take_from_autograd(self, master: Master, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         if gradients[0] is None:
             return None
         self._of_losses.append((master, gradients[0]))
         return (None,)
 
-    def _receive(self, master: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _receive(self, master: Master, gradient: torch.Tensor) -> bool:
         """Start to download one gradient, on the lane; where there is a sum already, it is added to that first.
 
-        False if it did not go that way, and is in `master.grad` already.
+        False if it did not go that way, and is in `p.grad` already.
         """
-        grad = master.grad
-        total = self._arriving.get(master, grad)
-        like, dtype = (master, gradient.dtype) if total is None else (total, self._dtype(master))
+        grad = master.parameter.grad
+        total = grad if master.arriving is None else master.arriving
+        like = master.gradient_like if total is None else total
         # Sparse ones, and a gradient of another kind that the user put there, are added on the host.
-        if like.dtype != dtype or not _alike(gradient, like) or not (total is None or can_hold(total)):
+        if like.dtype != master.gradient_like.dtype or not _alike(gradient, like, total):
             self._publish()
             self._add_to_grad(master, gradient.to(stream.HOST))
             return False
         stream.keep_until_done(gradient)
-        is_new = total is None
+        if master.arriving is None:
+            self._arriving.append(master)
         if total is None:
-            total = self.memory.gradient_like(master)
-        elif total is grad:
-            self._hold(total)  # it may have come to its place since the backward began
-        self._arriving[master] = total
-        with untouched():
-            self._send(gradient, total, add=not is_new)
-        return True
-
-    def _send(self, gradient: torch.Tensor, total: torch.Tensor, *, add: bool) -> None:
-        """Start to download one gradient, on the lane; `add` it to what `total` holds."""
-        if add:
+            master.arriving = total = self.memory.gradient_like(master)
+        else:
+            if total is grad:
+                self._hold(total)  # it may have come to its place since the backward began
+            master.arriving = total
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(self.device, non_blocking=True))
         if total.dtype == gradient.dtype:
@@ -153,51 +143,57 @@ class Gradients:
             rounded = gradient.to(total.dtype)
             total.copy_(rounded, non_blocking=True)
             gradient.copy_(rounded)  # for its norm, which is that of what the host gets
+        return True
 
-    def _send_norms(self, totals: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _send_norms(self, totals: Sums) -> None:
         """Take the norms of the gradients in these pairs and start to download them, on the lane; one copy per dtype.
 
         At once: what stays on the device until the backward is over grows with depth.
         """
-        for dtype in dict.fromkeys(gradient.dtype for _, gradient in totals):
+        for dtype in {gradient.dtype: None for _, gradient in totals}:
             alike = [(master, gradient) for master, gradient in totals if gradient.dtype == dtype]
             norms = torch.stack(torch._foreach_norm([gradient for _, gradient in alike]))
-            room = self._room(norms.numel() * norms.element_size())
-            landing = room.tensor_like(norms)
+            landing = self._room(norms.numel() * norms.element_size()).tensor_like(norms)
             landing.copy_(norms, non_blocking=True)
             self._norms.append(([master for master, _ in alike], landing))
 
     def _room(self, num_bytes: int) -> Room:
-        """Host memory that nobody uses."""
+        """Host memory that is free."""
         for room in self._rooms:
-            if room.is_free and room.num_bytes >= num_bytes:
+            if room.num_bytes >= num_bytes and room.is_free:
                 return room
         self._rooms += self.memory.new_rooms(1, num_bytes)
         return self._rooms[-1]
 
-    def take(self, masters: Iterable[torch.Tensor]) -> tuple[_Sums, _Sums, stream.Point | None]:
-        """Take the sums of `masters` before anybody sees them: `master.grad` is None from now on.
+    def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], stream.Point | None]:
+        """Take the sums of `masters` before they are in `p.grad`, which is None from now on.
 
         Returns:
-            master -> sum, for those that have one; master -> the norm of its sum; and the point at which all of them
+            masters that have a sum, and the sums; master -> the norm of its sum; and the point at which all of them
             have landed.
         """
-        taken: _Sums = {}
-        norms: _Sums = {}
-        for master in masters:
-            on_its_way = master in self._arriving
-            if on_its_way and master.grad is not None and master.grad is not self._arriving[master]:
-                continue  # what autograd itself put there is added when this one has landed; `step()` finds the sum
-            total = self._arriving.pop(master, master.grad)
-            if total is not None:
-                if not on_its_way:
-                    norms[master] = self._taken[master] = norm_of(total, master.dtype)
+        taken: list[tuple[Master, torch.Tensor]] = []
+        norms: dict[Master, torch.Tensor] = {}
+        with without_interception():
+            for master in masters:
+                p, total = master.parameter, master.arriving
+                if total is not None and p.grad is not None and p.grad is not total:
+                    continue  # what autograd itself put there is added when this one has landed; `step()` finds both
+                if total is None:
+                    total = p.grad
+                    if total is None:
+                        continue
+                    norms[master] = master.taken_norm = norm_of(total, p.dtype)
+                master.arriving = None
                 pending = pending_of(total)
-                if isinstance(pending, _Arriving):
+                if isinstance(pending, Sum) and pending.arrives_at is not None:
                     let_go(total, pending)
-                taken[master], master.grad = total, None
+                p.grad = None
+                taken.append((master, total))
+        among = {master for master, _ in taken}
+        self._arriving = [master for master in self._arriving if master not in among]
         for alike, landing in self._norms:
-            norms.update((m, norm) for m, norm in zip(alike, landing.unbind(), strict=True) if m in taken)
+            norms.update((m, norm) for m, norm in zip(alike, landing.unbind(), strict=True) if m in among)
         return taken, norms, self.lane.record()
 
     @torch.no_grad()
@@ -206,42 +202,52 @@ class Gradients:
         norms, self._norms = self._norms, []
         if self._arriving or norms:
             stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
-        arrived, of_losses = self._arriving, self._of_losses
-        self._arriving, self._of_losses = {}, []
+        arrived, self._arriving = self._arriving, []
+        of_losses, self._of_losses = self._of_losses, []
         self._let_go()
-        shared = {master for master, total in arrived.items() if master.grad is not None and master.grad is not total}
-        shared |= {master for master, _ in of_losses}
-        for master, total in (*arrived.items(), *of_losses):
-            if master.grad is not total:
-                self._add_to_grad(master, total)
-        with untouched():  # of a master that has been updated in this backward, nobody else may ask for the gradient
+        shared = {master for master, _ in of_losses}
+        with without_interception():
+            for master in arrived:
+                p, total, master.arriving = master.parameter, master.arriving, None
+                assert total is not None, "a sum that arrives has its memory"
+                if p.grad is None and total.dtype == p.dtype:
+                    p.grad = total
+                elif p.grad is not total:
+                    shared.update([master] if p.grad is not None else [])
+                    self._add_to_grad(master, total)
+            for master, gradient in of_losses:
+                self._add_to_grad(master, gradient)
             for masters, landing in norms:
                 for master, norm in zip(masters, landing.clone().unbind(), strict=True):
-                    if master.grad is None:
-                        self._taken[master] = norm
-                    elif can_hold(master.grad) and master not in shared:
-                        hold(master.grad, _NormKnown(master.grad, norm))
+                    grad = master.parameter.grad
+                    if grad is None:  # it has been updated in this backward
+                        master.taken_norm = norm
+                    elif can_hold(grad) and master not in shared:
+                        hold(grad, Sum(norm, grad._version))
 
-    def _dtype(self, master: torch.Tensor) -> torch.dtype:
-        return self.memory.precision.of_gradient(master)
-
-    def _add_to_grad(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
-        if master.grad is not None and master.grad.is_sparse and not gradient.is_sparse:
-            gradient, master.grad = gradient + master.grad, None  # dense from now on, as autograd has it
-        if master.grad is not None:
-            master.grad += gradient  # in the longer dtype of the two, and rounded once
-            return
-        dtype = gradient.dtype if gradient.is_sparse else self._dtype(master)
-        if dtype != master.dtype:
-            with untouched():
-                master.grad_dtype = None  # any: torch takes this one, and what others make of it
-        master.grad = gradient.to(dtype) if gradient.dtype == master.dtype else gradient
+    def _add_to_grad(self, master: Master, gradient: torch.Tensor) -> None:
+        """Make `gradient` (host) the gradient of the parameter, or add it to that; without interception."""
+        p = master.parameter
+        grad = p.grad
+        if grad is not None:
+            settle(grad)
+            if grad.is_sparse and not gradient.is_sparse:
+                gradient, p.grad = gradient + grad, None  # dense from now on, as autograd has it
+            else:
+                grad += gradient  # in the longer dtype of the two, and rounded once
+                return
+        dtype = gradient.dtype if gradient.is_sparse else master.gradient_like.dtype
+        if dtype != p.dtype:
+            p.grad_dtype = None  # any: torch takes this one, and what others make of it
+        p.grad = gradient.to(dtype) if gradient.dtype == p.dtype else gradient
 
     def _discard(self) -> None:
-        """Forget what a backward that failed had received. This is called in any thread, after the program went on:
-        nothing is written to `p.grad`."""
+        """Forget what a backward that failed had received. This is called in any thread, after the program has
+        continued: nothing is written to `p.grad`."""
         stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
         self._let_go()
+        for master in self._arriving:
+            master.arriving = None
         self._arriving.clear()
         self._of_losses.clear()
         self._norms.clear()
@@ -262,118 +268,107 @@ class Gradients:
         self._task, self._held, self._handles = None, [], []
         for handle in handles:
             handle.remove()
-        for gradient in held:
-            pending = pending_of(gradient)
-            if isinstance(pending, _Arriving):
-                let_go(gradient, pending)
+        for gradient, arriving in held:
+            let_go(gradient, arriving)
 
-    def total_norm(self, masters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients of `masters` as if they were one vector, as `torch.nn.utils` takes it.
+    def total_norm(self) -> torch.Tensor:
+        """The norm of all gradients as if they were one vector, as `torch.nn.utils` takes it.
 
-        Of the norms of the single gradients, stacked in the order of `masters`; a 0-dim host tensor. Those that were
+        Of the norms of the single gradients, stacked in the order of the model; a 0-dim host tensor. Those that were
         taken count.
         """
         norms: list[torch.Tensor] = []
-        for master in masters:
-            taken = self._taken.get(master)
-            if taken is not None:
-                norms.append(taken)
-            elif master.grad is not None:
-                norms.append(norm_of(master.grad, master.dtype))
+        with without_interception():
+            for master in self.masters.all():
+                p = master.parameter
+                if master.taken_norm is not None:
+                    norms.append(master.taken_norm)
+                elif (grad := p.grad) is not None:
+                    pending = grad.__dict__.get("_l2l_pending")
+                    if isinstance(pending, Sum) and pending.norm is not None and pending.version == grad._version:
+                        norms.append(pending.norm)
+                    else:
+                        norms.append(norm_of(grad, p.dtype))
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
-    def release(self) -> None:
-        """Forget all masters."""
-        self._taken.clear()
-        self.trained = []
+    def clip(self, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
+        """Scale the gradients, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
 
-    def forget(self, masters: Iterable[torch.Tensor]) -> None:
-        """The step of `masters` is over: what was taken for it does not count any more."""
-        for master in masters:
-            self._taken.pop(master, None)
+        With `later`, each of them when its values are used next.
+        """
+        factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+        if factor == 1.0:
+            return  # and not if it is nan
+        with without_interception(), torch.no_grad():
+            for p in self.masters.parameters:
+                grad = p.grad
+                if grad is None:
+                    continue
+                pending = grad.__dict__.get("_l2l_pending")
+                if later and isinstance(pending, Sum) and pending.may_be_scaled:
+                    pending.norm, pending.factor, pending.may_be_scaled = None, factor, False
+                    continue
+                settle(grad)
+                if later and can_hold(grad):
+                    hold(grad, Sum(factor=factor))
+                else:
+                    grad.mul_(factor)
 
 
-class _NormKnown(Pending):
-    """A gradient whose norm is known as long as nobody has used it."""
+_scaling = threading.Lock()
 
-    def __init__(self, gradient: torch.Tensor, norm: torch.Tensor) -> None:
+
+class Sum(Pending):
+    """What is pending for a gradient sum in `p.grad`: a norm that is right until the sum is used, a factor that it is
+    multiplied by before, or a backward that may add to it."""
+
+    guards_grad = False
+
+    def __init__(
+        self,
+        norm: torch.Tensor | None = None,
+        version: int | None = None,
+        *,
+        factor: torch.Tensor | None = None,
+        arrives_at: Gradients | None = None,
+    ) -> None:
         self.norm = norm
-        self.version = gradient._version  # autograd itself writes to gradients without a word
+        self.version = version
+        """Of the sum when its norm was taken: autograd itself writes to gradients without a word."""
+        self.factor = factor
+        self.arrives_at = arrives_at
+        self.may_be_scaled = factor is None and arrives_at is None
 
     def before_values(self, tensor: torch.Tensor) -> None:
+        if self.arrives_at is not None:
+            if current_backward() != -1:
+                self.arrives_at.wait()
+                return
+            self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
+        with _scaling:  # another thread may use it at the same time
+            factor, self.factor = self.factor, None
+            if factor is not None:
+                with without_interception(), torch.no_grad():
+                    tensor.mul_(factor)
         let_go(tensor, self)
-
-
-class _Arriving(Pending):
-    """A gradient that a backward may add to, on its way from the device."""
-
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients = gradients
-
-    def before_values(self, tensor: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # the backward has failed, and the program goes on
-            self.gradients.wait_for_failed()
-            let_go(tensor, self)
-        else:
-            self.gradients.wait()
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The norm of one gradient, as it is now, computed in `dtype`: a 0-dim host tensor."""
     pending = pending_of(gradient)
-    with untouched():
-        version = gradient._version
-    if isinstance(pending, _NormKnown) and pending.version == version:
-        return pending.norm
+    if isinstance(pending, Sum) and pending.norm is None:
+        settle(gradient)
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)
     return norm
 
 
-def _alike(gradient: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether a gradient can be written over a host tensor element by element, in the order of memory."""
+def _alike(gradient: torch.Tensor, like: torch.Tensor, total: torch.Tensor | None) -> bool:
+    """Whether a gradient can be written over a host tensor `like` this, the `total` if there is one, element by
+    element in the order of memory."""
     return (
-        gradient.layout is total.layout is torch.strided
-        and gradient.stride() == total.stride()
-        and total.device == stream.HOST
-        and is_dense(total)
+        gradient.layout is like.layout is torch.strided
+        and gradient.stride() == like.stride()
+        and is_dense(like)
+        and (total is None or (total.device == stream.HOST and can_hold(total)))
     )
-
-
-class Scaling(Pending):
-    """A gradient that is to be multiplied before its values are used."""
-
-    def __init__(self, factor: torch.Tensor) -> None:
-        self.factor = factor
-        self._lock = threading.Lock()
-
-    def before_values(self, tensor: torch.Tensor) -> None:
-        with self._lock:
-            if pending_of(tensor) is self:  # and no other thread was faster
-                with untouched(), torch.no_grad():
-                    tensor.mul_(self.factor)
-                let_go(tensor, self)
-
-
-def taken_factor(gradient: torch.Tensor) -> torch.Tensor | None:
-    """What `gradient` is still to be multiplied by, which the caller sees to from now on."""
-    pending = pending_of(gradient)
-    let_go(gradient)
-    return pending.factor if isinstance(pending, Scaling) else None
-
-
-@torch.no_grad()
-def clip(gradients: Iterable[torch.Tensor], total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
-    """Scale `gradients`, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
-
-    With `later`, each of them when its values are used next.
-    """
-    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    if factor == 1.0:
-        return  # and not if it is nan
-    for gradient in gradients:
-        if later and can_hold(gradient):
-            settle(gradient)
-            hold(gradient, Scaling(factor))
-        else:
-            gradient.mul_(factor)

@@ -14,52 +14,39 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_l2l.model.precision import Precision
+from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.compat import version_kept, without_interception
 from hf_l2l.runtime.flat_memory import Layout, Pages, Room, rooms_in
-from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes, untouched
+from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
 
 T = TypeVar("T")
 
 
-class Watch(Protocol):
-    """Goes through units of work, and may show how far it has come."""
+class Progress(Protocol):
+    """Goes through units of work, and may show how many are done."""
 
     def __call__(self, units: Sequence[T], what: str) -> Iterable[T]: ...
 
 
-def _unwatched(units: Sequence[T], what: str) -> Iterable[T]:
+def unseen(units: Sequence[T], what: str) -> Iterable[T]:
+    """A `Progress` that shows nothing."""
     return units
 
 
 class HostMemory:
     """The registered memory of one engine: its masters, their gradients, and the stash where it is on the host."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        model: nn.Module,
-        layers: Sequence[nn.Module] = (),
-        watch: Watch = _unwatched,
-        precision: Precision | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, masters: Masters, progress: Progress = unseen) -> None:
         self.device = device
-        self.precision = precision or Precision(model)
-        self.model = model
-        self.layers = layers
-        self.watch = watch
+        self.masters = masters
+        self.progress = progress
         self._pages: WeakSet[Pages] = WeakSet()
-        self._addresses: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Master -> where it was when `adopt` was done with it."""
-        self._refused: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Master -> bytes, for those that stayed in ordinary memory."""
-        self._gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Master -> the room of its gradient."""
-        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Master -> the room of the copy that travels in its place."""
+        self._changes_seen = 0
+        """`masters.changes` when memory for gradients was taken."""
+        self._is_refused = False
+        """Whether something that travels stays in ordinary memory."""
         self._warned = False
 
     @property
@@ -70,13 +57,12 @@ class HostMemory:
     @property
     def bytes_wanted(self) -> int:
         """That would be registered if nothing had been refused, with the gradients that training will need."""
+        masters = self.masters.all()
         to_come = [
-            p.numel() * self.precision.of_gradient(p).itemsize
-            for p in self.model.parameters()
-            if p.requires_grad and self._gradient_room(p) is None
+            tensor_bytes([m.gradient_like]) for m in masters if m.parameter.requires_grad and _gradient_room(m) is None
         ]
         taken = sum(len(pages) for pages in list(self._pages))
-        return taken + sum(int(size) for size in self._refused.values()) + sum(to_come)
+        return taken + sum(m.refused_bytes for m in masters) + sum(to_come)
 
     def adopt(self) -> None:
         """Move parameters that are new, or lie elsewhere now, into registered memory; they stay the same objects.
@@ -85,40 +71,46 @@ class HostMemory:
         """
         if not stream.can_page_lock(self.device):
             return
-        with untouched():  # an address is no value
-            new: set[torch.Tensor] = {p for p in self.model.parameters() if self._addresses.get(p) != p.data_ptr()}
+        masters = self.masters.all()
+        with without_interception():  # an address is no value
+            new = {m for m in masters if m.address != m.parameter.data_ptr()}
         if not new:
             return
-        sharing = _sharing_memory(self.model)
-        for unit in self.watch(self._units(new), "Moving master weights to page-locked memory"):
-            travels = {p: self.precision.of(p) == p.dtype for p in unit}
-            layout = Layout(p for p in unit if travels[p] and _is_plain(p) and p not in sharing)
+        sharing = _sharing_memory(self.masters.model)
+        precision = self.masters.precision
+        for unit in self.progress(self._groups(new), "Moving master weights to page-locked memory"):
+            travels = {m: precision.of(m.parameter) == m.parameter.dtype for m in unit}
+            movable = [m for m in unit if travels[m] and _is_plain(m.parameter) and m.parameter not in sharing]
+            layout = Layout(m.parameter for m in movable)
             pages = Pages(layout.num_bytes)
             if layout.num_bytes and pages.lock(self.device):
                 self._pages.add(pages)
-                for master, room in rooms_in(pages, layout).items():
-                    _move(master, room.tensor_like(master))
+                for master, room in zip(movable, rooms_in(pages, layout), strict=True):
+                    _move(master.parameter, room.tensor_like(master.parameter))
             else:
-                self._refused.update({p: tensor_bytes([p]) for p in layout.offsets})
-            self._take_copies([p for p in unit if not travels[p]])
-            self._addresses.update({p: p.data_ptr() for p in unit})
+                for master in movable:
+                    master.refused_bytes = tensor_bytes([master.parameter])
+            self._take_copies([m for m in unit if not travels[m]])
+            for master in unit:
+                master.address = master.parameter.data_ptr()
+        self._is_refused = any(m.refused_bytes for m in masters)
         self.warn_once()
 
-    def _take_copies(self, masters: Sequence[torch.Tensor]) -> None:
+    def _take_copies(self, masters: Sequence[Master]) -> None:
         """Take the memory for what travels in the place of `masters`, which themselves stay where they are."""
-        likes = {p: on_meta(p, self.precision.of(p)) for p in masters}
-        layout = Layout(likes.values())
-        if layout.num_bytes and self.precision.keeps_copies:
+        precision = self.masters.precision
+        likes = [on_meta(m.parameter, precision.of(m.parameter)) for m in masters]
+        layout = Layout(likes)
+        if layout.num_bytes and precision.keeps_copies:
             pages = self._new_pages(layout.num_bytes)
-            rooms = rooms_in(pages, layout)
-            self._copies.update({p: rooms[like] for p, like in likes.items()})
-            if not pages.locked:
-                self._refused.update({p: tensor_bytes([like]) for p, like in likes.items()})
+            for master, like, room in zip(masters, likes, rooms_in(pages, layout), strict=True):
+                master.copy_room = room
+                master.refused_bytes = 0 if pages.locked else tensor_bytes([like])
 
-    def copy_like(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor for a copy of `master` in `dtype`, with any values: registered where `adopt` found that."""
-        like = on_meta(master, dtype)
-        room: Room | None = self._copies.get(master)
+        like = on_meta(master.parameter, dtype)
+        room = master.copy_room
         if room is not None and room.is_free and room.num_bytes >= tensor_bytes([like]):
             return room.tensor_like(like)
         with torch.inference_mode(False):
@@ -126,45 +118,40 @@ class HostMemory:
 
     def take_gradients(self) -> None:
         """Take the memory for one gradient per trainable parameter, where that has not been done."""
-        missing: set[torch.Tensor] = {
-            p for p in self.model.parameters() if p.requires_grad and self._gradient_room(p) is None
-        }
-        for unit in self.watch(self._units(missing) if missing else [], "Taking page-locked memory for gradients"):
-            likes = {p: on_meta(p, self.precision.of_gradient(p)) for p in unit}
-            layout = Layout(likes.values())
-            rooms = rooms_in(self._new_pages(layout.num_bytes), layout)
-            self._gradients.update({p: rooms[like] for p, like in likes.items()})
+        if self._changes_seen == self.masters.changes:
+            return
+        masters = self.masters.all()
+        missing = {m for m in masters if m.parameter.requires_grad and _gradient_room(m) is None}
+        groups = self._groups(missing) if missing else []
+        for unit in self.progress(groups, "Taking page-locked memory for gradients"):
+            layout = Layout(m.gradient_like for m in unit)
+            for master, room in zip(unit, rooms_in(self._new_pages(layout.num_bytes), layout), strict=True):
+                master.gradient_room = room
+        self._changes_seen = self.masters.changes
         self.warn_once()
 
-    def _units(self, parameters: set[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """`parameters` in the groups in which they travel: layer by layer, and each of the others by itself."""
-        units: list[list[torch.Tensor]] = []
-        left = set(parameters)
-        for masters in (*(layer.parameters() for layer in self.layers), *([p] for p in self.model.parameters())):
-            unit: list[torch.Tensor] = [p for p in masters if p in left]
-            left.difference_update(unit)  # what is tied belongs to the first
-            if unit:
-                units.append(unit)
-        return units
+    def _groups(self, masters: set[Master]) -> list[list[Master]]:
+        """`masters` in the groups in which they travel: layer by layer, and each of the others by itself."""
+        groups: list[list[Master]] = []
+        left = set(masters)
+        by_layer = (self.masters.unit(layer).masters for layer in self.masters.layers)
+        for candidates in (*by_layer, *([m] for m in self.masters.all())):
+            group = [m for m in candidates if m in left]
+            left.difference_update(group)  # what is tied belongs to the first
+            if group:
+                groups.append(group)
+        return groups
 
-    def gradient_like(self, master: torch.Tensor) -> torch.Tensor:
-        """A host tensor for the gradient of `master`: always the same memory, unless somebody still holds that."""
-        room = self._gradient_room(master)
-        dtype = self.precision.of_gradient(master)
+    def gradient_like(self, master: Master) -> torch.Tensor:
+        """A host tensor for the gradient of `master`: always the same memory, unless a tensor there still lives."""
+        room = _gradient_room(master)
         if room is not None and room.is_free:
-            return room.tensor_like(on_meta(master, dtype))
-        with untouched():
-            return torch.empty_like(master, dtype=dtype, requires_grad=False)
-
-    def _gradient_room(self, master: torch.Tensor) -> Room | None:
-        """The one that was taken, unless the parameter has grown since: embeddings are resized."""
-        room: Room | None = self._gradients.get(master)
-        size = master.numel() * self.precision.of_gradient(master).itemsize
-        return room if room is not None and room.num_bytes >= size else None
+            return room.tensor_like(master.gradient_like)
+        return torch.empty_like(master.gradient_like, device=stream.HOST)
 
     def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
         """Memory for `count` tensors of up to `num_bytes` bytes each."""
-        turns = self.watch(range(count), f"Taking page-locked memory for {what}")
+        turns = self.progress(range(count), f"Taking page-locked memory for {what}")
         return [Room(self._new_pages(num_bytes), 0, num_bytes) for _ in turns]
 
     def _new_pages(self, num_bytes: int) -> Pages:
@@ -177,7 +164,7 @@ class HostMemory:
         """Say it once if something could not be registered."""
         if self._warned or not stream.can_page_lock(self.device):
             return
-        if not self._refused and all(pages.locked for pages in list(self._pages)):
+        if not self._is_refused and all(pages.locked for pages in list(self._pages)):
             return
         self._warned = True
         warnings.warn(
@@ -190,24 +177,28 @@ class HostMemory:
     @property
     def is_locked(self) -> bool:
         """Whether what travels is where copies from it do not hold up the host."""
-        return stream.can_page_lock(self.device) and not self._refused
+        return stream.can_page_lock(self.device) and not self._is_refused
 
     def release(self) -> None:
         """Give the registered memory back: masters move to ordinary memory of their own."""
-        for master, address in list(self._addresses.items()):
-            if master.data_ptr() == address and master not in self._refused and master not in self._copies:
-                _move(master, torch.empty_like(master, requires_grad=False))
+        for master in self.masters.all():
+            p = master.parameter
+            if p.data_ptr() == master.address and not master.refused_bytes and master.copy_room is None:
+                _move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
-        for known in (self._addresses, self._refused, self._gradients, self._copies):
-            known.clear()
-        self.precision.release()
+
+
+def _gradient_room(master: Master) -> Room | None:
+    """The one that was taken, unless the parameter has grown since: embeddings are resized."""
+    room = master.gradient_room
+    return room if room is not None and room.num_bytes >= tensor_bytes([master.gradient_like]) else None
 
 
 def _move(master: torch.Tensor, to: torch.Tensor) -> None:
     """Let `master` have the memory of `to`, with its own values."""
     # A graph that is still to be run backwards finds what it was made with.
-    with torch.no_grad(), _unsafe_preserve_version_counter(master):
+    with torch.no_grad(), version_kept(master):
         master.set_(to.copy_(master))  # type: ignore[call-overload]
 
 

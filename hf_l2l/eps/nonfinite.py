@@ -7,14 +7,14 @@ that it came from run once more, with every layer watched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.model.masters import Masters
+from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.optim.layerwise_step import parameters_of
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime.tensors import is_cache, leaves_of, map_tensors
@@ -48,7 +48,7 @@ def check_finite(norms: Iterable[torch.Tensor], step: int, what: str) -> None:
 
 
 class LastForward:
-    """The last forward that gradients may come from, to be run once more if they are not finite."""
+    """The last forward that gradients may come from, run once more if they are not finite."""
 
     def __init__(self) -> None:
         self._again: Callable[[], Any] | None = None
@@ -116,23 +116,12 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
-class Steps(Protocol):
-    """What steps, and with which gradients."""
-
-    model: nn.Module
-    masters: Masters
-    steps: int
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]: ...
-
-
 class Vote:
     """Whether the gradients of the step that is under way may be used: if all of them are finite."""
 
-    def __init__(self, updates: Steps, loss_scale: LossScale | None) -> None:
-        """For the optimizers that `updates` knows."""
-        self.updates = updates
+    def __init__(self, masters: Masters, loss_scale: LossScale | None) -> None:
+        """With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error."""
+        self.masters = masters
         self.loss_scale = loss_scale
         self.last_forward = LastForward()
         self._result: bool | None = None
@@ -150,46 +139,51 @@ class Vote:
         """The loss is not finite, whatever its gradients are."""
         self._result, self._vetoed = None, True
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step of `optimizer` is over; when all have stepped, the next step has a vote of its own."""
+    def after_step(self, optimizer: torch.optim.Optimizer, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """The step of `optimizer` is over; when all `optimizers` have stepped, the next step has a vote of its own."""
         self._stepped.add(optimizer)
-        if all(each in self._stepped for each in self.updates.optimizers):
+        if all(each in self._stepped for each in optimizers):
             self.reset()
             self._vetoed = False
             self.last_forward.forget()
 
-    def result(self, norm: Callable[[], torch.Tensor]) -> bool:
-        """Vote, if that has not been done: with the norm of all gradients, a 0-dim host tensor.
+    def result(self, norm: Callable[[], torch.Tensor], step: int, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Vote, if that has not been done.
 
-        With a loss scale, no means that the step is skipped; gradients that are not finite are dropped then, whoever
-        was to use them.
+        With a loss scale, False means that the step is skipped; gradients that are not finite are dropped then,
+        whichever optimizer was to use them.
+
+        Args:
+            norm: gives the norm of all gradients, a 0-dim host tensor.
+            step: the number of the step, from 1.
+            optimizers: whose gradients count; without one, those of all parameters do.
 
         Raises:
-            NonFiniteError: without one.
+            NonFiniteError: without a loss scale.
         """
         if self._result is None:
             finite = not self._vetoed and bool(norm().isfinite())
             bad: list[torch.Tensor] = []
             if not finite:
-                # The norm of large numbers may be infinite where they are not, and others train what is in no group.
-                trained = {p for optimizer in self.updates.optimizers for p in parameters_of(optimizer)}
-                bad = [p for p in trained or self.updates.model.parameters() if not _is_finite(p)]
+                # The norm of large numbers may be infinite where they are not, and some train what is in no group.
+                trained = {p for optimizer in optimizers for p in parameters_of(optimizer)}
+                bad = [p for p in trained or self.masters.parameters if not _is_finite(p)]
                 finite = not bad and not self._vetoed
             if self.loss_scale is None and not finite:
                 self._vetoed = False
-                raise NonFiniteError(self.updates.steps + 1, self._where(bad))
+                raise NonFiniteError(step, self._where({self.masters.of(p) for p in bad}))
             self._result = finite if self.loss_scale is None else self.loss_scale.vote(finite=finite)
             for p in bad:
                 p.grad = None
         return self._result
 
-    def _where(self, bad: Iterable[torch.Tensor]) -> str:
-        layers, found = self.updates.masters.layers, set(bad)
-        touched = [name for layer, name in layers.items() if any(p in found for p in layer.parameters())]
+    def _where(self, bad: set[Master]) -> str:
+        names = self.masters.layer_names
+        touched = [name for layer, name in names.items() if not bad.isdisjoint(self.masters.unit(layer).masters)]
         where = None
-        if touched and list(layers.values())[-1] not in touched:
+        if touched and list(names.values())[-1] not in touched:
             where = f"the backward of {touched[-1]}"  # what comes after it is finite
-        where = where or self.last_forward.first_nonfinite(layers)
+        where = where or self.last_forward.first_nonfinite(names)
         self.last_forward.forget()
         return where or "the loss or its gradient, after the layers; in the last forward all layers are finite"
 

@@ -1,10 +1,12 @@
-"""Tensors whose values are still to come: whoever uses them waits, whoever does not never does.
+"""Tensors whose values are still to come: an operation that uses one first waits for what is pending for it.
 
 As long as something is pending for a tensor, its class is one of two here, to which torch hands every operation that
 gets the tensor (`__torch_function__`). So a use is noticed in whatever thread and by whatever code, and when nothing
 is pending the tensor is an ordinary one again, at no cost. Reading a shape, a dtype or `p.grad` is no use of values.
-A view or NumPy array that somebody made before knows nothing of this. In the same way a master that has a 16-bit copy
-is held until somebody uses it, since he might write to it (`copies`).
+A view or NumPy array that was made before is not noticed. In the same way a master that has a 16-bit copy is held
+until its values are used, since that use may be a write (`weight_copies`).
+
+The package itself knows from its records what is pending. It reads held tensors under `without_interception`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.runtime.tensors import untouched
+from hf_l2l.runtime.compat import without_interception
 
 
 class Pending:
-    """What must happen before the values of a tensor are used, or what does not hold any more when they have been."""
+    """What is pending for a tensor: callbacks that run when the tensor is used."""
+
+    guards_grad = True
+    """Whether `before_grad` is to be called at all."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Called before an operation uses the values; may `let_go` of the tensor, for which it then is not called."""
 
     def before_look(self, tensor: torch.Tensor) -> None:
-        """Called before the values are only looked at by somebody who knows of this, or the version is read."""
+        """Called before the version is read, which an update changes."""
         self.before_values(tensor)
 
     def before_grad(self, tensor: torch.Tensor) -> None:
@@ -47,22 +52,22 @@ class _Held(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # First what concerns one tensor: an optimizer that finds nothing to do asks every parameter for its gradient.
-        if func in _OF_GRAD or func in _WITHOUT_VALUES or func in _OF_VERSION:
-            pending = pending_of(args[0])
-            if pending is not None and func in _OF_GRAD:
-                pending.before_grad(args[0])
-            if pending is not None and func in _OF_VERSION:
-                pending.before_look(args[0])
-            with untouched():
+        kind = _KINDS.get(func)
+        if kind is not None:
+            pending = args[0].__dict__.get("_l2l_pending")  # none if another thread has let go of it
+            if pending is not None:
+                if kind == _GRAD and pending.guards_grad:
+                    pending.before_grad(args[0])
+                elif kind == _VERSION:
+                    pending.before_look(args[0])
+            with without_interception():
                 return func(*args, **kwargs)
         held = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Held)]
         for tensor in held:
-            pending = pending_of(tensor)  # none if another thread has let go of it
-            if pending is not None:
-                pending.before_values(tensor)
+            settle(tensor)
         if not any(isinstance(tensor, _Held) for tensor in held):
             return func(*args, **kwargs)
-        with untouched():
+        with without_interception():
             return func(*args, **kwargs)
 
     def _plain(self) -> Any:
@@ -98,7 +103,7 @@ def can_hold(tensor: torch.Tensor) -> bool:
 
 
 def hold(tensor: torch.Tensor, pending: Pending) -> None:
-    """Let every use of `tensor` be announced to `pending`, in the place of what was pending before."""
+    """Announce every use of `tensor` to `pending`, in the place of what was pending before."""
     held: Any = tensor
     held._l2l_pending = pending  # first: from the next line on it is looked for
     held.__class__ = _HELD.get(type(tensor), type(tensor))
@@ -124,21 +129,22 @@ def settle(tensor: torch.Tensor) -> None:
         pending.before_values(tensor)
 
 
-def _accessors(names: Iterable[str]) -> set[Any]:
-    """What `__torch_function__` is given for these attributes and methods of tensors."""
-    found = set()
-    for name in names:
-        attribute = getattr(torch.Tensor, name)
-        is_method = callable(attribute)
-        found |= {attribute} if is_method else {attribute.__get__, attribute.__set__, attribute.__delete__}
-    return found
-
-
-_OF_GRAD = _accessors(["grad"])
-_OF_VERSION = _accessors(["_version"])
-_WITHOUT_VALUES = _accessors(
-    """shape dtype device layout requires_grad is_leaf ndim itemsize nbytes grad_fn output_nr retains_grad
+_GRAD, _VERSION, _METADATA = "grad", "version", "metadata"
+_NAMES = {
+    _GRAD: "grad",
+    _VERSION: "_version",
+    _METADATA: """shape dtype device layout requires_grad is_leaf ndim itemsize nbytes grad_fn output_nr retains_grad
     is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mps is_xpu _backward_hooks
     _post_accumulate_grad_hooks numel nelement size dim ndimension stride element_size is_floating_point is_complex
-    is_contiguous is_inference is_shared storage_offset get_device __len__""".split()
-)
+    is_contiguous is_inference is_shared storage_offset get_device __len__""",
+}
+
+
+def _accessors(name: str) -> set[Any]:
+    """What `__torch_function__` is given for this attribute or method of tensors."""
+    attribute = getattr(torch.Tensor, name)
+    return {attribute} if callable(attribute) else {attribute.__get__, attribute.__set__, attribute.__delete__}
+
+
+_KINDS = {func: kind for kind, names in _NAMES.items() for name in names.split() for func in _accessors(name)}
+"""Functions that use no values -> what they read or write."""

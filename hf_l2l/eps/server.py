@@ -7,21 +7,22 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
 
-from hf_l2l.config import EpsUpdate, MomentDtype, update_mode
-from hf_l2l.eps.gradients import Gradients, clip
-from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.config import L2LConfig, update_mode
+from hf_l2l.eps.gradients import Gradients, Sums
+from hf_l2l.eps.host_memory import HostMemory, Progress, unseen
+from hf_l2l.eps.masters import Master, Masters, MasterUnit, check_optimizer
 from hf_l2l.eps.nonfinite import Vote
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.model.masters import check_optimizer
-from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.model.precision import Precision
+from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import EpsScaler, LossScale
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.report.timeline import Timeline
@@ -54,42 +55,41 @@ class EagerParamServer:
         self,
         model: nn.Module,
         device: torch.device,
-        memory: HostMemory | None = None,
+        config: L2LConfig | None = None,
         *,
+        layers: Sequence[nn.Module] = (),
+        precision: Precision | None = None,
         timeline: Timeline | None = None,
-        update: EpsUpdate = "auto",
-        num_threads: int | None = None,
-        moment_dtype: MomentDtype = "fp32",
         loss_scale: LossScale | None = None,
-        goes_on: Callable[[], bool] = lambda: False,
+        progress: Progress = unseen,
+        is_accumulating: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With `goes_on`, which says in a backward whether another one follows before the step.
+        """With `is_accumulating`: True in a backward if another one follows before the step.
 
         With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
         """
+        config = config or L2LConfig()
         self.loss_scale = loss_scale
         self.model = model
         self.device = device
-        self.memory = memory or HostMemory(device, model)
+        self.masters = Masters(model, layers, precision)
+        self.memory = HostMemory(device, self.masters, progress)
         self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
         self.backwards.call(at_end=self.timeline.end_backward, at_failure=self.timeline.end_backward)
-        self.copies = Copies(self.memory.precision, self.memory)
-        self.gradients = Gradients(device, self.memory, self.backwards)
+        self.copies = Copies(self.masters, self.memory)
+        self.gradients = Gradients(device, self.masters, self.memory, self.backwards)
         self.updates = Updates(
-            model,
-            self.memory.layers,
+            self.masters,
             self.gradients,
             self.timeline,
             self.copies,
-            mode=update_mode(update, device),
-            num_threads=num_threads,
-            may_step=self.may_step,
-            stepped=lambda optimizer: self.vote.stepped(optimizer),
-            moment_dtype=moment_dtype,
-            goes_on=goes_on,
+            mode=update_mode(config.eps_update, device),
+            num_threads=config.num_threads,
+            moment_dtype=config.moment_dtype,
+            is_accumulating=is_accumulating,
         )
-        self.vote = Vote(self.updates, loss_scale)
+        self.vote = Vote(self.masters, loss_scale)
 
     @property
     def lane(self) -> stream.Lane:
@@ -106,6 +106,7 @@ class EagerParamServer:
         """
         self.backwards.errors.raise_first()
         self.updates.check()
+        self.masters.refresh()
         if torch.is_grad_enabled():
             refuse_several_processes()  # the group may have been made after the model was attached
             self.updates.start_forward()
@@ -123,29 +124,24 @@ class EagerParamServer:
                 "eps.wrap(optimizer) before backward"
             )
 
-    def expect(self, masters: Iterable[torch.Tensor]) -> None:
-        """A call is in the graph from which `masters` may get gradients; `receive` is to tell when they have."""
-        self.updates.expect(masters)
+    def expect(self, unit: MasterUnit) -> None:
+        """A call of `unit` is in the graph that its masters may get gradients from; `receive` tells when they have."""
+        self.updates.expect(unit)
 
-    def receive_in_hook(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
+    def receive_in_hook(self, master: Master, gradient: torch.Tensor) -> None:
         """`receive` for hooks of autograd; an exception is raised later."""
-        place = RaisedIn(lambda: f"the download of {self.updates.masters.name(master)}")
-        with self.backwards.errors, self.updates.eager.failing(), place:
+        with self.backwards.errors, self.updates.eager.failing(), RaisedIn("the download of", master.name):
             self.receive([(master, gradient)])
 
     @torch.no_grad()
-    def receive(
-        self,
-        gradients: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        masters: Iterable[torch.Tensor] | None = None,
-    ) -> None:
-        """Add gradient sums from the device to what `master.grad` holds, by the end of this backward.
+    def receive(self, sums: Sums, masters: list[Master] | None = None) -> None:
+        """Add gradient sums from the device to what `p.grad` holds, by the end of this backward.
 
         Only to be called inside a backward. The device may go on computing meanwhile.
 
         Args:
-            gradients: pairs of master and gradient sum, which has the shape of the master and may be overwritten.
-                Its memory may be freed at once; to write to it, wait for `lane`.
+            sums: pairs of master and gradient sum, which has the shape of the parameter and may be overwritten. Its
+                memory may be freed at once; to write to it, wait for `lane`.
             masters: of the call that these are all gradients of; None if it has no others.
 
         Raises:
@@ -155,19 +151,13 @@ class EagerParamServer:
         self.backwards.errors.raise_first()
         self.updates.check()
         self._refuse_without_optimizer()
-        pairs = list(gradients)
         self.vote.reset()
         if self.loss_scale is not None and self.loss_scale.is_dynamic:
-            for _, gradient in pairs:
+            for _, gradient in sums:
                 gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, which it is unless it was chosen
-        masters = [master for master, _ in pairs] if masters is None else list(masters)
-        self.updates.eager.refuse_second(master for master, _ in pairs)
-        self.gradients.receive(pairs)
-        self.updates.arrived(masters)
-
-    def is_updating(self, masters: Iterable[torch.Tensor]) -> bool:
-        """Whether who read one of `masters` now would have to wait for its update."""
-        return self.updates.is_under_way(masters)
+        self.updates.eager.refuse_second(master for master, _ in sums)
+        self.gradients.receive(sums)
+        self.updates.arrived([master for master, _ in sums] if masters is None else masters)
 
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished, and take masters as they are from now on.
@@ -188,7 +178,27 @@ class EagerParamServer:
 
         Needed around all but the last backward of a step with `eps_update="eager"`, in a loop without Accelerate.
         """
-        return self.updates.arrivals.accumulate()
+        return self.updates.eager.accumulate()
+
+    # ---- optimizer.step()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Vote, then begin the updates; a hook of `optimizer.step()`."""
+        self.backwards.errors.raise_first()
+        self.updates.check()
+        # The first argument is the optimizer itself; accelerate passes None for a closure.
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        self.updates.refuse_step(optimizer, has_closure=has_closure)
+        if not self.may_step():
+            for p in parameters_of(optimizer):
+                p.grad = None  # and the optimizer finds nothing to do
+        self.updates.begin_step(optimizer, has_closure=has_closure)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The optimizer's step is over; a hook of it."""
+        self.updates.end_step(optimizer)
+        self.vote.after_step(optimizer, self.updates.optimizers)
+        self.timeline.end_step()
 
     def may_step(self) -> bool:
         """Whether the gradients of this step may be used: if all of them are finite.
@@ -199,7 +209,10 @@ class EagerParamServer:
             NonFiniteError: if there is none, without a loss scale to skip the step.
         """
         # Eager updates have looked at each layer's gradients before they used them.
-        return self.updates.mode == "eager" or self.vote.result(self.grad_norm)
+        return self.updates.mode == "eager" or self._vote(self.grad_norm)
+
+    def _vote(self, norm: Callable[[], torch.Tensor]) -> bool:
+        return self.vote.result(norm, self.updates.steps + 1, self.updates.optimizers)
 
     @property
     def scaler(self) -> EpsScaler | None:
@@ -213,7 +226,7 @@ class EagerParamServer:
 
         On the CPU to the bit as torch takes it; on an accelerator of norms that were taken there.
         """
-        return self.gradients.total_norm(self.model.parameters())
+        return self.gradients.total_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """What `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does, with less to wait for.
@@ -232,12 +245,10 @@ class EagerParamServer:
                 "not clip, or use eps_update='deferred'"
             )
         norm = self.grad_norm()
-        if not self.vote.result(lambda: norm):
-            return norm
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        # What is kept in 16 bits is scaled where it is made fp32.
-        later = self.updates.mode == "deferred" or self.updates.in_parts
-        clip(gradients, norm, float(max_norm), later=later)
+        if self._vote(lambda: norm):
+            # What is kept in 16 bits is scaled where it is made fp32.
+            later = self.updates.mode == "deferred" or self.updates.in_parts
+            self.gradients.clip(norm, float(max_norm), later=later)
         return norm
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
@@ -253,8 +264,12 @@ class EagerParamServer:
                 carries a hook that expects gradients on the device; with `eps_update="eager"`, if it cannot update
                 one layer without the others.
         """
-        self.check(optimizer)
-        self.updates.add(unwrapped(optimizer))
+        inner = unwrapped(optimizer)
+        check_optimizer(self.model, inner, wide=self.masters.precision.is_mixed)
+        entry = self.updates.add(inner)
+        if entry is not None:
+            entry.step_hook = inner.register_step_pre_hook(self.before_step)
+            entry.handles += [entry.step_hook, inner.register_step_post_hook(self.after_step)]
         return optimizer
 
     def _repr_html_(self) -> str:
@@ -277,10 +292,5 @@ class EagerParamServer:
         self.updates.release()
         self.timeline.close()
         # Nothing here refers to a master any more, not weakly either: torch changes none in place to which that does.
-        self.copies.release()
-        self.gradients.release()
         self.memory.release()
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if `optimizer` cannot update the masters (see `wrap`)."""
-        check_optimizer(self.model, unwrapped(optimizer), wide=self.copies.precision.is_mixed)
+        self.masters.release()

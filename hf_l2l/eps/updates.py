@@ -14,30 +14,51 @@ gradients that the background has taken. All modes give the same bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.config import Mode, MomentDtype
-from hf_l2l.eps.eager import Arrivals, EagerStep
-from hf_l2l.eps.gradients import Gradients, taken_factor
+from hf_l2l.eps.eager import EagerStep
+from hf_l2l.eps.gradients import Gradients, Sum, Sums
+from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import can_hold, hold, let_go, pending_of, settle
-from hf_l2l.eps.update_task import Update, carry_out
+from hf_l2l.eps.pending import can_hold, hold, let_go, settle
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.model.masters import Masters
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
-from hf_l2l.optim.layerwise_step import Places, SplitStep, parameters_of, places_of
+from hf_l2l.optim.layerwise_step import Part, Places, SplitStep, parameters_of, places_of
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import untouched
+from hf_l2l.runtime.compat import call_step_hook_last, has_later_step_hook, without_interception
+from hf_l2l.runtime.observer import aside
 from hf_l2l.runtime.worker import Modes, Task, Worker
+
+
+class OptimizerEntry:
+    """What the EPS knows of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, splits: bool) -> None:
+        self.splits = splits
+        """Whether it updates layer by layer, and not all layers at once."""
+        self.is_retired = False
+        """Whether another one updates the masters in its place, until it steps again."""
+        self.shapes = [p.shape for p in parameters_of(optimizer)]
+        """Of its parameters, when its state was made."""
+        self.changes_seen: int | None = None
+        """`Masters.changes` when the shapes were compared last."""
+        self.places: Places | None = None
+        """Where its parameters stand; found once per step, since an eager one takes a part of it for every layer."""
+        self.is_widened = False
+        """Whether its state is fp32 now, for a step of all layers at once."""
+        self.step_hook: RemovableHandle
+        """That of `EagerParamServer.before_step`."""
+        self.handles: list[RemovableHandle] = []
+        """All that were registered on it."""
 
 
 class Updates:
@@ -45,98 +66,81 @@ class Updates:
 
     def __init__(
         self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
+        masters: Masters,
         gradients: Gradients,
         timeline: Timeline,
         copies: Copies,
         *,
         mode: Mode,
         num_threads: int | None,
-        goes_on: Callable[[], bool],
-        may_step: Callable[[], bool],
-        stepped: Callable[[torch.optim.Optimizer], None],
+        is_accumulating: Callable[[], bool],
         moment_dtype: MomentDtype,
     ) -> None:
-        """With what says in a backward whether it `goes_on` with another one before the step, and in a step whether it
-        `may_step`, and with what is told that an optimizer has `stepped`."""
-        self._may_step = may_step
-        self._stepped = stepped
+        """With `is_accumulating`: True in a backward if another one follows before the step."""
         self._rounds = moment_dtype == "bf16"
-        self.in_parts = self._rounds or copies.precision.gradients == "16bit"
+        self.in_parts = self._rounds or masters.precision.gradients == "16bit"
         """Whether what is kept in 16 bits is made fp32 to update, layer by layer in every mode."""
         self.steps = 0
         """Made or skipped so far, by the first optimizer."""
-        self.model = model
         self.mode = mode
         self.worker = Worker(num_threads)
+        self.masters = masters
         self._modes = Modes.current()
         self._gradients = gradients
         self._timeline = timeline
         self._copies = copies
-        self.masters = Masters(model, layers)
-        self._places: WeakKeyDictionary[torch.optim.Optimizer, Places] = WeakKeyDictionary()
-        self.arrivals = Arrivals(goes_on)
-        self._widened: WeakSet[torch.optim.Optimizer] = WeakSet()
-        """Those whose state is fp32 for a step of all layers at once."""
+        self._entries: WeakKeyDictionary[torch.optim.Optimizer, OptimizerEntry] = WeakKeyDictionary()
         self._begun: list[Task] = []
         """Those of the last step, and what was not over by then."""
-        self._hooks: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
-        self._split: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
-        self._retired: WeakSet[torch.optim.Optimizer] = WeakSet()
-        """Those in whose place others update the masters, until they step again."""
-        self.eager = EagerStep(self.masters, self.worker, copies)
+        self.eager = EagerStep(self.worker, is_accumulating)
         gradients.backwards.call(at_failure=self.eager.fail_half_updated)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that update the masters."""
-        return [optimizer for optimizer in self._hooks if optimizer not in self._retired]
+        return [optimizer for optimizer, entry in self._entries.items() if not entry.is_retired]
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
+    def add(self, optimizer: torch.optim.Optimizer) -> OptimizerEntry | None:
         """Let `optimizer` update the masters, in its `step()` or around it, in place of those whose masters it has.
+
+        Returns:
+            What is kept of it; None if it was added before.
 
         Raises:
             ValueError: if it is to be eager and cannot update a layer by itself.
         """
-        if optimizer in self._hooks:
+        if optimizer in self._entries:
             self._retire_others(optimizer)
-            return
-        self._split[optimizer] = (self.mode != "serial" or self.in_parts) and can_split(
+            return None
+        splits = (self.mode != "serial" or self.in_parts) and can_split(
             optimizer, eager=self.mode == "eager", in_parts=self.in_parts
         )
-        self._hooks[optimizer] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits)
+        entry.handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
         if self._rounds:
-            self._hooks[optimizer] += keep_loaded_dtypes(optimizer)
-        self.masters.know(optimizer)
+            entry.handles += keep_loaded_dtypes(optimizer)
         self._retire_others(optimizer)
+        return entry
 
     def _retire_others(self, optimizer: torch.optim.Optimizer) -> None:
         """Retire the optimizers whose trainable masters `optimizer` has, too, and those with no master of the model.
 
         A program that makes a new optimizer may keep the old one alive; a step must not wait for that one.
         """
-        own, of_model = set(parameters_of(optimizer)), set(self.model.parameters())
+        own, of_model = set(parameters_of(optimizer)), set(self.masters.model.parameters())
         for other in self.optimizers:
             theirs = set(parameters_of(other)) & of_model
             shared = theirs & own
             if other is not optimizer and (shared or not theirs) and not any(p.requires_grad for p in theirs - shared):
-                self._retired.add(other)
-        self._retired.discard(optimizer)
+                self._entries[other].is_retired = True
+        self._entries[optimizer].is_retired = False
 
     def check(self) -> None:
         """Raise what went wrong in the background, or EngineFailedError if that has been raised before."""
         self.worker.check()
-
-    def is_under_way(self, masters: Iterable[torch.Tensor]) -> bool:
-        """Whether anybody who used one of `masters` now would have to wait."""
-        found = (pending_of(master) for master in masters)
-        return any(isinstance(pending, Update) and not pending.task.done for pending in found)
 
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished."""
@@ -159,16 +163,32 @@ class Updates:
         Raises:
             ValueError: if a parameter is not what its optimizer knows any more.
         """
-        self.masters.check(self.optimizers)
+        self._refuse_changed()
         # Eager updates are given to the worker by a thread of torch's, which has other modes.
         self._modes = Modes.current()
 
+    def _refuse_changed(self) -> None:
+        """Raise ValueError if a parameter is not what its optimizer knows any more, or has a hook that never runs."""
+        self.masters.refuse_gradient_hooks()
+        for optimizer in self.optimizers:
+            entry = self._entries[optimizer]
+            if entry.changes_seen == self.masters.changes:
+                continue
+            for p, shape in zip(parameters_of(optimizer), entry.shapes, strict=False):  # groups may have been added
+                if p.shape != shape:
+                    raise ValueError(
+                        f"a parameter keeps its shape as long as an optimizer has a state for it (got "
+                        f"{list(p.shape)} for {self.masters.of(p).name}, which was {list(shape)}); make a new "
+                        "optimizer from model.parameters() and pass it to eps.wrap"
+                    )
+            entry.changes_seen = self.masters.changes
+
     # ---- in optimizer.step()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._gradients.backwards.errors.raise_first()
-        self.check()
-        if optimizer in self._retired:
+    def refuse_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Raise what is wrong with a step of `optimizer`, before anything is done for it."""
+        entry = self._entries[optimizer]
+        if entry.is_retired:
             if self.mode == "eager":
                 raise RuntimeError(
                     "eps_update='eager' updates during backward with the optimizer that eps.wrap got last (got a step "
@@ -176,134 +196,133 @@ class Updates:
                     "backward"
                 )
             self._retire_others(optimizer)
-        self.masters.check(self.optimizers)
-        parameters = parameters_of(optimizer)
-        if not self._may_step():
-            for p in parameters:
-                p.grad = None  # and the optimizer finds nothing to do
-        self.eager.end(optimizer, parameters, later_hooks=self._later_hooks(optimizer))
-        self.arrivals.forget(parameters)
-        self._gradients.forget(parameters)
-        gradients = {p: p.grad for p in parameters if p.grad is not None}
-        # The first argument is the optimizer itself; accelerate passes None for a closure.
-        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        self._refuse_changed()
         if has_closure and self.in_parts:
             raise ValueError(CLOSURE)
+
+    def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """`optimizer` steps with the gradients that are there: begin its updates, or leave them to its own step."""
+        entry = self._entries[optimizer]
+        parameters = parameters_of(optimizer)
+        masters = self.masters.of_all(parameters)
         # A hook that comes later than ours finds every gradient in its place, this time; from now on it comes before.
-        if not self._split[optimizer] or has_closure or self._later_hooks(optimizer):
-            for tensor in (*gradients.values(), *parameters):
+        has_later_hook = has_later_step_hook(optimizer, entry.step_hook)
+        self.eager.end(optimizer, masters, has_later_hook=has_later_hook)
+        with without_interception():
+            sums = [(m, gradient) for m in masters if (gradient := m.parameter.grad) is not None]
+        for master in masters:
+            master.calls = master.arrivals = 0
+            master.taken_norm = None
+        if not entry.splits or has_closure or has_later_hook:
+            for tensor in (*(gradient for _, gradient in sums), *parameters):
                 settle(tensor)  # an ordinary one again: some optimizers look at the type
             self._timeline.start_update()
             if self.in_parts:
                 widen_all(optimizer)
-                self._widened.add(optimizer)
+                entry.is_widened = True
             return
-        taken = {p: gradient for p, gradient in gradients.items() if can_hold(p)}
-        for p in taken:
-            settle(p)  # of two updates of a master, the second begins when the first is over
+        sums = [(master, gradient) for master, gradient in sums if can_hold(master.parameter)]
+        self._wait_for(master for master, _ in sums)
         with self.worker.failing_with_errors():  # half a step must not be taken for one
-            for p in taken:
-                p.grad = None  # nobody but the update has it now, and the optimizer finds nothing to do
-            self._begin(optimizer, taken)
+            with without_interception():
+                for master, _ in sums:
+                    master.parameter.grad = None  # only the update has it now, and the optimizer finds nothing to do
+            self._begin(optimizer, sums)
         if self.mode == "serial":
             self.synchronize()
 
-    def _later_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether other hooks of the step run after ours, which takes the gradients.
+    @staticmethod
+    def _wait_for(masters: Any) -> None:
+        """Of two updates of a master, the second begins when the first is over."""
+        for update in {master.update for master in masters}:
+            if update is not None:
+                update.wait()
 
-        One that is marked `only_looks`, as that of the virtual clock, does not count: it is to see what is left.
-        """
-        hooks = list(optimizer._optimizer_step_pre_hooks)
-        later = hooks[hooks.index(self._hooks[optimizer][0].id) + 1 :]
-        return any(not getattr(optimizer._optimizer_step_pre_hooks[hook], "only_looks", False) for hook in later)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        with untouched():
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step of `optimizer` is over: there are no gradients any more."""
+        entry = self._entries[optimizer]
+        with without_interception():
             for p in parameters_of(optimizer):
                 p.grad = None
         self.steps += optimizer is self.optimizers[0]
-        self._stepped(optimizer)
         if self._rounds:
-            if optimizer in self._widened:
+            if entry.is_widened:
                 narrow_all(optimizer)
             Rounding.end_step(optimizer)
-        self._widened.discard(optimizer)
-        self.masters.end_step()
-        self._places.pop(optimizer, None)
-        if self._later_hooks(optimizer):
-            hooks: Any = optimizer._optimizer_step_pre_hooks
-            hooks.move_to_end(self._hooks[optimizer][0].id)
-        self._timeline.end_step()
+        entry.is_widened, entry.places = False, None
+        if has_later_step_hook(optimizer, entry.step_hook):
+            call_step_hook_last(optimizer, entry.step_hook)
 
     # ---- in the background
 
     def _begin(
         self,
         optimizer: torch.optim.Optimizer,
-        gradients: dict[torch.Tensor, torch.Tensor],
+        sums: Sums,
         *,
         landed: stream.Point | None = None,
-        norms: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        norms: Mapping[Master, torch.Tensor] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Let the worker update the masters that `gradients` belong to, layer by layer, once they have `landed`, with
-        the `norms` that nobody has looked at yet."""
+        """Let the worker update the masters in `sums`, layer by layer, once their sums have `landed`, with the `norms`
+        that have not been looked at yet."""
+        entry = self._entries[optimizer]
+        gradients = dict(sums)
         with self.worker.failing_with_errors():
             self._begun = [task for task in self._begun if not task.done]
-            with untouched():
+            with without_interception(), torch.no_grad():
                 rounding = Rounding.of(optimizer) if self._rounds else None
-                step = SplitStep(optimizer, gradients, self._places_of(optimizer), rounding)
-            for what, masters in self.masters.parts(gradients):
-                factors = {m: f for m in masters if (f := taken_factor(gradients[m])) is not None}
-                unseen = [norms[m] for m in masters if m in norms] if norms is not None else []
-                check = partial(check_finite, unseen, self.steps + 1, f"the update of {what}")
-                update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
-                with untouched(), torch.no_grad():
-                    part = step.part(masters)
-                for master in masters:
-                    hold(master, update)
-                if in_step:
-                    self.eager.begin(optimizer, masters, update)
-                run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
-                self.worker.submit(update.task, run, self._modes if in_step else Modes.current())
-                self._begun.append(update.task)
-
-    def _places_of(self, optimizer: torch.optim.Optimizer) -> Places:
-        """Found once per step: an eager one takes a part of it for every layer."""
-        if optimizer not in self._places:
-            self._places[optimizer] = places_of(optimizer)
-        return self._places[optimizer]
+                entry.places = places = entry.places or places_of(optimizer)
+                step = SplitStep(optimizer, {m.parameter: gradient for m, gradient in sums}, places, rounding)
+                factors = {
+                    m.parameter: factor for m, gradient in sums if (factor := _taken_factor(gradient)) is not None
+                }
+                modes = self._modes if in_step else Modes.current()
+                for what, masters in self.masters.parts(gradients):
+                    unseen = [norms[m] for m in masters if m in norms] if norms is not None else []
+                    check = partial(check_finite, unseen, self.steps + 1, f"the update of {what}")
+                    update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+                    part = step.part([m.parameter for m in masters])
+                    for master in masters:
+                        master.update, master.guards_grad = update, in_step
+                        hold(master.parameter, master)
+                    if in_step:
+                        self.eager.begin(optimizer, masters)
+                    run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
+                    self.worker.submit(update.task, run, modes)
+                    self._begun.append(update.task)
 
     # ---- eager
 
-    def expect(self, masters: Iterable[torch.Tensor]) -> None:
-        """A call that `masters` may get gradients from is in the graph."""
+    def expect(self, unit: MasterUnit) -> None:
+        """A call of `unit` that its masters may get gradients from is in the graph."""
         if self.mode == "eager":
-            self.arrivals.expect(masters)
+            for master in unit.trained_masters:
+                master.calls += 1
 
-    def arrived(self, masters: Sequence[torch.Tensor]) -> None:
+    def arrived(self, masters: list[Master]) -> None:
         """The gradients of one call have been received; update the masters for which there will be no more."""
         if self.mode != "eager":
             return
-        complete = [m for m in self.arrivals.count(masters) if can_hold(m)]
+        complete = [m for m in self.eager.complete(masters) if can_hold(m.parameter)]
         if complete and not self.optimizers:
             raise RuntimeError(
                 "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
                 "eps.wrap(optimizer) first"
             )
-        for master in complete:
-            settle(master)  # of two updates of a master, the second begins when the first is over
+        self._wait_for(complete)
         for optimizer in self.optimizers:
-            places = self._places_of(optimizer)
-            gradients, norms, landed = self._gradients.take(p for p in complete if p in places)
-            if gradients:
-                self._begin(optimizer, gradients, landed=landed, norms=norms, in_step=True)
+            entry = self._entries[optimizer]
+            entry.places = places = entry.places or places_of(optimizer)
+            sums, norms, landed = self._gradients.take(m for m in complete if m.parameter in places)
+            if sums:
+                self._begin(optimizer, sums, landed=landed, norms=norms, in_step=True)
 
     def release(self) -> None:
         """Finish what was begun, and let the optimizers step as they did before."""
+        masters = self.masters.all()
         if self.worker.has_failed:
-            found = (pending_of(p) for p in self.model.parameters())
-            unfinished = sum(isinstance(pending, Update) and not pending.made for pending in found)
+            unfinished = sum(m.update is not None and not m.update.made for m in masters)
             warnings.warn(
                 f"an update failed: {unfinished} parameters are not what the last step would have made them; load "
                 "the last checkpoint",
@@ -311,13 +330,54 @@ class Updates:
             )
         else:
             self.synchronize()
-        for handles in self._hooks.values():
-            for handle in handles:
+        for entry in self._entries.values():
+            for handle in entry.handles:
                 handle.remove()
-        for p in self.model.parameters():
+        for p in self.masters.model.parameters():
             let_go(p)
             if p.grad is not None:
                 settle(p.grad)
             widen_gradient(p)
-        self._hooks.clear()
+        self._entries.clear()
         self.worker.close()
+
+
+def _taken_factor(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The number that `gradient` is still to be multiplied by, which the caller sees to from now on."""
+    pending = gradient.__dict__.get("_l2l_pending")
+    if pending is not None:
+        let_go(gradient)
+    return pending.factor if isinstance(pending, Sum) else None
+
+
+def carry_out(
+    part: Part,
+    masters: list[Master],
+    factors: Mapping[torch.Tensor, torch.Tensor],
+    check: Callable[[], None],
+    landed: stream.Point | None,
+    update: Update,
+    copies: Copies,
+) -> None:
+    """Update `masters` and what travels in their place, on a thread of the worker.
+
+    Args:
+        part: the update.
+        masters: those that it updates.
+        factors: parameter -> what its gradient is multiplied by first.
+        check: raises if the gradients, which are there by then, must not be used.
+        landed: after which they are there.
+        update: its record.
+        copies: what travels.
+    """
+    if landed is not None:
+        with aside():
+            stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+    with update.timeline.host_works(update.task.what):
+        check()
+        part.run(factors)
+        copies.renew(masters)
+    update.made = True
+    if not update.in_step:
+        for master in masters:
+            master.end_update()

@@ -7,36 +7,15 @@ travels, which the thread that drives the device then waits for.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of
-from hf_l2l.model.precision import Precision
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.eps.pending import can_hold, hold
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.compat import without_interception
 from hf_l2l.runtime.flat_memory import Layout
-from hf_l2l.runtime.tensors import on_meta, untouched
-
-
-class _Copy(NamedTuple):
-    tensor: torch.Tensor
-    since: Pending
-    """What the master is held for as long as nobody has used its values since the copy was made."""
-    version: int
-    """Of the master then."""
-
-
-class _Copied(Pending):
-    """A master whose copy is right until somebody uses its values. He might write them, and not every write counts as
-    a new version: those of fused optimizers do not, nor those through `.data`."""
-
-    def before_look(self, tensor: torch.Tensor) -> None:
-        """Nothing: what is only looked at stays as it is."""
-
-    def before_values(self, tensor: torch.Tensor) -> None:
-        let_go(tensor, self)
 
 
 class Stage:
@@ -59,82 +38,77 @@ class Stage:
 class Copies:
     """The 16-bit copies of masters: `copy == master.to(dtype)` to the bit, made once per update if they are kept."""
 
-    def __init__(self, precision: Precision, memory: HostMemory) -> None:
-        self.precision = precision
+    def __init__(self, masters: Masters, memory: HostMemory) -> None:
+        self.precision = masters.precision
+        self._masters = masters
         self._memory = memory
-        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def like(self, master: torch.Tensor) -> torch.Tensor:
-        """Something with the dtype, shape and strides of what travels for `master`, which is not read."""
-        dtype = self.precision.of(master)
-        return master if dtype == master.dtype else on_meta(master, dtype)
-
-    def of(self, master: torch.Tensor) -> torch.Tensor:
-        """A host tensor with the values of `master`, in the dtype of the device; waits for an update of it.
+    def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> list[torch.Tensor]:
+        """Per parameter of `unit`, a host tensor with its values in the dtype of the device; waits for updates.
 
         Only to be called where nothing that was sent before is still being read: a stale copy is written anew.
-        """
-        dtype = self.precision.of(master)
-        if dtype == master.dtype:
-            return master
-        pending = pending_of(master)
-        if pending is not None:
-            pending.before_look(master)
-        copy: _Copy | None = self._copies.get(master)
-        with untouched(), torch.no_grad(), torch.inference_mode(False):
-            if not self.precision.keeps_copies:
-                return master.to(dtype)
-            if copy is not None and copy.tensor.shape != master.shape:
-                copy = None  # embeddings are resized
-            if copy is not None and copy.since is pending and copy.version == master._version:
-                return copy.tensor
-            tensor = self._memory.copy_like(master, dtype) if copy is None else copy.tensor
-            tensor.copy_(master)
-            since = _Copied()
-            self._copies[master] = _Copy(tensor, since, master._version)
-        if can_hold(master) and (pending is None or isinstance(pending, _Copied)):
-            hold(master, since)
-        return tensor
 
-    def of_layer(self, masters: Iterable[torch.Tensor], stage: Stage) -> dict[torch.Tensor, torch.Tensor]:
-        """What `of` gives for each of `masters`, which travel together; by way of `stage` where no copy is kept."""
-        if self.precision.keeps_copies or not self.precision.is_mixed:
-            return {master: self.of(master) for master in masters}
-        likes = {master: self.like(master) for master in masters}
-        layout = Layout(like for master, like in likes.items() if like is not master)
+        Args:
+            unit: what travels together.
+            stage: where copies are made if none are kept; without it they are new tensors.
+        """
+        unit.wait()
+        if not self.precision.is_mixed:
+            return list(unit.parameters)
+        with without_interception(), torch.no_grad(), torch.inference_mode(False):
+            if not self.precision.keeps_copies:
+                return self._made(unit, stage)
+            sent: list[torch.Tensor] = []
+            for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
+                if dtype == p.dtype:
+                    sent.append(p)
+                    continue
+                copy = master.copy
+                if copy is None or not master.copy_is_right or master.copy_version != p._version:
+                    copy = self._renewed(master, dtype)
+                sent.append(copy)
+            return sent
+
+    def _made(self, unit: MasterUnit, stage: Stage | None) -> list[torch.Tensor]:
+        short = [number for number, p in enumerate(unit.parameters) if unit.likes[number] is not p]
+        sent: list[torch.Tensor] = list(unit.parameters)
+        if stage is None:
+            for number in short:
+                sent[number] = sent[number].to(unit.dtypes[number])
+            return sent
+        layout = Layout(unit.likes[number] for number in short)
         memory = stage.memory(self._memory, layout.num_bytes)
-        with torch.no_grad(), torch.inference_mode(False):
-            return {
-                master: master if like is master else layout.view(memory, like).copy_(master)
-                for master, like in likes.items()
-            }
+        for number, view in zip(short, layout.views(memory), strict=True):
+            sent[number] = view.copy_(sent[number])
+        return sent
+
+    def _renewed(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of a master for which no update is under way, made anew; the master is held for it."""
+        p = master.parameter
+        if master.copy is None or master.copy.shape != p.shape:  # embeddings are resized
+            master.copy = self._memory.copy_like(master, dtype)
+        master.copy.copy_(p)
+        master.copy_version, master.copy_is_right = p._version, can_hold(p)
+        if master.copy_is_right:
+            hold(p, master)
+        return master.copy
 
     @property
     def kept(self) -> list[torch.Tensor]:
         """Those that host memory holds now."""
-        return [copy.tensor for copy in list(self._copies.values())]
+        return [master.copy for master in self._masters.all() if master.copy is not None]
 
     def forget(self) -> None:
-        """Let all copies be made anew when they are used next: somebody may have written to masters unseen."""
-        for master, copy in list(self._copies.items()):
-            self._copies[master] = copy._replace(since=Pending())
-
-    def release(self) -> None:
-        """Give up all copies."""
-        self._copies.clear()
+        """Make all copies anew when they are used next: masters may have been written to unseen."""
+        for master in self._masters.all():
+            master.copy_is_right = False
 
     @torch.no_grad()
-    def renew(self, masters: Iterable[torch.Tensor], update: Pending) -> None:
-        """Make the copies of `masters` anew, which are held for an `update` that this thread has just made."""
-        with untouched():
+    def renew(self, masters: Iterable[Master]) -> None:
+        """Make the copies of `masters` anew, which are held for an update that this thread has just made."""
+        with without_interception():
             for master in masters:
-                copy: _Copy | None = self._copies.get(master)
-                if copy is not None and copy.tensor.shape == master.shape:
-                    copy.tensor.copy_(master)
-                    self._copies[master] = _Copy(copy.tensor, update, master._version)
-
-    def let_go(self, master: torch.Tensor, update: Pending) -> None:
-        """`update` is over: nothing is pending for `master` any more but that its copy is right."""
-        copy: _Copy | None = self._copies.get(master)
-        if copy is None or copy.since is not update:
-            let_go(master, update)
+                p, copy = master.parameter, master.copy
+                if copy is not None and copy.shape == p.shape:
+                    copy.copy_(p)
+                    master.copy_version, master.copy_is_right = p._version, True

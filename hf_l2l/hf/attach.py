@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.config import EAGER_FP16, L2LConfig
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
-from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
 from hf_l2l.hf.preparation import (
     make_masters_fp32,
@@ -231,27 +230,21 @@ def _attach(
 ) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
     timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
-    precision = Precision(
-        model,
-        dtype,
-        gradients=config.grad_dtype,
-        keeps_copies=config.host_copies == "kept",
-    )
-    memory = HostMemory(device, model, layers, with_progress_bar, precision)
-    memory.adopt()
+    precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
         model,
         device,
-        memory,
+        config,
+        layers=layers,
+        precision=precision,
         timeline=timeline,
-        update=config.eps_update,
-        num_threads=config.num_threads,
-        moment_dtype=config.moment_dtype,
         loss_scale=loss_scale,
-        # Set by `accelerator.accumulate`, and by transformers' Trainer; true where nobody uses Accelerate.
-        goes_on=lambda: not GradientState().sync_gradients,
+        progress=with_progress_bar,
+        # Set by `accelerator.accumulate`, and by transformers' Trainer; False in a loop without Accelerate.
+        is_accumulating=lambda: not GradientState().sync_gradients,
     )
-    shell = Shell(layers, device, eps)
+    eps.memory.adopt()
+    shell = Shell(device, eps)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     for module in outside:

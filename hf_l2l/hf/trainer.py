@@ -24,6 +24,7 @@ from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
+from hf_l2l.eps.masters import check_optimizer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator, set_aside_interrupted
@@ -32,6 +33,7 @@ from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_lay
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
+from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.report.memory_estimate import check_host_memory, estimate, summary
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +83,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
                 f"l2l_optimizer={self.args.l2l_optimizer!r}); leave out one of them"
             )
         if self.optimizer is not None and self._streams():
-            EagerParamServer(self.model, self.args.device).check(self.optimizer)
+            check_optimizer(self.model, unwrapped(self.optimizer))
 
     # ---- L2L
 

@@ -47,6 +47,64 @@ class BatchDims:
         return all(d is None or t.shape[d] % rows == 0 for t, d in zip(tensors, self.dims, strict=True))
 
 
+Ubatch = tuple[int, int]
+"""The rows (start, stop) of one micro-batch."""
+
+
+def ubatches(rows: int, ubatch_size: int) -> list[Ubatch]:
+    """The row ranges of the inner loop; the last one may be shorter."""
+    return [(start, min(start + ubatch_size, rows)) for start in range(0, rows, ubatch_size)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the tensors of a layer call are cut into ubatches, and its outputs joined."""
+
+    rows: int
+    ubatches: list[Ubatch]
+    inputs: BatchDims
+    outputs: BatchDims
+
+    def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch) -> list[torch.Tensor]:
+        """Views of the rows `ubatch` of the tensor arguments; those without rows as they are."""
+        return self.inputs.rows_of(tensors, self.rows, *ubatch)
+
+    def rows_of_input(self, tensor: torch.Tensor, number: int, ubatch: Ubatch) -> torch.Tensor:
+        """A view of the rows `ubatch` of something like tensor argument `number`."""
+        return narrow(tensor, self.inputs.dims[number], self.rows, *ubatch)
+
+    def gradient_rows(self, gradient: torch.Tensor, number: int, ubatch: Ubatch) -> torch.Tensor | None:
+        """The rows `ubatch` of the gradient of output `number`. One without rows was taken from the first ubatch,
+        which gets its whole gradient; None for the others."""
+        dim = self.outputs.dims[number]
+        if dim is None:
+            return gradient if ubatch[0] == 0 else None
+        return narrow(gradient, dim, self.rows, *ubatch)
+
+    def join(self, joined: list[torch.Tensor], outputs: Sequence[torch.Tensor], ubatch: Ubatch) -> list[torch.Tensor]:
+        """Put the outputs of one ubatch in their rows of `joined`, which the first call finds empty.
+
+        Outputs without rows are those of the first ubatch.
+        """
+        start, stop = ubatch
+        dims = self.outputs.dims
+        if not joined:
+            joined = [
+                out if dim is None else self._with_all_rows(out, dim, stop - start)
+                for out, dim in zip(outputs, dims, strict=True)
+            ]
+        for whole, out, dim in zip(joined, outputs, dims, strict=True):
+            if dim is not None:
+                narrow(whole, dim, self.rows, start, stop).copy_(out)
+        return joined
+
+    def _with_all_rows(self, out: torch.Tensor, dim: int, ubatch_rows: int) -> torch.Tensor:
+        """An empty tensor like `out`, an output of `ubatch_rows` rows along `dim`, with all rows."""
+        shape = list(out.shape)
+        shape[dim] = shape[dim] // ubatch_rows * self.rows
+        return out.new_empty(shape)
+
+
 class NoConsistentSplit(Exception):
     """The batch dimensions could not be found; the text says why."""
 

@@ -8,18 +8,12 @@ collects them itself, call by call, makes them outputs of its node, and hands on
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-_MODULE = "transformers.utils.output_capturing"
+from hf_l2l.runtime.compat import active_collector
+
 _LAYER_LEVEL = ("hidden_states", "_hidden_states_layers")
 """Keys collected from hooks on layers themselves, which see the joined output and need no help."""
-
-
-def _collector() -> Any:
-    """transformers' variable that holds the collector of the running model, None if that module is not in use."""
-    module = sys.modules.get(_MODULE)
-    return None if module is None else getattr(module, "_active_collector", None)
 
 
 class CapturedOutputs:
@@ -30,7 +24,7 @@ class CapturedOutputs:
 
     def __init__(self, keys: tuple[str, ...] | None = None) -> None:
         self.taken: dict[str, list[Any]] = {}
-        self._variable = _collector()
+        self._variable = active_collector()
         self._token: Any = None
         active = None if self._variable is None else self._variable.get()
         self.keys = keys if keys is not None else tuple(key for key in active or () if key not in _LAYER_LEVEL)
@@ -49,7 +43,7 @@ class CapturedOutputs:
     @staticmethod
     def deliver(captured: dict[str, list[Any]]) -> None:
         """Append captured outputs to the collector of the running model."""
-        variable = _collector()
+        variable = active_collector()
         active = None if variable is None else variable.get()
         for key, values in captured.items():
             if active is not None and key in active:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.config import Cmp, GradDtype
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.compat import is_in_checkpoints, keeps_statistics
 from hf_l2l.runtime.tensors import map_tensors
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,7 +181,7 @@ def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:
     statistics add up small numbers."""
     found: list[torch.Tensor] = []
     for module in model.modules():
-        if isinstance(module, _NormBase):
+        if keeps_statistics(module):
             found += [*module.parameters(), *module.buffers()]
         declared: list[Any] = [
             getattr(module, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -218,6 +218,6 @@ def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         memo[id(p)] = nn.Parameter(p.detach().to(precision.of(p), copy=True), requires_grad=p.requires_grad)
     for module in model.modules():
         for name, b in module._buffers.items():
-            if b is not None and name not in module._non_persistent_buffers_set:
+            if b is not None and is_in_checkpoints(module, name):
                 memo[id(b)] = b.detach().to(precision.of(b), copy=True)
     return copy.deepcopy(model, memo)

@@ -19,6 +19,7 @@ import torch
 
 from hf_l2l.config import option
 from hf_l2l.optim.layerwise_step import SplitStep
+from hf_l2l.runtime.compat import unhooked_step
 
 _SCALES = (1.0, 2.0**-10, 2.0**12)
 """Sizes of the gradients, step by step: what looks at all of them may only act on large ones."""
@@ -294,9 +295,7 @@ def _step_quietly(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         _NotTriable: whatever the step raises.
     """
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # so torch marks what it has wrapped
-        step = step.__wrapped__
+    step = unhooked_step(optimizer)
     with _Foreign():
         step(optimizer)
 

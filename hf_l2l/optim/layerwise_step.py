@@ -8,7 +8,7 @@ holds only the parameters of that part. `locality.why_not_layer_local` tells for
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_l2l.optim.bf16_state import Rounding, widened
+from hf_l2l.runtime.compat import drop_step_hooks
 
 _OF_THE_PARAMETERS = ("params", "param_names")
 """What a group holds one of per parameter; the rest are hyper-parameters."""
@@ -193,7 +194,7 @@ def _another(
         memo |= {id(optimizer): other, id(optimizer.param_groups): groups, id(optimizer.state): state}
         vars(other).update({name: copy.deepcopy(vars(optimizer)[name], memo) for name in mutable})
     other.param_groups, other.state = groups, state
-    other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    drop_step_hooks(other)
     return other
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import untouched
+from hf_l2l.runtime.compat import without_interception
 
 
 def host_tensors(
@@ -21,7 +21,7 @@ def host_tensors(
     inner: list[Any] = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     # Copies, since an update in the background may be adding to them.
     states = [state for optimizer in inner for state in list(optimizer.state.values())]
-    with untouched():  # also what an eager update has taken may be asked for: it is not there
+    with without_interception():  # also what an eager update has taken may be asked for: it is not there
         kinds: dict[str, list[torch.Tensor]] = {
             "masters": masters,
             "gradients": [p.grad for p in masters if p.grad is not None],

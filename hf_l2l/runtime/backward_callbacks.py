@@ -1,18 +1,18 @@
-"""Which backwards an engine takes part in, and what is to happen when one is over or has failed.
+"""Which backwards an engine takes part in, and callbacks for when one is over or has failed.
 
 torch says when a backward ends, but not when it fails. It holds what it is to call at the end for as long as it runs,
-though, so that a callback which is given up without having been called tells of a failure. That is when the backward
+though, so that a callback which is dropped without having been called tells of a failure. That is when the backward
 raises, or a moment later.
 """
 
 from __future__ import annotations
 
-import time
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
+from hf_l2l.runtime.compat import call_at_end_of_backward, current_backward
 
 _FAILED_BACKWARD_ENDS_WITHIN_S = 1.0
 
@@ -41,17 +41,17 @@ class HookErrors:
 
 
 class RaisedIn:
-    """Lets an exception that leaves the block say where it was raised: in a note, so that its type stays."""
+    """Adds where an exception that leaves the block was raised: in a note, so that its type stays."""
 
-    def __init__(self, what: Callable[[], str]) -> None:
-        self.what = what
+    def __init__(self, what: str, name: str) -> None:
+        self.what, self.name = what, name
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            error.add_note(f"raised in {self.what()}")
+            error.add_note(f"raised in {self.what} {self.name}")
 
 
 class Backwards:
@@ -62,8 +62,9 @@ class Backwards:
         self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
         """By whether the backward has failed."""
         self._under_way: dict[int, weakref.ref[_End]] = {}
-        self._ending: dict[int, object] = {}
-        """Those whose end is being told, each by one thread."""
+        self._ending: set[int] = set()
+        """Those whose callbacks run, each in one thread."""
+        self._changed = threading.Condition()
 
     def call(self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None) -> None:
         """Call these bound methods when a backward is over, or has failed, as long as their objects live.
@@ -76,38 +77,39 @@ class Backwards:
 
     def join(self) -> int:
         """Take part in the backward that this is called in, and return its number."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         assert task != -1, "called in a node or hook of a backward"
         if task not in self._under_way:
             end = _End(self, task)
             self._under_way[task] = weakref.ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            call_at_end_of_backward(end)
         return task
 
     def over(self, task: int, *, failed: bool) -> None:
-        """Call what is to be called; a backward is over once."""
-        teller = object()
-        # Two threads may come here for one backward that has failed.
-        if self._ending.setdefault(task, teller) is not teller:
-            return
-        try:
-            if task not in self._under_way:
+        """Run the callbacks; a backward is over once."""
+        with self._changed:
+            # Two threads may come here for one backward that has failed.
+            if task not in self._under_way or task in self._ending:
                 return
+            self._ending.add(task)
+        try:
             for reference in self._calls[failed]:
                 call = reference()
                 with self.errors:
                     if call is not None:
                         call()
         finally:
-            self._under_way.pop(task, None)
-            self._ending.pop(task, None)
+            with self._changed:
+                self._under_way.pop(task, None)
+                self._ending.discard(task)
+                self._changed.notify_all()
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """`join`, for a block; if that raises, what is to happen at a failure has happened when the caller sees it."""
-        self.join()
+        """`join`, for a block; if that raises, the callbacks of a failure have run when the caller sees it."""
+        task = self.join()
         with ExitStack() as failure:
-            failure.callback(self.over, torch._C._current_graph_task_id(), failed=True)
+            failure.callback(self.over, task, failed=True)
             yield
             failure.pop_all()
 
@@ -116,7 +118,7 @@ class Backwards:
 
         With `own`, it may be one of the caller's that has failed, which torch's threads are about to give up.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             return
         if own:
             self.wait_until_over()
@@ -125,35 +127,31 @@ class Backwards:
 
     def wait_until_over(self) -> None:
         """Wait for backwards that have failed: torch's threads leave them a moment after the program has the error."""
-        until = time.monotonic() + _FAILED_BACKWARD_ENDS_WITHIN_S
-        while (self._under_way or self._ending) and time.monotonic() < until:
-            time.sleep(0.001)
+        if self._under_way:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._under_way, _FAILED_BACKWARD_ENDS_WITHIN_S)
 
 
 class _End:
-    """What torch calls when a backward is over, and lets go of when it has failed."""
+    """What torch calls when a backward is over, and drops without a call when it has failed."""
 
     def __init__(self, backwards: Backwards, task: int) -> None:
         self._backwards = weakref.ref(backwards)
         self._task = task
+        self._dropped = weakref.finalize(self, _tell_failed, self._backwards, task)
+        self._dropped.atexit = False
 
     def __call__(self) -> None:
-        self._tell(failed=False)
-        # A Ctrl-C that came while the main thread was in C++ is raised in the first Python code that it runs; in
-        # `__del__`, it would be swallowed.
-        self.__class__ = _Over  # type: ignore[assignment]
-
-    def __del__(self) -> None:
-        self._tell(failed=True)
-
-    def _tell(self, *, failed: bool) -> None:
+        self._dropped.detach()
         backwards = self._backwards()
         if backwards is not None:
-            backwards.over(self._task, failed=failed)
+            backwards.over(self._task, failed=False)
 
 
-class _Over:
-    """An `_End` that has told."""
+def _tell_failed(backwards: weakref.ref[Backwards], task: int) -> None:
+    alive = backwards()
+    if alive is not None:
+        alive.over(task, failed=True)
 
 
 ONE_THREAD = (

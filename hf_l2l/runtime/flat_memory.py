@@ -11,11 +11,13 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import tensor_bytes
+from hf_l2l.runtime.compat import without_interception
 
 
 class Pages(mmap.mmap):
@@ -59,15 +61,13 @@ class Room:
     def __init__(self, pages: Pages, start: int, stop: int) -> None:
         self._view = memoryview(pages)[start:stop]
         self.num_bytes = stop - start
-        self._references = self._count()
-
-    def _count(self) -> int:
-        return sys.getrefcount(self._view)
+        self._storage: StorageWeakRef | None = None
+        """Of the tensor that was made here last, and of all its views."""
 
     @property
     def is_free(self) -> bool:
         """Whether no tensor over this memory lives, view or alias."""
-        return self._count() == self._references
+        return self._storage is None or self._storage.expired()
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor over this memory with the dtype, shape and strides of `tensor`, and any values."""
@@ -75,34 +75,51 @@ class Room:
             if tensor.numel() == 0:
                 return torch.empty_like(tensor, device=stream.HOST)
             memory = torch.frombuffer(self._view, dtype=torch.uint8)
+            self._storage = StorageWeakRef(memory.untyped_storage())
             stream.released(memory)  # by the tensor that was here before
             return shaped_like(memory, tensor)
 
 
-def rooms_in(pages: Pages, layout: Layout) -> dict[torch.Tensor, Room]:
+def rooms_in(pages: Pages, layout: Layout) -> list[Room]:
     """One room per tensor of the layout."""
-    return {t: Room(pages, start, start + tensor_bytes([t])) for t, start in layout.offsets.items()}
+    return [Room(pages, each.start, each.stop) for each in layout.pieces]
 
 
 _ALIGNMENT = 256  # bytes, of a tensor's own memory on every device: kernels round by how memory is aligned
 
 
+class _Piece(NamedTuple):
+    """Where one tensor lies in a piece of memory, and what it is."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    """None for one with gaps between its elements, which is contiguous here."""
+
+
 class Layout:
-    """The places of some tensors in a piece of memory, each tensor once."""
+    """The places of some tensors in a piece of memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.offsets: dict[torch.Tensor, int] = {}
-        """Tensor -> its first byte."""
+        self.pieces: list[_Piece] = []
+        """In the order of the tensors."""
         self.num_bytes = 0
-        for tensor in tensors:
-            if tensor not in self.offsets:
-                self.offsets[tensor] = self.num_bytes
-                self.num_bytes += -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+        with without_interception():
+            for tensor in tensors:
+                stride = tensor.stride() if is_dense(tensor) else None
+                stop = self.num_bytes + _num_bytes(tensor)
+                self.pieces.append(_Piece(self.num_bytes, stop, tensor.dtype, tensor.shape, stride))
+                self.num_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
 
-    def view(self, memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of `memory` (uint8, one dimension) that is like `tensor`."""
-        start = self.offsets[tensor]
-        return shaped_like(memory[start : start + _num_bytes(tensor)], tensor)
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of `memory` (uint8, one dimension) that are like the tensors."""
+        found = []
+        for start, stop, dtype, shape, stride in self.pieces:
+            flat = memory[start:stop].view(dtype)
+            found.append(flat.view(shape) if stride is None else flat.as_strided(shape, stride))
+        return found
 
 
 def shaped_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,15 @@ import copy
 import types
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from hf_l2l.runtime.compat import without_interception
 
 
 def size_text(num_bytes: int) -> str:
@@ -30,7 +32,13 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def is_cache(value: object) -> bool:
     """Whether `value` is a key-value cache of transformers."""
-    return any(base.__name__ == "Cache" for base in type(value).__mro__)
+    kind: Any = type(value)
+    return _is_cache_class(kind)
+
+
+@lru_cache(maxsize=1024)
+def _is_cache_class(kind: Any) -> bool:
+    return any(base.__name__ == "Cache" for base in kind.__mro__)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -55,6 +63,11 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return leaf if all(after[key] is before[key] for key in before) else _remade(leaf, after)
 
     return pytree.tree_map(of_leaf, value, is_leaf=is_cache)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in it on `device`."""
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
@@ -143,11 +156,5 @@ def narrow(tensor: torch.Tensor, dim: int | None, rows: int, start: int, stop: i
 
 def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Shape and strides of `tensor` with another dtype."""
-    with untouched():
+    with without_interception():
         return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
-
-
-def untouched() -> AbstractContextManager[Any]:
-    """Inside, this thread uses held tensors as they are."""
-    manager: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return manager

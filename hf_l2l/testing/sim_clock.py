@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -165,9 +165,14 @@ class _OptimizerSteps:
         # By optimizer, the bytes of the gradients that it found; they may be cleared before `after` is called.
         self._gradients: dict[int, dict[torch.Tensor, int]] = {}
         self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._listen)]
+        self._extended: list[tuple[Any, int]] = []
+        """Tables of hooks, and the number of the hook in each that `before` was made a part of."""
 
     def stop(self) -> None:
         """Hear no more."""
+        for hooks, number in self._extended:
+            if number in hooks:
+                hooks[number] = hooks[number].hook
         for handle in self._handles:
             handle.remove()
 
@@ -178,14 +183,17 @@ class _OptimizerSteps:
         if self.after not in after.values():  # a copy of an optimizer shares them
             self._handles.append(optimizer.register_step_post_hook(self.after))
             after.move_to_end(self._handles[-1].id, last=False)
-            self._handles.append(optimizer.register_step_pre_hook(self.before))
-        assert list(before.values())[-1] == self.before, "hooks are not added while a clock runs"
+            if not before:
+                self._handles.append(optimizer.register_step_pre_hook(_ran_nothing))
+            # Part of the last hook and not one more: what a hook does may depend on whether it is the last.
+            last = next(reversed(before))
+            before[last] = _Then(before[last], self.before)
+            self._extended.append((before, last))
+        assert isinstance(list(before.values())[-1], _Then), "hooks are not added while a clock runs"
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note which parameters have a gradient, that no hook has taken away."""
         self._gradients[id(optimizer)] = _gradients(optimizer)
-
-    before.only_looks = True  # type: ignore[attr-defined]  # so that it may come last; see `updates.Updates`
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count what the step has read and written; a closure may have made gradients within it."""
@@ -196,6 +204,22 @@ class _OptimizerSteps:
             moments = [s for s in state if isinstance(s, torch.Tensor) and s.numel() > 1]
             total += gradient_bytes + 2 * sum(_host_bytes(t) for t in (parameter, *moments))
         self._recorder.host_work(f"{type(optimizer).__name__}.step", total / self._recorder.costs.host_bytes_per_s)
+
+
+class _Then:
+    """A hook, and what is called after it."""
+
+    def __init__(self, hook: Callable[..., Any], then: Callable[..., None]) -> None:
+        self.hook, self.then = hook, then
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.hook(*args)
+        self.then(*args)
+        return result
+
+
+def _ran_nothing(*args: Any) -> None:
+    """A hook of an optimizer that has no other."""
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:

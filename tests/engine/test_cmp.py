@@ -179,7 +179,7 @@ def test_copies_are_made_once_per_update_and_never_stale(mode, fused, monkeypatc
         return [p.detach().bfloat16() for p in masters]
 
     bits()
-    masters = list(eps.copies._copies)  # in the order of their copies
+    masters = list(model.parameters())  # in the order of their copies
     for step in range(3):
         model(**batch(step)).loss.backward()
         optimizer.step()

@@ -11,7 +11,10 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.engine.device_weights import DeviceWeights, uploaded
+from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.masters import Masters
+from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
 
@@ -20,6 +23,12 @@ from hf_l2l.runtime.stream import HOST
 def copies(request):
     with stream.forced_copies() if request.param == "copies" else nullcontext():
         yield
+
+
+def device_weights(module: nn.Module, *, requires_grad: bool) -> DeviceWeights:
+    masters = Masters(module)
+    copies = Copies(masters, HostMemory(HOST, masters))
+    return uploaded(masters.unit(module), HOST, copies, requires_grad=requires_grad)
 
 
 class Tied(nn.Module):
@@ -53,12 +62,12 @@ def test_tied_parameters_share_one_leaf(copies):
     module(x).sum().backward()
     expected = gradients(module)
     module.zero_grad()
-    weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    weights = device_weights(module, requires_grad=True)
     assert len(weights.leaves) == 2
     with weights.resident():
-        assert module.first.weight is module.second.weight is weights.leaves[weights.places[0].tensor]
+        assert module.first.weight is module.second.weight is weights.leaves[0]
         module(x).sum().backward()
-    found = {name: next(g for m, g in weights.gradients if m is p) for name, p in module.named_parameters()}
+    found = {master.name: gradient for master, gradient in weights.take_gradients()}
     assert_same_bits(found, expected)
     assert all(p.grad is None for p in module.parameters())
 
@@ -66,31 +75,31 @@ def test_tied_parameters_share_one_leaf(copies):
 def test_frozen_masters_have_frozen_leaves(copies):
     module = Tied()
     module.second.bias.requires_grad_(False)
-    weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    weights = device_weights(module, requires_grad=True)
     with weights.resident():
         assert module.first.weight.requires_grad and not module.second.bias.requires_grad
         module(torch.randn(4, 3)).sum().backward()
-    assert [master for master, _ in weights.gradients] == [module.first.weight]
+    assert [master.parameter for master, _ in weights.take_gradients()] == [module.first.weight]
 
 
 def test_without_requires_grad_no_leaf_has_it(copies):
-    weights = DeviceWeights(Tied().modules(), HOST, requires_grad=False)
-    assert not any(leaf.requires_grad for leaf in weights.leaves.values())
+    weights = device_weights(Tied(), requires_grad=False)
+    assert not any(leaf.requires_grad for leaf in weights.leaves)
 
 
 def test_leaves_made_in_inference_mode_can_be_trained_with(copies):
     module, x = Tied(), torch.randn(4, 3)
     with torch.inference_mode():
-        weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+        weights = device_weights(module, requires_grad=True)
     with weights.resident():
         module(x).sum().backward()
-    assert len(list(weights.gradients)) == 2
+    assert len(weights.take_gradients()) == 2
 
 
 def test_masters_and_buffers_are_back_after_an_error(copies):
     module = nn.BatchNorm1d(3)
     before = {**module._parameters, **module._buffers}
-    weights = DeviceWeights(module.modules(), HOST, requires_grad=True)
+    weights = device_weights(module, requires_grad=True)
     with pytest.raises(KeyError), weights.resident(keep_buffers=False):
         assert module.weight is not before["weight"] and module.running_mean is not before["running_mean"]
         raise KeyError
@@ -102,7 +111,7 @@ def test_kept_buffers_go_back_to_the_host(copies):
     module = Counter()
     written = module.written
     for count in (1.0, 2.0):
-        with DeviceWeights(module.modules(), HOST, requires_grad=False).resident():
+        with device_weights(module, requires_grad=False).resident():
             module()
         assert module.written is written
         assert module.written.tolist() == module.assigned.tolist() == [count, count]
@@ -111,7 +120,7 @@ def test_kept_buffers_go_back_to_the_host(copies):
 
 def test_what_a_call_wrote_before_it_failed_goes_back_as_in_plain_torch(copies):
     module = Counter()
-    with pytest.raises(KeyError), DeviceWeights(module.modules(), HOST, requires_grad=False).resident():
+    with pytest.raises(KeyError), device_weights(module, requires_grad=False).resident():
         module()
         raise KeyError
     assert module.written.tolist() == module.assigned.tolist() == [1.0, 1.0]
@@ -120,7 +129,7 @@ def test_what_a_call_wrote_before_it_failed_goes_back_as_in_plain_torch(copies):
 def test_with_keep_buffers_false_nothing_is_kept(copies):
     module = Counter()
     before = dict(module._buffers)
-    with DeviceWeights(module.modules(), HOST, requires_grad=False).resident(keep_buffers=False):
+    with device_weights(module, requires_grad=False).resident(keep_buffers=False):
         module()
         assert module.written.tolist() == [1.0, 1.0]
     assert all(module._buffers[name] is buffer for name, buffer in before.items())
@@ -130,8 +139,7 @@ def test_with_keep_buffers_false_nothing_is_kept(copies):
 def test_one_buffer_in_two_modules_stays_one(copies):
     first, second = Counter(), Counter()
     second.written = first.written
-    modules = [first, second]
-    with DeviceWeights(modules, HOST, requires_grad=False).resident():
+    with device_weights(nn.ModuleList([first, second]), requires_grad=False).resident():
         assert first.written is second.written
         first()
         second()

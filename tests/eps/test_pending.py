@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
-from hf_l2l.runtime.tensors import untouched
+from hf_l2l.runtime.compat import without_interception
 
 
 class Counting(Pending):
@@ -125,10 +125,10 @@ def test_a_module_with_held_parameters_is_copied_and_saved_as_any():
     assert torch.load(buffer, weights_only=True).keys() == {"weight", "bias"}
 
 
-def test_untouched_uses_them_as_they_are(tensor):
+def test_without_interception_uses_them_as_they_are(tensor):
     pending = Counting()
     hold(tensor, pending)
-    with untouched():
+    with without_interception():
         tensor.sum()
     assert pending.values == 0
     settle(tensor)

@@ -41,13 +41,13 @@ def served(module: nn.Module) -> EagerParamServer:
 def test_none_starts_a_sum_and_more_is_added(copies):
     module = nn.Linear(2, 2)
     eps = served(module)
-    eps.receive([(module.bias, torch.tensor([1.0, 2.0]))])
+    eps.receive([(eps.masters.of(module.bias), torch.tensor([1.0, 2.0]))])
     assert module.bias.grad.tolist() == [1.0, 2.0] and module.weight.grad is None
     held = module.bias.grad
-    eps.receive([(module.bias, torch.tensor([10.0, 20.0]))])
+    eps.receive([(eps.masters.of(module.bias), torch.tensor([10.0, 20.0]))])
     assert module.bias.grad is held and held.tolist() == [11.0, 22.0]
     module.zero_grad()
-    eps.receive([(module.bias, torch.tensor([3.0, 4.0]))])
+    eps.receive([(eps.masters.of(module.bias), torch.tensor([3.0, 4.0]))])
     assert module.bias.grad.tolist() == [3.0, 4.0]
     assert not module.bias.grad.requires_grad
 

@@ -568,7 +568,7 @@ def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode, monkeypatc
     victim, receive = dict(model.named_parameters())[name], eps.gradients.receive
 
     def broken(pairs: Any) -> None:
-        if any(master is victim for master, _ in pairs):
+        if any(master.parameter is victim for master, _ in pairs):
             raise BrokenError("no download")
         receive(pairs)
 

@@ -14,7 +14,7 @@ import transformers as hf
 from torch import nn
 
 from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
-from hf_l2l.model.captured_outputs import _MODULE, CapturedOutputs
+from hf_l2l.model.captured_outputs import CapturedOutputs
 
 UBATCH_SIZES = pytest.mark.parametrize("ubatch_size", [None, 3])
 FLOAT64 = torch.float64
@@ -156,7 +156,9 @@ def test_evaluation_returns_them_too():
 def collector(monkeypatch):
     """A stand-in for transformers' variable, set as by a running model."""
     variable = ContextVar("collector", default=None)
-    monkeypatch.setitem(sys.modules, _MODULE, SimpleNamespace(_active_collector=variable))
+    monkeypatch.setitem(
+        sys.modules, "transformers.utils.output_capturing", SimpleNamespace(_active_collector=variable)
+    )
     return variable
 
 
@@ -193,7 +195,7 @@ def test_a_recompute_takes_the_keys_of_its_forward(collector):
 
 
 def test_without_transformers_nothing_is_captured(monkeypatch):
-    monkeypatch.delitem(sys.modules, _MODULE, raising=False)
+    monkeypatch.delitem(sys.modules, "transformers.utils.output_capturing", raising=False)
     with CapturedOutputs() as captured:
         pass
     assert captured.taken == {} and captured.keys == ()

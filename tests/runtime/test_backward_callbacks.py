@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -161,12 +160,9 @@ def test_an_error_at_the_end_is_kept_and_the_others_are_told():
         of.backwards.errors.raise_first()
 
 
-def test_what_is_over_is_let_go_of_without_any_code():
-    """A Ctrl-C that came during a backward is raised in the first Python code after it; a `__del__` swallows it."""
-    of = Backwards()
-    end = _End(of, 1)
-    of._under_way[1] = weakref.ref(end)
+def test_what_is_over_is_dropped_without_any_code():
+    """A Ctrl-C that came during a backward is raised in the first Python code after it; a destructor swallows it."""
+    end = _End(Backwards(), 1)
+    assert end._dropped.alive and not end._dropped.atexit
     end()
-    assert not hasattr(type(end), "__del__")
-    failed = _End(of, 2)
-    assert hasattr(type(failed), "__del__")
+    assert not end._dropped.alive and not hasattr(type(end), "__del__")

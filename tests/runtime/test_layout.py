@@ -39,11 +39,11 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def filled(layout: Layout) -> torch.Tensor:
+def filled(layout: Layout, given: list[torch.Tensor]) -> torch.Tensor:
     """Memory that holds what every tensor of the layout holds."""
     memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    for tensor in layout.offsets:
-        layout.view(memory, tensor).copy_(tensor)
+    for tensor, view in zip(given, layout.views(memory), strict=True):
+        view.copy_(tensor)
     return memory
 
 
@@ -51,8 +51,9 @@ def filled(layout: Layout) -> torch.Tensor:
 def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
     layout = Layout(given)
     end = 0
-    for tensor in given:
-        start = layout.offsets[tensor]
+    for tensor, piece in zip(given, layout.pieces, strict=True):
+        start = piece.start
+        assert piece.stop == start + num_bytes(tensor)
         assert start % ALIGNED == 0 and end <= start < end + ALIGNED
         end = start + num_bytes(tensor)
     assert end <= layout.num_bytes < end + ALIGNED
@@ -62,9 +63,8 @@ def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
 @given(st.lists(tensors(), max_size=6))
 def test_every_view_is_like_its_tensor_and_keeps_what_is_written(given):
     layout = Layout(given)
-    memory = filled(layout)
-    for tensor in given:
-        view = layout.view(memory, tensor)
+    memory = filled(layout, given)
+    for tensor, view in zip(given, layout.views(memory), strict=True):
         assert view.dtype == tensor.dtype and view.shape == tensor.shape
         assert torch.equal(view, tensor)
         assert view.stride() == (tensor.stride() if is_dense(tensor) else tensor.contiguous().stride())
@@ -93,16 +93,6 @@ def test_elements_are_those_of_the_memory_in_its_order(tensor):
     assert torch.equal(like, tensor) and like.stride() == tensor.stride()
 
 
-def test_a_tensor_that_comes_twice_lies_there_once():
-    shared, other = torch.randn(3), torch.randn(5)
-    layout = Layout([shared, other, shared])
-    assert list(layout.offsets.values()) == [0, ALIGNED] and layout.num_bytes == 2 * ALIGNED
-
-
-def test_equal_tensors_are_two():
-    assert len(Layout([torch.ones(3), torch.ones(3)]).offsets) == 2
-
-
 def test_what_is_transposed_stays_so_and_what_has_gaps_is_closed():
     memory = torch.zeros(64, dtype=torch.uint8)
     transposed, gaps = torch.randn(2, 3).T, torch.randn(3, 4)[:, ::2]
@@ -116,14 +106,15 @@ def test_a_view_ends_where_its_tensor_ends():
     one, other = torch.zeros(3, dtype=torch.int8), torch.zeros(3, dtype=torch.int8)
     layout = Layout([one, other])
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.view(memory, other).fill_(-1)
+    layout.views(memory)[1].fill_(-1)
     assert memory.nonzero().flatten().tolist() == [256, 257, 258]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_empty_tensor_takes_no_memory(dtype):
     empty, scalar = torch.empty(0, 3, dtype=dtype), torch.ones((), dtype=dtype)
-    layout = Layout([empty, scalar, empty])
-    assert layout.offsets[empty] == layout.offsets[scalar] == 0 and layout.num_bytes == ALIGNED
-    memory = filled(layout)
-    assert layout.view(memory, empty).shape == (0, 3) and layout.view(memory, scalar).item() == 1
+    given = [empty, scalar, empty]
+    layout = Layout(given)
+    assert [piece.start for piece in layout.pieces] == [0, 0, ALIGNED] and layout.num_bytes == ALIGNED
+    views = layout.views(filled(layout, given))
+    assert views[0].shape == views[2].shape == (0, 3) and views[1].item() == 1

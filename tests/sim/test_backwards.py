@@ -159,9 +159,9 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
     filled: list[int] = []
     fill = transit.WeightSlots._fill
 
-    def logged(slots: Any, layer: nn.Module) -> Any:
-        filled.append(index[layer])
-        return fill(slots, layer)
+    def logged(slots: Any, unit: Any) -> Any:
+        filled.append(index[unit.module])
+        return fill(slots, unit)
 
     monkeypatch.setattr(transit.WeightSlots, "_fill", logged)
     train_once(model, batch_for(model))

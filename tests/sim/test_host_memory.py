@@ -596,7 +596,7 @@ def test_sparse_and_dense_gradients_of_one_weight_add_up(order):
         gradient[1:3] = value
         sums.add_(gradient)
         sent = gradient.to_sparse() if kind == "s" else gradient.to("sim")
-        eps.receive([(module.weight, sent), (other.bias, torch.ones(2, device="sim"))])
+        eps.receive([(eps.masters.of(module.weight), sent), (eps.masters.of(other.bias), torch.ones(2, device="sim"))])
 
     for turn, backward in enumerate(order.split("+")):
         in_a_backward(lambda: [receive(kind, 10.0**i + turn) for i, kind in enumerate(backward)])  # noqa: B023
@@ -611,12 +611,17 @@ def test_nothing_of_a_failed_backward_is_left_where_a_sparse_gradient_was_in_it(
     eps = EagerParamServer(nn.ModuleList([module, other]), torch.device("sim", 0))
 
     def fail() -> None:
-        eps.receive([(module.weight, torch.ones(4, 2).to_sparse()), (other.bias, torch.ones(2, device="sim"))])
+        eps.receive(
+            [
+                (eps.masters.of(module.weight), torch.ones(4, 2).to_sparse()),
+                (eps.masters.of(other.bias), torch.ones(2, device="sim")),
+            ]
+        )
         raise KeyError
 
     with pytest.raises(KeyError):
         in_a_backward(fail)
-    in_a_backward(lambda: eps.receive([(other.bias, torch.ones(2, device="sim"))]))
+    in_a_backward(lambda: eps.receive([(eps.masters.of(other.bias), torch.ones(2, device="sim"))]))
     assert other.bias.grad.tolist() == [1.0, 1.0]
     eps.release()
 

@@ -217,9 +217,9 @@ class Log:
         for kind, name in (("fill", "_fill"), ("use", "weights")):
             original = getattr(transit.WeightSlots, name)
 
-            def logged(slots: Any, layer: nn.Module, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
-                self.entries.append((kind, index[layer]))
-                return original(slots, layer, **kw)
+            def logged(slots: Any, unit: Any, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
+                self.entries.append((kind, index[unit.module]))
+                return original(slots, unit, **kw)
 
             monkeypatch.setattr(transit.WeightSlots, name, logged)
 

@@ -180,8 +180,8 @@ def fail_once_at(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -
     """Let the EPS fail once, when it receives the gradient of the parameter `name`."""
     receive, failing = Gradients._receive, [dict(model.named_parameters())[name]]
 
-    def fail(held: Gradients, master: torch.Tensor, gradient: torch.Tensor) -> bool:
-        if failing and master is failing[0]:
+    def fail(held: Gradients, master: Any, gradient: torch.Tensor) -> bool:
+        if failing and master.parameter is failing[0]:
             failing.clear()
             raise Interrupted
         return receive(held, master, gradient)

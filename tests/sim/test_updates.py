@@ -111,10 +111,10 @@ def master_of(model: nn.Module, index: int) -> torch.Tensor:
 def fault_in_upload(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     fill = transit.WeightSlots._fill
 
-    def broken(self: Any, layer: nn.Module) -> Any:
-        if layer is model.blocks[index]:
+    def broken(self: Any, unit: Any) -> Any:
+        if unit.module is model.blocks[index]:
             raise FaultError("no upload")
-        return fill(self, layer)
+        return fill(self, unit)
 
     patch.setattr(transit.WeightSlots, "_fill", broken)
     yield
@@ -124,8 +124,8 @@ def fault_in_upload(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterat
 def fault_in_download(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     receive = gradients.Gradients._receive
 
-    def broken(self: Any, master: torch.Tensor, gradient: torch.Tensor) -> bool:
-        if master is master_of(model, index):
+    def broken(self: Any, master: Any, gradient: torch.Tensor) -> bool:
+        if master.parameter is master_of(model, index):
             raise FaultError("no download")
         return receive(self, master, gradient)
 
@@ -137,8 +137,8 @@ def fault_in_download(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iter
 def fault_in_norm(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     send = gradients.Gradients._send_norms
 
-    def broken(self: Any, totals: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if any(master is master_of(model, index) for master, _ in totals):
+    def broken(self: Any, totals: list[tuple[Any, torch.Tensor]]) -> None:
+        if any(master.parameter is master_of(model, index) for master, _ in totals):
             raise FaultError("no norm")
         send(self, totals)
 
@@ -150,8 +150,8 @@ def fault_in_norm(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator
 def fault_in_update(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     original = updates.carry_out
 
-    def broken(part: Any, masters: list[torch.Tensor], *rest: Any) -> None:
-        if any(master is master_of(model, index) for master in masters):
+    def broken(part: Any, masters: list[Any], *rest: Any) -> None:
+        if any(master.parameter is master_of(model, index) for master in masters):
             raise FaultError("no update")
         original(part, masters, *rest)
 
@@ -251,7 +251,7 @@ def test_an_eager_update_leaves_a_gradient_that_autograd_put_there_to_the_step(m
         master, arrived = master_of(model, 1), eps.updates.arrived
 
         def meanwhile(masters: Any, master: Any = master, arrived: Any = arrived) -> None:
-            if any(each is master for each in masters):
+            if any(each.parameter is master for each in masters):
                 master.grad = torch.ones_like(master)
             arrived(masters)
 

@@ -1,0 +1,95 @@
+"""Units: the modules whose weights travel together, and what is known of them once and for all.
+
+A layer is a unit, and so are the non-layer modules (the shell) below the module that a program calls. What every call
+needs to know of a unit is found when the unit is made; `is_current` tells cheaply whether that still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hf_l2l.model.precision import Precision
+from hf_l2l.runtime.compat import tables_of, without_interception
+from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.tensors import on_meta
+
+
+class Place(NamedTuple):
+    """Where a module keeps one parameter: under `name` in its table of parameters."""
+
+    table: dict[str, Any]
+    name: str
+    number: int
+    """Of the parameter, in the unit."""
+
+
+class LayerUnit:
+    """One layer, or the non-layer modules that one call uses."""
+
+    def __init__(self, module: nn.Module, modules: Iterable[nn.Module], name: str, precision: Precision) -> None:
+        """Of these `modules`, of which `module` is called; `name` is what errors and traces call the unit."""
+        self.module = module
+        self.name = name
+        self.modules = list(modules)
+        self.parameters: list[nn.Parameter] = []
+        """Each once, in the order of `nn.Module.parameters`."""
+        self.places: list[Place] = []
+        """Of all parameters; a tied one has several."""
+        numbers: dict[nn.Parameter, int] = {}
+        for each in self.modules:
+            for name, parameter in each._parameters.items():
+                if parameter is not None:
+                    number = numbers.setdefault(parameter, len(numbers))
+                    self.places.append(Place(each._parameters, name, number))
+        self.parameters.extend(numbers)
+        self.with_buffers = [each for each in self.modules if each._buffers]
+        with without_interception():
+            self.dtypes = [precision.of(p) for p in self.parameters]
+            """In which each parameter travels to the device."""
+            self.likes = [
+                p if dtype == p.dtype else on_meta(p, dtype)
+                for p, dtype in zip(self.parameters, self.dtypes, strict=True)
+            ]
+            """Tensors with dtype, shape and strides of what travels; their values are not read."""
+            self._kinds = [(p.shape, p.dtype) for p in self.parameters]
+            self.trained = [number for number, p in enumerate(self.parameters) if p.requires_grad]
+            """The numbers of the parameters that require a gradient."""
+        self.layout = Layout(self.likes)
+        """Of what travels, in one piece of memory."""
+        self.gradient_layout = Layout(self.parameters[number] for number in self.trained)
+        """Of the gradient sums of the trained parameters."""
+        self._flags = [number in set(self.trained) for number in range(len(self.parameters))]
+        self._tables = [(table, tuple(table.values())) for each in self.modules for table in tables_of(each)[:2]]
+        self._buffer_counts = [len(each._buffers) for each in self.modules]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter of it requires a gradient."""
+        return bool(self.trained)
+
+    def has_its_parameters(self) -> bool:
+        """Whether the modules still have the parameters and submodules that they had."""
+        for table, values in self._tables:
+            if len(table) != len(values) or not all(map(is_, table.values(), values)):
+                return False
+        return True
+
+    def is_current(self) -> bool:
+        """Whether all that is known of the unit still holds: its parameters, submodules and number of buffers, and
+        the shapes, dtypes and `requires_grad` of the parameters."""
+        with without_interception():
+            return (
+                self.has_its_parameters()
+                and [p.requires_grad for p in self.parameters] == self._flags
+                and [(p.shape, p.dtype) for p in self.parameters] == self._kinds
+                and [len(each._buffers) for each in self.modules] == self._buffer_counts
+            )
+
+    def versions(self) -> list[int]:
+        """The version of each parameter now, whatever is pending for it."""
+        with without_interception():
+            return [p._version for p in self.parameters]
