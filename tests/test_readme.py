@@ -19,6 +19,7 @@ from accelerate.hooks import remove_hook_from_submodules
 import run_glue_l2l
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l import L2LConfig, L2LTrainingArguments
+from option_table import option_table, table_in
 from training import rows, tiny_bert
 
 ROOT = Path(__file__).parents[1]
@@ -69,10 +70,15 @@ def test_the_classic_command_is_understood(tmp_path, monkeypatch, caplog):
     assert "--overwrite_output_dir" in caplog.text
 
 
+def test_the_table_of_options_is_what_their_fields_say():
+    assert table_in(README) == option_table()
+
+
 def test_the_options_are_all_in_the_table():
     rows = table_rows("| `L2LConfig` |")
     # What `eps.wrap` and `copy_as` take, and what the Trainer logs, needs no option elsewhere.
-    of_the_trainer = ("`l2l_optimizer`", "`l2l_save_dtype`", "`l2l_log_times`")
+    of_the_trainer = ["`l2l_optimizer`", "`l2l_save_dtype`", "`l2l_log_times`"]
+    assert [row[1] for row in rows if not row[0]] == of_the_trainer
     in_both = [row for row in rows if row[1] not in of_the_trainer]
     assert [row[0].strip("`") for row in in_both] == [field.name for field in dataclasses.fields(L2LConfig)]
     arguments = {row[1].strip("`") for row in rows} - {"from the Trainer"}
