@@ -28,7 +28,7 @@ HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
 
 
-def _option(default: Any, help: str) -> Any:
+def _described(default: Any, help: str) -> Any:
     """A field with the one text about it: the command line, `help()` and the README show it."""
     return field(default=default, metadata={"help": help})
 
@@ -41,96 +41,96 @@ class L2LConfig:
         ValueError: for a value outside the rule of its field.
     """
 
-    ubatch_size: int | None = _option(
+    ubatch_size: int | None = _described(
         None,
         "Rows of the device batch that run through a layer at once (the inner loop; arXiv:2002.05645, section 2.2). "
         "An uneven last micro-batch is fine. None runs the whole device batch as one micro-batch.",
     )
-    stash: StashPlace = _option(
+    stash: StashPlace = _described(
         "device",
         'Where layer inputs wait for the backward sweep: "device", or "host", which keeps device memory constant in '
         "depth (arXiv:2002.05645, first version, equation 4).",
     )
-    cmp: Cmp | None = _option(
+    cmp: Cmp | None = _described(
         None,
         "Cross mixed precision (arXiv:2002.05645, section 2.3): weights travel and layers compute in "
         '"bf16" or "fp16"; masters, sums of gradients and moments are fp32 in host memory. "auto" takes bf16 where '
         "the device computes in it, fp16 elsewhere. None computes as the masters are, or as autocast says.",
     )
-    loss_scale_init: float = _option(
+    loss_scale_init: float = _described(
         2.0**16,
         "With fp16, the first loss scale: the factor by which gradients are multiplied on the device. The options of "
         "the loss scale are those of `torch.amp.GradScaler`.",
     )
-    loss_scale_growth: float = _option(
+    loss_scale_growth: float = _described(
         2.0,
         "The factor by which the loss scale grows after `loss_scale_interval` steps in a row without an overflow.",
     )
-    loss_scale_backoff: float = _option(
+    loss_scale_backoff: float = _described(
         0.5,
         "The factor by which the loss scale is multiplied when a step is skipped because a gradient is not finite.",
     )
-    loss_scale_interval: int = _option(
+    loss_scale_interval: int = _described(
         2000, "The number of steps in a row without an overflow after which the loss scale grows."
     )
-    grad_dtype: GradDtype = _option(
+    grad_dtype: GradDtype = _described(
         "fp32",
         'The dtype in which sums of gradients leave the device and wait in host memory: "fp32", or "16bit" (bfloat16, '
         '2 bytes per parameter instead of 4). With "16bit" each fp32 sum of a backward is rounded once, and made fp32 '
         "again, layer by layer, for the update.",
     )
-    moment_dtype: MomentDtype = _option(
+    moment_dtype: MomentDtype = _described(
         "fp32",
         "The dtype in which the optimizer's state is kept between steps: "
         '"fp32", or "bf16", which is made fp32 for the arithmetic of a step, layer by layer, and rounded '
         "stochastically after it, with a seed that checkpoints keep.",
     )
-    host_copies: HostCopies = _option(
+    host_copies: HostCopies = _described(
         "kept",
         'With `cmp`, the 16-bit copies that travel: "kept" on the host (2 bytes per parameter) and made once per '
         'update, or made whenever a layer travels ("per_sweep"), which holds up the thread that drives the device.',
     )
-    nonfinite: Nonfinite = _option(
+    nonfinite: Nonfinite = _described(
         "raise",
         'What becomes of a step whose gradients are not all finite, in fp32 and bf16: "raise" a `NonFiniteError` that '
         'names step and layer, or "skip" and count the step (`skipped_steps` in the logs; the scheduler waits). fp16 '
         "always skips.",
     )
-    device: torch.device | str | None = _option(
+    device: torch.device | str | None = _described(
         None,
         "The execution device, of any torch device type. None takes the current accelerator, or the CPU without one.",
     )
-    prefetch: bool = _option(
+    prefetch: bool = _described(
         True,
         "Whether the next layer's weights travel while this one computes (arXiv:2002.05645, first version, figure "
         "2c). False is for measuring what that is worth.",
     )
-    gradient_slots: int = _option(
+    gradient_slots: int = _described(
         2,
         "The number of layers whose weight gradients the device holds at once: 2, so that one layer sums while the "
         "sums of another leave, or 1, which saves the memory of one layer and waits where a transfer outlasts the "
         "recompute of one micro-batch.",
     )
-    eps_update: EpsUpdate = _option(
+    eps_update: EpsUpdate = _described(
         "auto",
         'When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the '
         'background after it, as the next forward needs them; "eager", layer by layer in the background during '
         "backward, without clipping (`max_grad_norm=0`). The bits are the same. "
         '"auto" is deferred on a device that computes beside the host, and serial on the CPU.',
     )
-    num_threads: int | None = _option(
+    num_threads: int | None = _described(
         None,
         "Threads of the updates in the background, at most the cores of the machine. Two updates run at once, each "
         "with half of the threads; with a single thread, one update runs. None takes as many as the program has, at "
         "most all cores but one, which is left to the thread that drives the device. A serial update has the threads "
         "of the program.",
     )
-    trace: str | os.PathLike[str] | None = _option(
+    trace: str | os.PathLike[str] | None = _described(
         None,
         "File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer "
         "computes, what travels, what is waited for. An existing file is replaced. None writes nothing.",
     )
-    layer_classes: tuple[str, ...] | None = _option(
+    layer_classes: tuple[str, ...] | None = _described(
         None, "Class names of the modules to stream as layers. None finds the layer stacks of the model."
     )
 
