@@ -19,6 +19,7 @@ from accelerate.hooks import remove_hook_from_submodules
 import run_glue_l2l
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l import L2LConfig, L2LTrainingArguments
+from hf_l2l.glue.options import ScriptArguments
 from option_table import option_table, table_in
 from training import rows, tiny_bert
 
@@ -93,7 +94,7 @@ def test_what_the_paper_table_names_is_there():
         for module, name in re.findall(r"`(\w+\.\w+)\.(\w+)(?:\.\w+)?`", code):
             assert hasattr(importlib.import_module(f"hf_l2l.{module}"), name)
         for option in re.findall(r"`(?:--)?(\w+)`", options):
-            known = {**L2LTrainingArguments.__dataclass_fields__, **run_glue_l2l.ScriptArguments.__dataclass_fields__}
+            known = {**L2LTrainingArguments.__dataclass_fields__, **ScriptArguments.__dataclass_fields__}
             assert option in known
         assert set(re.findall(r"`(\S+\.py)`", files)) <= tests
 
