@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hf_l2l import L2LTrainingArguments
 from hf_l2l.glue.options import Options
 from hf_l2l.glue.retired import NEEDLESS, REPLACED, SUCCESSORS, RetiredArguments
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
@@ -572,6 +574,21 @@ def test_what_only_the_run_can_tell_is_said_in_one_sentence(
         run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_script_is_imported_without_the_packages_of_the_extra() -> None:
+    code = """
+import sys
+
+absent = ["datasets", "evaluate", "sklearn", "scipy", "matplotlib"]
+sys.modules.update(dict.fromkeys(absent))
+import run_glue_l2l
+assert "hf_l2l.glue.metric" not in sys.modules
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.usefixtures("_no_model")
