@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
+from textwrap import fill
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +28,11 @@ HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
 
 
+def _described(default: Any, help: str) -> Any:
+    """A field with the one text about it: the command line, `help()` and the README show it."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, kw_only=True)
 class L2LConfig:
     """How a model is run layer to layer (arXiv:2002.05645).
@@ -35,75 +41,98 @@ class L2LConfig:
         ValueError: for a value outside the rule of its field.
     """
 
-    ubatch_size: int | None = None
-    """Rows of the device batch that run through a layer at once (the inner loop, section 2.2). An uneven last ubatch
-    is fine; None runs the whole device batch as one ubatch."""
-
-    stash: StashPlace = "device"
-    """Where layer inputs wait for the backward sweep: on the device, or in host memory (constant device memory in
-    depth, arXiv:2002.05645 first text, equation 4)."""
-
-    cmp: Cmp | None = None
-    """Cross mixed precision (section 2.3): weights travel and layers compute in "bf16" or "fp16", and masters, sums of
-    gradients and moments are fp32 in host memory. "auto" takes bf16 where the device computes in it, fp16 elsewhere;
-    None computes as the masters are, or as autocast says."""
-
-    loss_scale_init: float = 2.0**16
-    """With fp16, what gradients are multiplied by on the device at first; as in `torch.amp.GradScaler`."""
-
-    loss_scale_growth: float = 2.0
-    """What the loss scale is multiplied by after `loss_scale_interval` steps that were made in a row."""
-
-    loss_scale_backoff: float = 0.5
-    """What it is multiplied by when a step is skipped because a gradient is not finite."""
-
-    loss_scale_interval: int = 2000
-    """Steps."""
-
-    grad_dtype: GradDtype = "fp32"
-    """In what sums of gradients leave the device and wait in host memory (4 or 2 bytes per parameter). "16bit" is
-    bfloat16: each fp32 sum of a backward is rounded once, and is made fp32 again, layer by layer, to update."""
-
-    moment_dtype: MomentDtype = "fp32"
-    """In what the optimizer's state is kept between steps: with "bf16" it is made fp32 for the arithmetic of a step,
-    layer by layer, and rounded stochastically after it, with a seed that checkpoints keep."""
-
-    host_copies: HostCopies = "kept"
-    """With `cmp`, whether the host keeps the 16-bit copies that travel (2 bytes per parameter), made once per update,
-    or makes them whenever a layer travels ("per_sweep"), which holds up the thread that drives the device."""
-
-    nonfinite: Nonfinite = "raise"
-    """What becomes of a step whose gradients are not all finite, in fp32 and bf16: "raise" a `NonFiniteError` that
-    names step and layer, or "skip" and count the step, with the scheduler waiting. (fp16 skips: `loss_scale_*`.)"""
-
-    device: torch.device | str | None = None
-    """The execution device, of any torch device type. None takes the current accelerator, or the CPU without one."""
-
-    prefetch: bool = True
-    """Whether the next layer's weights travel while this one computes (arXiv:2002.05645, first text, figure 2c). False
-    is for measuring what that is worth."""
-
-    gradient_slots: int = 2
-    """Layers whose weight gradients the device holds at once: 2, so that one layer sums while the sums of another
-    leave, or 1, which saves the memory of one layer and waits where a transfer outlasts one ubatch's recompute."""
-
-    eps_update: EpsUpdate = "auto"
-    """When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the background
-    after it, as the next forward needs them; "eager", layer by layer in the background during backward, without
-    clipping (L2L-p, first text, figure 2c). The bits are the same. "auto" is deferred on a
-    device that computes beside the host, and serial on the CPU."""
-
-    num_threads: int | None = None
-    """Threads of the updates in the background: two updates run at once, each with half of them (one, with one). None
-    takes as many as the program has, at most all cores but one, which is left to the thread that drives the device. No
-    more than the machine has cores. A serial update has the threads of the program."""
-
-    trace: str | os.PathLike[str] | None = None
-    """File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer computes,
-    what travels, what is waited for. What the file held before is gone; None writes nothing."""
-
-    layer_classes: tuple[str, ...] | None = None
-    """Class names of the modules to stream as layers. None finds the layer stacks of the model by itself."""
+    ubatch_size: int | None = _described(
+        None,
+        "Rows of the device batch that run through a layer at once (the inner loop; arXiv:2002.05645, section 2.2). "
+        "An uneven last micro-batch is fine. None runs the whole device batch as one micro-batch.",
+    )
+    stash: StashPlace = _described(
+        "device",
+        'Where layer inputs wait for the backward sweep: "device", or "host", which keeps device memory constant in '
+        "depth (arXiv:2002.05645, first version, equation 4).",
+    )
+    cmp: Cmp | None = _described(
+        None,
+        "Cross mixed precision (arXiv:2002.05645, section 2.3): weights travel and layers compute in "
+        '"bf16" or "fp16"; masters, sums of gradients and moments are fp32 in host memory. "auto" takes bf16 where '
+        "the device computes in it, fp16 elsewhere. None computes as the masters are, or as autocast says.",
+    )
+    loss_scale_init: float = _described(
+        2.0**16,
+        "With fp16, the first loss scale: the factor by which gradients are multiplied on the device. The options of "
+        "the loss scale are those of `torch.amp.GradScaler`.",
+    )
+    loss_scale_growth: float = _described(
+        2.0,
+        "The factor by which the loss scale grows after `loss_scale_interval` steps in a row without an overflow.",
+    )
+    loss_scale_backoff: float = _described(
+        0.5,
+        "The factor by which the loss scale is multiplied when a step is skipped because a gradient is not finite.",
+    )
+    loss_scale_interval: int = _described(
+        2000, "The number of steps in a row without an overflow after which the loss scale grows."
+    )
+    grad_dtype: GradDtype = _described(
+        "fp32",
+        'The dtype in which sums of gradients leave the device and wait in host memory: "fp32", or "16bit" (bfloat16, '
+        '2 bytes per parameter instead of 4). With "16bit" each fp32 sum of a backward is rounded once, and made fp32 '
+        "again, layer by layer, for the update.",
+    )
+    moment_dtype: MomentDtype = _described(
+        "fp32",
+        "The dtype in which the optimizer's state is kept between steps: "
+        '"fp32", or "bf16", which is made fp32 for the arithmetic of a step, layer by layer, and rounded '
+        "stochastically after it, with a seed that checkpoints keep.",
+    )
+    host_copies: HostCopies = _described(
+        "kept",
+        'With `cmp`, the 16-bit copies that travel: "kept" on the host (2 bytes per parameter) and made once per '
+        'update, or made whenever a layer travels ("per_sweep"), which holds up the thread that drives the device.',
+    )
+    nonfinite: Nonfinite = _described(
+        "raise",
+        'What becomes of a step whose gradients are not all finite, in fp32 and bf16: "raise" a `NonFiniteError` that '
+        'names step and layer, or "skip" and count the step (`skipped_steps` in the logs; the scheduler waits). fp16 '
+        "always skips.",
+    )
+    device: torch.device | str | None = _described(
+        None,
+        "The execution device, of any torch device type. None takes the current accelerator, or the CPU without one.",
+    )
+    prefetch: bool = _described(
+        True,
+        "Whether the next layer's weights travel while this one computes (arXiv:2002.05645, first version, figure "
+        "2c). False is for measuring what that is worth.",
+    )
+    gradient_slots: int = _described(
+        2,
+        "The number of layers whose weight gradients the device holds at once: 2, so that one layer sums while the "
+        "sums of another leave, or 1, which saves the memory of one layer and waits where a transfer outlasts the "
+        "recompute of one micro-batch.",
+    )
+    eps_update: EpsUpdate = _described(
+        "auto",
+        'When the masters are updated: "serial", all in `optimizer.step()`; "deferred", layer by layer in the '
+        'background after it, as the next forward needs them; "eager", layer by layer in the background during '
+        "backward, without clipping (`max_grad_norm=0`). The bits are the same. "
+        '"auto" is deferred on a device that computes beside the host, and serial on the CPU.',
+    )
+    num_threads: int | None = _described(
+        None,
+        "Threads of the updates in the background, at most the cores of the machine. Two updates run at once, each "
+        "with half of the threads; with a single thread, one update runs. None takes as many as the program has, at "
+        "most all cores but one, which is left to the thread that drives the device. A serial update has the threads "
+        "of the program.",
+    )
+    trace: str | os.PathLike[str] | None = _described(
+        None,
+        "File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer "
+        "computes, what travels, what is waited for. An existing file is replaced. None writes nothing.",
+    )
+    layer_classes: tuple[str, ...] | None = _described(
+        None, "Class names of the modules to stream as layers. None finds the layer stacks of the model."
+    )
 
     def __post_init__(self) -> None:
         check_ubatch_size(self.ubatch_size)
@@ -139,16 +168,16 @@ class L2LConfig:
             object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
 
     def _check_loss_scale(self) -> None:
-        for name, (low, high, rule, usual) in _LOSS_SCALE.items():
-            value = getattr(self, name)
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, (low, high, rule) in _LOSS_SCALE.items():
+            value, usual = getattr(self, name), defaults[name]
             whole = name == "loss_scale_interval"
             if not (_is_whole_number(value) or (isinstance(value, float) and not whole)):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"{option(name)} must be {kind} (got {value!r}); leave it out for torch's value")
             if not low < value < high:
                 raise ValueError(f"{option(name)} must be {rule} (got {value!r}); torch's value is {usual}")
-            given = value != type(self).__dataclass_fields__[name].default
-            if given and self.cmp not in ("fp16", "auto"):
+            if value != usual and self.cmp not in ("fp16", "auto"):
                 raise ValueError(
                     f"{option(name)} is of the loss scale, which fp16 alone has (got {value!r} with "
                     f"cmp={self.cmp!r}); leave it out, or use cmp='fp16'"
@@ -184,13 +213,13 @@ _CHOICES: dict[str, tuple[Any, str]] = {
 }
 """Option -> its values, and what to do."""
 
-_LOSS_SCALE: dict[str, tuple[float, float, str, str]] = {
-    "loss_scale_init": (0.0, sys.float_info.max, "above 0 and finite", "65536.0"),
-    "loss_scale_growth": (1.0, sys.float_info.max, "above 1 and finite", "2.0"),
-    "loss_scale_backoff": (0.0, 1.0, "between 0 and 1", "0.5"),
-    "loss_scale_interval": (0.0, sys.float_info.max, "at least 1", "2000"),
+_LOSS_SCALE: dict[str, tuple[float, float, str]] = {
+    "loss_scale_init": (0.0, sys.float_info.max, "above 0 and finite"),
+    "loss_scale_growth": (1.0, sys.float_info.max, "above 1 and finite"),
+    "loss_scale_backoff": (0.0, 1.0, "between 0 and 1"),
+    "loss_scale_interval": (0.0, sys.float_info.max, "at least 1"),
 }
-"""Option -> what it lies between, the rule in words, and torch's value."""
+"""Option -> what it lies between, and the rule in words. The defaults are torch's values."""
 
 EAGER_FP16 = (
     "eps_update='eager' updates layers before it is known whether a gradient of another one overflows in fp16 (got "
@@ -214,9 +243,23 @@ def options_of_the_trainer() -> Iterator[None]:
         _of_the_trainer.reset(before)
 
 
+def argument(name: str) -> str:
+    """What the Trainer's arguments call the option `name` of `L2LConfig`."""
+    return name if name in SHORT_NAMES else f"l2l_{name}"
+
+
 def option(name: str) -> str:
     """What the user called the option `name` of `L2LConfig`; every error about one says it so."""
-    return f"l2l_{name}" if _of_the_trainer.get() and name not in SHORT_NAMES else name
+    return argument(name) if _of_the_trainer.get() else name
+
+
+def help_text(options: Iterable[Field[Any]]) -> str:
+    """Names, defaults and descriptions of fields, as the part "Args" of a docstring."""
+    texts = (f"{f.name}: {f.metadata['help']} Default: {f.default!r}." for f in options)
+    return "\n".join(["    Args:", *(fill(t, 119, initial_indent=" " * 8, subsequent_indent=" " * 12) for t in texts)])
+
+
+L2LConfig.__doc__ = f"{L2LConfig.__doc__}\n{help_text(fields(L2LConfig))}\n"
 
 
 def check_ubatch_size(ubatch_size: int | None) -> None:

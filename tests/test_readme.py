@@ -19,6 +19,8 @@ from accelerate.hooks import remove_hook_from_submodules
 import run_glue_l2l
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l import L2LConfig, L2LTrainingArguments
+from hf_l2l.glue.options import ScriptArguments
+from option_table import option_table, table_in
 from training import rows, tiny_bert
 
 ROOT = Path(__file__).parents[1]
@@ -69,10 +71,15 @@ def test_the_classic_command_is_understood(tmp_path, monkeypatch, caplog):
     assert "--overwrite_output_dir" in caplog.text
 
 
+def test_the_table_of_options_is_what_their_fields_say():
+    assert table_in(README) == option_table()
+
+
 def test_the_options_are_all_in_the_table():
     rows = table_rows("| `L2LConfig` |")
     # What `eps.wrap` and `copy_as` take, and what the Trainer logs, needs no option elsewhere.
-    of_the_trainer = ("`l2l_optimizer`", "`l2l_save_dtype`", "`l2l_log_times`")
+    of_the_trainer = ["`l2l_optimizer`", "`l2l_save_dtype`", "`l2l_log_times`"]
+    assert [row[1] for row in rows if not row[0]] == of_the_trainer
     in_both = [row for row in rows if row[1] not in of_the_trainer]
     assert [row[0].strip("`") for row in in_both] == [field.name for field in dataclasses.fields(L2LConfig)]
     arguments = {row[1].strip("`") for row in rows} - {"from the Trainer"}
@@ -87,7 +94,7 @@ def test_what_the_paper_table_names_is_there():
         for module, name in re.findall(r"`(\w+\.\w+)\.(\w+)(?:\.\w+)?`", code):
             assert hasattr(importlib.import_module(f"hf_l2l.{module}"), name)
         for option in re.findall(r"`(?:--)?(\w+)`", options):
-            known = {**L2LTrainingArguments.__dataclass_fields__, **run_glue_l2l.ScriptArguments.__dataclass_fields__}
+            known = {**L2LTrainingArguments.__dataclass_fields__, **ScriptArguments.__dataclass_fields__}
             assert option in known
         assert set(re.findall(r"`(\S+\.py)`", files)) <= tests
 

@@ -1,6 +1,8 @@
-"""The GLUE tasks and their metrics, and the comparison of two training runs.
+"""Fine-tuning on GLUE: the tasks and their metrics, and the parts of `run_glue_l2l.py`.
 
-Its names load when they are used: the metric needs the packages of the extra `glue`.
+Of the script: its options and those that are retired, the data and the head of the model, the metrics of a
+prediction, the comparison of two training runs, and what it says on errors. The names below load when they are used:
+`metric` needs the packages of the extra `glue`, and imports them; the other modules import none of them at the top.
 """
 
 from __future__ import annotations

@@ -1,17 +1,24 @@
 """Two training runs side by side: plain `Trainer` and `L2LTrainer` on the same arguments.
 
-`run_glue_l2l.py --compare` makes the runs, each in a process of its own; here is what it makes of the folders that
-they leave behind: a table, a JSON document, and a picture.
+`compare` makes the runs, each in a process of its own; the folders that they leave behind become a table, a JSON
+document, and a picture.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainingArguments
+
+from hf_l2l.glue.messages import NO_MEMORY, NO_MEMORY_FILE, logger, stop
+from hf_l2l.hf.training_args import OWN_OPTIONS
 from hf_l2l.runtime.tensors import size_text
 
 NAMES = {"hf": "Trainer", "l2l": "L2LTrainer"}
@@ -25,6 +32,10 @@ _BYTES = {
 _SPEED = {"train_samples_per_second": "training samples/s"}
 _NOT_COMPARED = ("runtime", "per_second", "samples", "_time")
 """Parts of the names of metrics that say nothing about the model."""
+
+
+SECRETS = ("token", "hub_token")
+"""Options that are not written into files."""
 
 
 @dataclass(frozen=True)
@@ -191,3 +202,67 @@ def _draw_bars(axes: Any, document: dict[str, Any], colours: dict[str, str]) -> 
     axes.set(title=f"Memory ({document['device']})", ylabel=unit)
     axes.margins(y=0.12)
     axes.legend()
+
+
+def compare(
+    given: dict[str, Any], training_args: TrainingArguments, script: str, token: str | None, versions: dict[str, str]
+) -> dict[str, Any]:
+    """Run both trainers on the same options, and write and print how they differ; returns the document.
+
+    Each has a process of its own, one after the other: what one holds in memory is not counted with the other, and
+    both begin with the same seeds.
+
+    Args:
+        given: the options that were given, by name.
+        training_args: what was made of them.
+        script: the file to run, which takes a file of options.
+        token: for the Hub; it is passed on, and written nowhere.
+        versions: of packages, for the document.
+    """
+    folder = Path(training_args.output_dir)
+    given = {name: value for name, value in given.items() if name not in ("compare", *SECRETS)}
+    if "logging_steps" not in given and "logging_strategy" not in given:
+        given["logging_steps"] = 0.02  # fifty points make a curve
+        if given.get("eval_strategy") == "steps" and "eval_steps" not in given:
+            given["eval_steps"] = training_args.eval_steps  # else it would follow
+    if training_args.device.type == "cpu" and not given.get("use_cpu") and "simulate" not in given:
+        logger.warning(
+            "there is no accelerator: both run on a simulated one, whose memory is counted as on a real one and whose "
+            "speed tells nothing about one; --use_cpu compares them on the CPU"
+        )
+        given["simulate"] = "unlimited"
+    device = f"simulated accelerator, {given['simulate']}" if "simulate" in given else training_args.device.type
+    runs = {side: run_apart(script, side, given, folder, token) for side in NAMES}
+    document = {**comparison(runs, device), "options": given, "versions": versions}
+    (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    draw(document, folder / "compare.png")
+    print(table(document))
+    print(f"in {folder}: compare.json, compare.png, and a folder for each run")
+    return document
+
+
+def run_apart(script: str, side: str, given: dict[str, Any], folder: Path, token: str | None) -> Run:
+    """Run one trainer in a process of its own; its output is shown as it comes."""
+    own = folder / side
+    options = {**given, "trainer": side, "output_dir": str(own)}
+    if side == "hf":
+        options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    environment = dict(os.environ)
+    if token is not None:
+        environment["HF_TOKEN"] = token
+    if "TENSORBOARD_LOGGING_DIR" in environment:
+        environment["TENSORBOARD_LOGGING_DIR"] += f"/{side}"
+    own.mkdir(exist_ok=True)
+    (own / "all_results.json").unlink(missing_ok=True)  # the Trainer adds to one that is there
+    out_of_memory = own / "out_of_memory.txt"
+    out_of_memory.unlink(missing_ok=True)
+    environment[NO_MEMORY_FILE] = str(out_of_memory)
+    file = folder / f"{side}.json"
+    file.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+    logger.info("%s: %s", NAMES[side], file)
+    code = subprocess.run([sys.executable, script, str(file)], env=environment, check=False).returncode
+    if code == NO_MEMORY or out_of_memory.exists():
+        return OUT_OF_MEMORY
+    if code != 0:
+        stop(f"the run of {NAMES[side]} failed (exit code {code}); what it said is above", code)
+    return read_run(own)

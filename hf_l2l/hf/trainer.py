@@ -29,7 +29,7 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator, set_aside_interrupted
 from hf_l2l.hf.preparation import move_to_host
-from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_layers
+from hf_l2l.hf.training_args import l2l_config, own_option, refuse_conflicts, refuse_for_layers
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
@@ -77,7 +77,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         """That training steps have seen since the last log, None if the inputs are not tokens."""
         super().__init__(*args, **kwargs)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        if given and getattr(self.args, "l2l_optimizer", None) is not None:
+        if given and own_option(self.args, "l2l_optimizer") is not None:
             raise ValueError(
                 "one of them names the optimizer (got one passed to the Trainer, and "
                 f"l2l_optimizer={self.args.l2l_optimizer!r}); leave out one of them"
@@ -119,7 +119,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @property
     def _logs_times(self) -> bool:
-        return bool(getattr(self.args, "l2l_log_times", True))
+        return bool(own_option(self.args, "l2l_log_times"))
 
     @property
     def eps(self) -> EagerParamServer | None:
@@ -192,7 +192,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
         """Overridden for the optimizer of the papers, which transformers does not have."""
-        if getattr(args, "l2l_optimizer", None) != "lamb":
+        if own_option(args, "l2l_optimizer") != "lamb":
             found: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
             return found
         betas = args.adam_beta1, args.adam_beta2
@@ -277,7 +277,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Overridden for `l2l_save_dtype`; a checkpoint, which is what names a folder from inside, has the masters."""
-        asked = _SAVED[getattr(self.args, "l2l_save_dtype", "fp32")]
+        asked = _SAVED[own_option(self.args, "l2l_save_dtype")]
         if asked is None or (_internal_call and output_dir is not None):
             super().save_model(output_dir, _internal_call)
             return

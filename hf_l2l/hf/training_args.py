@@ -16,9 +16,23 @@ from hf_l2l.config import (
     MomentDtype,
     Nonfinite,
     StashPlace,
-    option,
+    argument,
+    help_text,
     options_of_the_trainer,
 )
+
+_CONFIG = {f.name: f for f in fields(L2LConfig)}
+
+
+def _as_configured(name: str) -> Any:
+    """A field with the default and the description of the option `name` of `L2LConfig`.
+
+    Options that the description names are called there what they are called here.
+    """
+    text = _CONFIG[name].metadata["help"]
+    for other in _CONFIG:
+        text = text.replace(f"`{other}`", f"`{argument(other)}`")
+    return field(default=_CONFIG[name].default, metadata={"help": text})
 
 
 @dataclass
@@ -32,118 +46,45 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
             `L2LTrainer`, which knows whether the model has layers.
     """
 
-    ubatch_size: int | None = field(
+    # Types are those of `L2LConfig`, as far as an argument parser can make them of words.
+    ubatch_size: int | None = _as_configured("ubatch_size")
+    stash: StashPlace = _as_configured("stash")
+    cmp: Cmp | None = _as_configured("cmp")
+    l2l_loss_scale_init: float = _as_configured("loss_scale_init")
+    l2l_loss_scale_growth: float = _as_configured("loss_scale_growth")
+    l2l_loss_scale_backoff: float = _as_configured("loss_scale_backoff")
+    l2l_loss_scale_interval: int = _as_configured("loss_scale_interval")
+    l2l_grad_dtype: GradDtype = _as_configured("grad_dtype")
+    l2l_moment_dtype: MomentDtype = _as_configured("moment_dtype")
+    l2l_host_copies: HostCopies = _as_configured("host_copies")
+    l2l_nonfinite: Nonfinite = _as_configured("nonfinite")
+    l2l_prefetch: bool = _as_configured("prefetch")
+    l2l_gradient_slots: int = _as_configured("gradient_slots")
+    eps_update: EpsUpdate = _as_configured("eps_update")
+    l2l_num_threads: int | None = _as_configured("num_threads")
+    l2l_trace: str | None = _as_configured("trace")
+    l2l_layer_classes: list[str] | None = _as_configured("layer_classes")
+    l2l_optimizer: Literal["lamb"] | None = field(
         default=None,
         metadata={
-            "help": "Rows of the device batch that run through a layer at once (L2L's inner loop). "
-            "Default: the whole device batch."
-        },
-    )
-    stash: StashPlace = field(
-        default="device",
-        metadata={
-            "help": "Where layer inputs wait for the backward sweep: 'device', or 'host' (constant device memory)."
-        },
-    )
-    cmp: Cmp | None = field(
-        default=None,
-        metadata={
-            "help": "Cross mixed precision: weights travel and layers compute in 'bf16' or 'fp16' ('auto': what the "
-            "device is good at), while master weights, sums of gradients and moments are fp32 on the host."
-        },
-    )
-    l2l_loss_scale_init: float = field(
-        default=2.0**16, metadata={"help": "With cmp='fp16': what gradients are multiplied by at first."}
-    )
-    l2l_loss_scale_growth: float = field(
-        default=2.0, metadata={"help": "What the loss scale is multiplied by after l2l_loss_scale_interval steps."}
-    )
-    l2l_loss_scale_backoff: float = field(
-        default=0.5, metadata={"help": "What the loss scale is multiplied by when a gradient overflows."}
-    )
-    l2l_loss_scale_interval: int = field(
-        default=2000, metadata={"help": "Steps without an overflow after which the loss scale grows."}
-    )
-    l2l_grad_dtype: GradDtype = field(
-        default="fp32",
-        metadata={
-            "help": "In what sums of gradients travel and wait in host memory: 'fp32', or '16bit' (bfloat16, half of "
-            "the memory; rounded once, updates compute in fp32)."
-        },
-    )
-    l2l_moment_dtype: MomentDtype = field(
-        default="fp32",
-        metadata={
-            "help": "In what the optimizer's state is kept: 'fp32', or 'bf16' (half of the memory; computed in fp32 "
-            "and rounded stochastically)."
-        },
-    )
-    l2l_host_copies: HostCopies = field(
-        default="kept",
-        metadata={
-            "help": "With cmp: whether the host keeps the 16-bit copies that travel ('kept'), or makes them whenever "
-            "a layer travels ('per_sweep': less memory, more time)."
-        },
-    )
-    l2l_nonfinite: Nonfinite = field(
-        default="raise",
-        metadata={
-            "help": "A step whose gradients are not all finite, in fp32 and bf16: 'raise' an error that names step "
-            "and layer, or 'skip' and count it."
+            "help": '"lamb", the optimizer of the L2L papers, instead of the one that `optim` names. It takes '
+            "`learning_rate`, `adam_beta1`, `adam_beta2`, `adam_epsilon` and `weight_decay`. In other loops: "
+            "`hf_l2l.Lamb`."
         },
     )
     l2l_save_dtype: Literal["fp32", "bf16", "fp16"] = field(
         default="fp32",
         metadata={
-            "help": "In what trainer.save_model() writes the weights. Checkpoints always have the fp32 masters."
-        },
-    )
-    eps_update: EpsUpdate = field(
-        default="auto",
-        metadata={
-            "help": "When the weights are updated: 'serial' (in optimizer.step()), 'deferred' (in the background, "
-            "under the next forward), 'eager' (there, under the backward; needs max_grad_norm=0), or 'auto'."
-        },
-    )
-    l2l_prefetch: bool = field(
-        default=True,
-        metadata={"help": "Let the next layer's weights travel while this one computes."},
-    )
-    l2l_gradient_slots: int = field(
-        default=2,
-        metadata={"help": "Layers whose weight gradients the device holds at once: 2, or 1 to save memory."},
-    )
-    l2l_trace: str | None = field(
-        default=None,
-        metadata={
-            "help": "File to which steps are written as they run, to be opened in ui.perfetto.dev. Default: none."
-        },
-    )
-    l2l_num_threads: int | None = field(
-        default=None,
-        metadata={
-            "help": "Threads of updates in the background. Default: those torch uses, at most all cores but one."
-        },
-    )
-    l2l_optimizer: Literal["lamb"] | None = field(
-        default=None,
-        metadata={
-            "help": "'lamb', the optimizer of the L2L papers, in the place of the one that `optim` names. It takes "
-            "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay."
+            "help": 'The dtype in which `trainer.save_model()` writes the weights: "fp32", "bf16" or "fp16". '
+            "Checkpoints always have the fp32 masters."
         },
     )
     l2l_log_times: bool = field(
         default=True,
         metadata={
-            "help": "Log what steps wait for, and tokens per second (l2l_wait_*_s, l2l_bound, l2l_tokens_per_s). "
-            "Without them, equal runs have equal checkpoints, trainer_state.json included but for transformers' own "
-            "times of evaluations."
-        },
-    )
-    l2l_layer_classes: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Class names of the modules to stream as layers. Default: the model's layer stacks are found."
+            "help": "Log what steps wait for, and tokens per second (`l2l_wait_*_s`, `l2l_bound`, "
+            "`l2l_tokens_per_s`). Without them, equal runs have equal checkpoints, `trainer_state.json` included but "
+            "for transformers' own times of evaluations."
         },
     )
 
@@ -154,6 +95,17 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         refuse_conflicts(self)  # the base class derives some of them from others
 
 
+OWN_OPTIONS = {f.name: f for f in fields(L2LTrainingArguments) if f.name not in TrainingArguments.__dataclass_fields__}
+"""The fields that plain `TrainingArguments` does not have, by name."""
+
+L2LTrainingArguments.__doc__ = f"{L2LTrainingArguments.__doc__}\n{help_text(OWN_OPTIONS.values())}\n"
+
+
+def own_option(args: TrainingArguments, name: str) -> Any:
+    """The value of one of `OWN_OPTIONS`; its default for plain `TrainingArguments`."""
+    return getattr(args, name, OWN_OPTIONS[name].default)
+
+
 def l2l_config(args: TrainingArguments) -> L2LConfig:
     """The `L2LConfig` that training arguments ask for; the defaults for plain `TrainingArguments`.
 
@@ -161,21 +113,20 @@ def l2l_config(args: TrainingArguments) -> L2LConfig:
     there.
     """
     with options_of_the_trainer():
-        given = {f.name: option(f.name) for f in fields(L2LConfig) if f.name != "device"}
-        return L2LConfig(**{name: getattr(args, typed) for name, typed in given.items() if hasattr(args, typed)})
+        return L2LConfig(**{name: own_option(args, argument(name)) for name in _CONFIG if name != "device"})
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:
     """Raise ValueError for options that contradict each other, whatever the model."""
     _refuse_two_optimizers(args)
     _refuse_two_precisions(args)
-    log_times = getattr(args, "l2l_log_times", True)
+    log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(
             f"l2l_log_times must be True or False (got {log_times!r}); False leaves times out of the logs, so that "
             "those of equal runs are equal but for transformers' own times of evaluations"
         )
-    if getattr(args, "eps_update", None) == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
+    if own_option(args, "eps_update") == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(
             "eps_update='eager' updates layers before the norm of all gradients is known, so it cannot clip (got "
             f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
@@ -215,7 +166,7 @@ def refuse_for_layers(args: Any) -> None:
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:
-    asked = getattr(args, "l2l_optimizer", None)
+    asked = own_option(args, "l2l_optimizer")
     if asked not in (None, "lamb"):
         raise ValueError(
             f"l2l_optimizer must be 'lamb' or None (got {asked!r}); leave it out for the optimizer that optim names"
@@ -230,7 +181,7 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
 
 
 def _refuse_two_precisions(args: TrainingArguments) -> None:
-    cmp, save = getattr(args, "cmp", None), getattr(args, "l2l_save_dtype", "fp32")
+    cmp, save = own_option(args, "cmp"), own_option(args, "l2l_save_dtype")
     launched = getattr(args, "mixed_precision", None)
     if cmp is not None and launched not in ("no", None) and not (args.bf16 or args.fp16):
         raise ValueError(_two_precisions(args))

@@ -28,9 +28,12 @@ from glue_script import (
     needs_demo_model,
     refused,
     results,
+    trainer_of,
     write,
 )
 from hf_l2l.demo import demo_files
+from hf_l2l.glue.data import find_text_columns
+from hf_l2l.glue.scores import metrics_for
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -95,12 +98,12 @@ def test_metrics() -> None:
     scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.5], [4.0, 5.0]], dtype=np.float32)
     labels = np.array([0, 1, 1, 1])
     mrpc = {"accuracy": 0.75, "f1": 0.8}
-    assert run_glue_l2l.metrics_for("mrpc", task=False, ids=[0, 1])(hf.EvalPrediction(scores, labels)) == mrpc
+    assert metrics_for("mrpc", task=False, ids=[0, 1])(hf.EvalPrediction(scores, labels)) == mrpc
     more_outputs = hf.EvalPrediction((scores, scores), labels)
     with_mean = {**mrpc, "combined_score": 0.775}
-    assert run_glue_l2l.metrics_for("mrpc", task=True, ids=[0, 1])(more_outputs) == pytest.approx(with_mean)
-    assert run_glue_l2l.metrics_for("rte", task=True, ids=[0, 1])(more_outputs) == {"accuracy": 0.75}
-    regression = run_glue_l2l.metrics_for("regression", task=False, ids=[])
+    assert metrics_for("mrpc", task=True, ids=[0, 1])(more_outputs) == pytest.approx(with_mean)
+    assert metrics_for("rte", task=True, ids=[0, 1])(more_outputs) == {"accuracy": 0.75}
+    regression = metrics_for("regression", task=False, ids=[])
     found = regression(hf.EvalPrediction(scores[:, :1], np.array([2.0, 1.0, 1.0, 1.0])))
     assert found == pytest.approx({"mse": 2.5, "pearson": 0.09759, "spearmanr": 0.25820}, abs=1e-5)
 
@@ -108,7 +111,7 @@ def test_metrics() -> None:
 @needs_datasets
 @pytest.mark.parametrize(("pad_to_max_length", "widths"), [(False, {6, 7}), (True, {9})])
 def test_padding_and_limits(tiny_model: str, tmp_path: Path, pad_to_max_length: bool, widths: set[int]) -> None:
-    options = run_glue_l2l.parse_options(
+    trainer = trainer_of(
         command(
             tiny_model,
             tmp_path,
@@ -121,7 +124,6 @@ def test_padding_and_limits(tiny_model: str, tmp_path: Path, pad_to_max_length: 
             max_eval_samples=100,
         )
     )
-    trainer = run_glue_l2l.prepare(options).trainer
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, len(ROWS))
     assert {batch["input_ids"].shape[1] for batch in trainer.get_eval_dataloader()} == widths
 
@@ -129,8 +131,7 @@ def test_padding_and_limits(tiny_model: str, tmp_path: Path, pad_to_max_length: 
 @needs_datasets
 def test_a_pair_is_two_texts_and_other_columns_are_left_out(tiny_model: str, tmp_path: Path) -> None:
     files = {"train_file": write(tmp_path / "train.csv", PAIRS), "validation_file": write(tmp_path / "dev.csv", PAIRS)}
-    options = run_glue_l2l.parse_options(command(tiny_model, tmp_path, pad_to_max_length=False, **files))
-    trainer = run_glue_l2l.prepare(options).trainer
+    trainer = trainer_of(command(tiny_model, tmp_path, pad_to_max_length=False, **files))
     row = trainer.train_dataset[0]
     assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
     assert row["token_type_ids"] == [0] * 5 + [1] * 5
@@ -149,7 +150,7 @@ def test_a_pair_is_two_texts_and_other_columns_are_left_out(tiny_model: str, tmp
     ],
 )
 def test_text_columns(columns: list[str], texts: tuple[str, ...]) -> None:
-    assert run_glue_l2l.find_text_columns(columns, "train.csv") == texts
+    assert find_text_columns(columns, "train.csv") == texts
 
 
 @needs_datasets
@@ -203,8 +204,8 @@ def test_labels_that_files_write_differently_are_the_same(tiny_model: str, tmp_p
         "train_file": write(tmp_path / "train.csv", words),
         "validation_file": write(tmp_path / "dev.csv", words[:3]),  # all of them 1, which csv reads as a number
     }
-    job = run_glue_l2l.prepare(run_glue_l2l.parse_options(command(tiny_model, tmp_path, **files)))
-    assert job.validation[""]["labels"] == [0, 0, 0]
+    trainer = trainer_of(command(tiny_model, tmp_path, **files))
+    assert trainer.eval_dataset["labels"] == [0, 0, 0]
 
 
 @needs_datasets
@@ -271,7 +272,7 @@ def test_plain_trainer_on_the_same_options(tiny_model: str, tmp_path: Path, capl
     argv = {name: command(tiny_model, tmp_path / name, **options, trainer=name) for name in ("l2l", "hf")}
     losses = {name: run_glue_l2l.main(words)["train_loss"] for name, words in argv.items()}
     assert losses["l2l"] == losses["hf"]
-    assert type(run_glue_l2l.prepare(run_glue_l2l.parse_options(argv["hf"])).trainer) is hf.Trainer
+    assert type(trainer_of(argv["hf"])) is hf.Trainer
     caplog.clear()
     run_glue_l2l.parse_options([*argv["hf"], "--ubatch_size", "2", "--stash", "host"])
     assert "without effect under --trainer hf: --ubatch_size, --stash" in caplog.text

@@ -12,6 +12,9 @@ import pytest
 
 import run_glue_l2l
 from glue_script import ROWS, Row, command, needs_datasets, refused, write
+from hf_l2l.glue import compare, options
+from hf_l2l.glue.compare import run_apart
+from hf_l2l.glue.messages import NO_MEMORY
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -89,11 +92,11 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
     (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "2KiB"}
-    assert run_glue_l2l.run_apart("hf", given, tmp_path, None).out_of_memory
+    assert run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None).out_of_memory
     # What it left there is not taken for another run's.
-    monkeypatch.setattr(run_glue_l2l.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, -6))
+    monkeypatch.setattr(compare.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, -6))
     with pytest.raises(SystemExit, match="-6"):
-        run_glue_l2l.run_apart("hf", given, tmp_path, None)
+        run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None)
 
 
 @needs_datasets
@@ -117,9 +120,9 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 def test_without_matplotlib_nothing_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run_glue_l2l.importlib.util.find_spec
+    found = options.importlib.util.find_spec
     monkeypatch.setattr(
-        run_glue_l2l.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+        options.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
     )
     argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False, compare=True)
     assert refused(argv, capsys) == "--compare draws with the package matplotlib (it is not installed); install it"
@@ -133,9 +136,9 @@ def children(
 
     def run(words: list[str], env: dict[str, str], check: bool) -> Any:
         environments.append(env)
-        return subprocess.CompletedProcess(words, run_glue_l2l.NO_MEMORY)
+        return subprocess.CompletedProcess(words, NO_MEMORY)
 
-    monkeypatch.setattr(run_glue_l2l.subprocess, "run", run)
+    monkeypatch.setattr(compare.subprocess, "run", run)
     options = {"train_file": write(tmp_path / "t.csv", ROWS), "validation_file": write(tmp_path / "v.csv", ROWS)}
     run_glue_l2l.main([*command("model", tmp_path, **options, compare=True), *argv])
     return [json.loads((tmp_path / "out" / f"{side}.json").read_text()) for side in ("hf", "l2l")], environments

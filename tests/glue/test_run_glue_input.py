@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,11 @@ import pytest
 
 import run_glue_l2l
 from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refused, write
+from hf_l2l import L2LTrainingArguments
+from hf_l2l.glue.options import Options
+from hf_l2l.glue.retired import NEEDLESS, REPLACED, SUCCESSORS, RetiredArguments
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
@@ -410,7 +415,7 @@ def test_help_lists_all_options(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- Options that are gone
 
 
-def parsed(tmp_path: Path, *argv: str) -> run_glue_l2l.Options:
+def parsed(tmp_path: Path, *argv: str) -> Options:
     file = write(tmp_path / "train.csv", ROWS)
     start = ["--model_name_or_path", "model", "--train_file", file, "--output_dir", str(tmp_path / "out")]
     return run_glue_l2l.parse_options([*start, "--do_train", *argv])
@@ -457,7 +462,7 @@ def test_options_without_effect_are_accepted_with_the_reason(
 ) -> None:
     options = parsed(tmp_path, *argv)
     [warned] = caplog.messages
-    reason = run_glue_l2l.NEEDLESS[argv[0].removeprefix("--")]
+    reason = NEEDLESS[argv[0].removeprefix("--")]
     assert warned == f"{argv[0]} is gone from transformers 5 and has no effect: {reason}"
     assert options.given == parsed(tmp_path).given
 
@@ -472,11 +477,11 @@ def test_the_folder_of_logs_goes_to_where_transformers_looks(
 
 
 def test_every_option_that_is_gone_is_gone_and_has_a_fate() -> None:
-    retired = {field.name for field in dataclasses.fields(run_glue_l2l.RetiredArguments)}
-    current = {field.name for field in dataclasses.fields(run_glue_l2l.L2LTrainingArguments)}
+    retired = {field.name for field in dataclasses.fields(RetiredArguments)}
+    current = {field.name for field in dataclasses.fields(L2LTrainingArguments)}
     assert not retired & current
-    assert set(run_glue_l2l.SUCCESSORS.values()) <= current
-    fates = [*run_glue_l2l.SUCCESSORS, *run_glue_l2l.NEEDLESS, *run_glue_l2l.REPLACED, "logging_dir"]
+    assert set(SUCCESSORS.values()) <= current
+    fates = [*SUCCESSORS, *NEEDLESS, *REPLACED, "logging_dir"]
     assert sorted(retired) == sorted(fates)
 
 
@@ -569,6 +574,21 @@ def test_what_only_the_run_can_tell_is_said_in_one_sentence(
         run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_script_is_imported_without_the_packages_of_the_extra() -> None:
+    code = """
+import sys
+
+absent = ["datasets", "evaluate", "sklearn", "scipy", "matplotlib"]
+sys.modules.update(dict.fromkeys(absent))
+import run_glue_l2l
+assert "hf_l2l.glue.metric" not in sys.modules
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.usefixtures("_no_model")

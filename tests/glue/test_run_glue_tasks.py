@@ -13,7 +13,7 @@ import transformers as hf
 datasets = pytest.importorskip("datasets")
 
 import run_glue_l2l
-from glue_script import NAMED, Row, command, refused
+from glue_script import NAMED, Row, command, refused, trainer_of
 from hf_l2l.glue.metric import TASKS
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -115,10 +115,9 @@ def test_a_model_keeps_its_own_order_of_the_classes(tiny_model: str, tmp_path: P
     )
     hf.AutoModelForSequenceClassification.from_pretrained(tiny_model, config=config).save_pretrained(folder)
     hf.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    options = run_glue_l2l.parse_options(command(str(folder), tmp_path, task_name="mnli"))
-    job = run_glue_l2l.prepare(options)
-    assert job.trainer.model.config.id2label == dict(enumerate(order))
-    assert job.trainer.train_dataset["labels"][:4] == [2, 1, 0, 2]  # entailment, neutral, contradiction, ...
+    trainer = trainer_of(command(str(folder), tmp_path, task_name="mnli"))
+    assert trainer.model.config.id2label == dict(enumerate(order))
+    assert trainer.train_dataset["labels"][:4] == [2, 1, 0, 2]  # entailment, neutral, contradiction, ...
 
 
 @pytest.mark.usefixtures("_hub")
@@ -128,17 +127,17 @@ def test_the_positive_class_is_that_of_the_data(tiny_model: str, tmp_path: Path)
     config = hf.AutoConfig.from_pretrained(tiny_model, id2label=names, label2id={v: k for k, v in names.items()})
     hf.AutoModelForSequenceClassification.from_pretrained(tiny_model, config=config).save_pretrained(folder)
     hf.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    job = run_glue_l2l.prepare(run_glue_l2l.parse_options(command(str(folder), tmp_path, task_name="mrpc")))
+    trainer = trainer_of(command(str(folder), tmp_path, task_name="mrpc"))
     always_equivalent = np.array([[1.0, 0.0]] * 4)
-    found = job.trainer.compute_metrics(hf.EvalPrediction(always_equivalent, np.array([0, 0, 0, 1])))
+    found = trainer.compute_metrics(hf.EvalPrediction(always_equivalent, np.array([0, 0, 0, 1])))
     assert (found["accuracy"], found["f1"]) == (0.75, pytest.approx(6 / 7))
 
 
 @pytest.mark.usefixtures("_hub")
 def test_other_names_are_given_to_the_classes(tiny_model: str, tmp_path: Path) -> None:
-    job = run_glue_l2l.prepare(run_glue_l2l.parse_options(command(tiny_model, tmp_path, task_name="mrpc")))
-    assert job.trainer.model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
-    assert job.trainer.train_dataset["labels"][:4] == [0, 1, 0, 1]
+    trainer = trainer_of(command(tiny_model, tmp_path, task_name="mrpc"))
+    assert trainer.model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
+    assert trainer.train_dataset["labels"][:4] == [0, 1, 0, 1]
 
 
 def other_data(labels: Any, *splits: str) -> Any:

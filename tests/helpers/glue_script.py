@@ -6,12 +6,14 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import transformers as hf
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import run_glue_l2l
+from hf_l2l import L2LTrainer
 
 Row = dict[str, Any]
 
@@ -95,6 +97,28 @@ def command(model: str, folder: Path, **options: object) -> list[str]:
     }
     chosen = {name: value for name, value in {**defaults, **options}.items() if value is not None}
     return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+
+
+class _MadeError(Exception):
+    """Carries the trainer that was about to train."""
+
+    def __init__(self, trainer: hf.Trainer):
+        self.trainer = trainer
+
+
+def trainer_of(argv: list[str]) -> hf.Trainer:
+    """The trainer that a command line with --do_train makes; it is not run."""
+
+    def train(trainer: hf.Trainer, *_: object, **__: object) -> None:
+        raise _MadeError(trainer)
+
+    with (
+        mock.patch.object(hf.Trainer, "train", train),
+        mock.patch.object(L2LTrainer, "train", train),
+        pytest.raises(_MadeError) as made,
+    ):
+        run_glue_l2l.main(argv)
+    return made.value.trainer
 
 
 def results(folder: Path, split: str) -> Row:

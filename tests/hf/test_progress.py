@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+import tqdm.std
 
 from hf_l2l.hf import progress
 from hf_l2l.hf.progress import with_progress_bar
@@ -14,36 +15,26 @@ from hf_l2l.hf.progress import with_progress_bar
 UNITS = [[torch.empty(0)] for _ in range(8)]
 
 
-class Bar:
-    """Stands in for tqdm."""
-
-    made: list[Bar] = []
-
-    def __init__(self, *, desc: str, total: int, initial: int, leave: bool):
-        self.desc, self.total, self.shown, self.leave, self.closed = desc, total, [initial], leave, False
-        Bar.made.append(self)
-
-    def update(self, n: int = 1) -> None:
-        assert not self.closed
-        self.shown.append(self.shown[-1] + n)
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A clock that the test puts forward."""
+    """The clock of tqdm, which the test puts forward."""
     now = types.SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(tqdm.std, "time", lambda: now.seconds)
     return now
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
-    monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(progress, "tqdm", Bar)
-    return Bar.made
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[progress._Bar]:
+    """The bars that are made."""
+    made: list[progress._Bar] = []
+
+    class Bar(progress._Bar):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(progress, "_Bar", Bar)
+    return made
 
 
 def go_through(clock: types.SimpleNamespace, seconds_each: float) -> list[object]:
@@ -54,43 +45,46 @@ def go_through(clock: types.SimpleNamespace, seconds_each: float) -> list[object
     return found
 
 
-def test_every_unit_comes_once_in_order(clock, bars):
-    for seconds in (0.0, 2.0):
-        assert all(a is b for a, b in zip(go_through(clock, seconds), UNITS, strict=True))
+@pytest.mark.parametrize("seconds", [0.0, 2.0])
+def test_every_unit_comes_once_in_order(seconds, clock):
+    assert all(a is b for a, b in zip(go_through(clock, seconds), UNITS, strict=True))
     assert list(with_progress_bar([], "Moving")) == []
 
 
-def test_the_bar_appears_after_five_seconds_and_says_how_many_are_done(clock, bars):
-    go_through(clock, 2.0)
-    (bar,) = bars
-    assert (bar.desc, bar.total, bar.leave, bar.closed) == ("Moving", 8, False, True)
-    assert bar.shown == [2, 3, 4, 5, 6, 7, 8]  # the third was done after six seconds
-
-
-@pytest.mark.parametrize(("seconds", "count"), [(5.0, 0), (5.001, 1)])
-def test_what_takes_five_seconds_shows_nothing(seconds, count, clock, bars):
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, False), (4.999, False), (5.001, True)])
+def test_what_takes_less_than_five_seconds_prints_nothing(seconds, shown, clock, capfd):
     go_through(clock, seconds / len(UNITS))
-    assert len(bars) == count
+    printed = capfd.readouterr()
+    assert printed.out == "" and bool(printed.err) == shown
 
 
-def test_nothing_is_printed_and_no_thread_started_before(clock, capfd):
-    threads = threading.active_count()
-    go_through(clock, 0.6)
-    assert capfd.readouterr() == ("", "") and threading.active_count() == threads
+def test_the_bar_appears_after_five_seconds_and_says_how_many_are_done(clock, capfd):
+    went_by = with_progress_bar(UNITS, "Moving")
+    for done in range(4):
+        next(went_by)
+        clock.seconds += 2.0
+        printed = capfd.readouterr().err
+        assert printed == "" if done < 3 else "Moving" in printed and "3/8" in printed
+    went_by.close()
 
 
-def test_the_bar_is_printed_and_leaves_nothing_behind(clock, capfd, monkeypatch):
-    monkeypatch.setattr(progress.tqdm, "monitor_interval", 0)
+def test_the_bar_leaves_nothing_behind(clock, capfd):
     go_through(clock, 2.0)
-    printed = capfd.readouterr().err
-    assert "Moving" in printed and "2/8" in printed
+    *_, last_line, end = capfd.readouterr().err.split("\r")
+    assert (last_line.strip(), end) == ("", "")
+
+
+def test_no_thread_is_started(clock):
+    threads = threading.active_count()
+    go_through(clock, 2.0)
+    assert threading.active_count() == threads
 
 
 def test_the_bar_is_closed_when_the_work_fails(clock, bars):
     with pytest.raises(MemoryError):
-        for _ in with_progress_bar(UNITS, "Moving"):
+        for done, _ in enumerate(with_progress_bar(UNITS, "Moving")):
             clock.seconds += 4.0
-            if bars:
+            if done == 3:
                 raise MemoryError
     (bar,) = bars
-    assert bar.closed
+    assert bar.disable  # as `close` leaves it

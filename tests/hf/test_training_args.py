@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import re
 import sys
+import typing
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import transformers as hf
 from transformers.training_args import OptimizerNames
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
-from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_layers
+from hf_l2l.hf.training_args import OWN_OPTIONS, l2l_config, refuse_conflicts, refuse_for_layers
 from training import arguments, rows, tiny_bert
 
 DEFAULTS = ["--output_dir", "out", "--report_to", "none"]
@@ -76,6 +78,43 @@ def test_every_option_explains_itself():
     ours = {f.name: f for f in dataclasses.fields(L2LTrainingArguments)}
     for name in ours.keys() - {f.name for f in dataclasses.fields(hf.TrainingArguments)}:
         assert len(ours[name].metadata["help"]) > 30, name
+        assert f"\n        {name}: " in L2LTrainingArguments.__doc__
+
+
+AS_PARSED = {
+    "trace": (str | os.PathLike[str] | None, str | None),
+    "layer_classes": (tuple[str, ...] | None, list[str] | None),
+}
+"""Types of `L2LConfig` that a parser cannot make of words, and those of the arguments."""
+
+
+def test_options_have_the_types_defaults_and_descriptions_of_the_config():
+    types, typed = typing.get_type_hints(L2LConfig), typing.get_type_hints(L2LTrainingArguments)
+    for option in dataclasses.fields(L2LConfig):
+        if option.name == "device":
+            continue
+        name = argument_of(option.name)
+        here = OWN_OPTIONS[name]
+        assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
+        assert (here.default, here.metadata.keys()) == (option.default, {"help"})
+        said = here.metadata["help"].replace("`l2l_loss_scale_interval`", "`loss_scale_interval`")
+        assert said == option.metadata["help"]
+        assert f"\n        {option.name}: " in L2LConfig.__doc__
+
+
+def test_own_options_are_those_that_plain_arguments_lack():
+    trainer_only = ["l2l_optimizer", "l2l_save_dtype", "l2l_log_times"]
+    assert list(OWN_OPTIONS) == [*map(argument_of, OPTIONS), *trainer_only]
+    assert set(OWN_OPTIONS) == set(L2LTrainingArguments.__annotations__)
+
+
+def test_the_command_line_shows_every_default_and_description():
+    parser = hf.HfArgumentParser(L2LTrainingArguments)
+    for name, option in OWN_OPTIONS.items():
+        [action] = [action for action in parser._actions if f"--{name}" in action.option_strings]
+        assert (action.default, action.help) == (option.default, option.metadata["help"])
+    shown = " ".join(parser.format_help().split())
+    assert "after `l2l_loss_scale_interval` steps in a row without an overflow. (default: 2.0)" in shown
 
 
 def test_plain_training_arguments_ask_for_the_defaults(tmp_path):

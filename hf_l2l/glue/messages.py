@@ -1,0 +1,81 @@
+"""What `run_glue_l2l.py` says: its log, its one line for bad input or too little memory, its exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+PROGRAM = "run_glue_l2l"
+logger = logging.getLogger(PROGRAM)
+
+REFUSED, NO_MEMORY = 2, 3
+"""Exit codes: the input was refused; the device or the host had too little memory."""
+
+NO_MEMORY_FILE = "RUN_GLUE_L2L_OUT_OF_MEMORY"
+"""The environment variable that names a file to write when memory was too little: a process may die after that."""
+
+
+def set_up_logging() -> None:
+    """Show what the script and the trainer say at INFO level; all other loggers stay as they are."""
+    for name in (logger.name, "transformers.hf_l2l"):  # the trainer says what is run layer to layer
+        logging.getLogger(name).setLevel(logging.INFO)
+    if not logger.hasHandlers():  # a program that calls main() may have its own
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+
+
+def stop(said: str, code: int) -> NoReturn:
+    """End the program with one line on stderr."""
+    if code == NO_MEMORY and NO_MEMORY_FILE in os.environ:
+        Path(os.environ[NO_MEMORY_FILE]).write_text(said + "\n", encoding="utf-8")
+    print(f"{PROGRAM}.py: {' '.join(said.split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+@contextmanager
+def stops_on_bad_input() -> Iterator[None]:
+    """End the program with one line for wrong options or data, a missing package, or too little memory."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        stop(str(error), REFUSED)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        stop(f"out of memory: {first_line(error)}", NO_MEMORY)
+    except RuntimeError as error:
+        if "to be installed" not in str(error):
+            raise
+        stop(first_line(error), REFUSED)  # --report_to names a package
+
+
+@contextmanager
+def stops_without_memory(trainer: str) -> Iterator[None]:
+    """End the program with one line for too little memory, with what to try under `--trainer`, or a missing package.
+
+    Errors of other kinds are those of the training loop, and pass.
+    """
+    try:
+        yield
+    except ImportError as error:
+        stop(str(error), REFUSED)  # --optim names a package
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        remedy = "--trainer l2l" if trainer == "hf" else "a smaller --ubatch_size, or --stash host"
+        stop(f"out of memory: {first_line(error)}; try {remedy}", NO_MEMORY)
+
+
+def listed(values: list[Any]) -> str:
+    """The first values, for a message."""
+    shown = ", ".join(repr(value) for value in values[:6])
+    return shown if len(values) <= 6 else f"{shown}, ... ({len(values)} in all)"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for a message in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
