@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_l2l.engine.device_weights import DeviceWeights
 from hf_l2l.eps.weight_copies import Copies, Stage
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import untouched
@@ -84,7 +84,7 @@ class WeightSlots:
         """The device weights of `layer`, which stay in their slot as long as the block runs."""
         slot = self._holding(layer) or self._fill(layer)
         self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the one in use comes first
-        stream.wait(slot.arrived, "a layer computes when its weights have arrived")
+        stream.wait(slot.arrived, wait_reasons.WEIGHTS_UPLOADED)
         assert slot.copies is not None
         try:
             yield DeviceWeights(
@@ -105,7 +105,7 @@ class WeightSlots:
     def settle(self) -> None:
         """Let the host wait until no upload is on its way."""
         for slot in self.slots:
-            stream.wait(slot.arrived, "masters may be written once a call has returned", host=True)
+            stream.wait(slot.arrived, wait_reasons.MASTERS_READ, host=True)
 
     def _holding(self, layer: nn.Module) -> _WeightSlot | None:
         return next((slot for slot in self.slots if slot.holds(layer)), None)
@@ -123,7 +123,7 @@ class WeightSlots:
         slot.versions = [master._version for master in sent]
         # A slot made under inference mode could never be trained with.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered():
-            stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
+            stream.wait(slot.left, wait_reasons.WEIGHT_SLOT_FREE)
             stream.released(slot.memory)
             copies = {master: layout.view(slot.memory, host) for master, host in sent.items()}
             try:
@@ -169,7 +169,7 @@ class GradientSlots:
             leaf.grad = None
             with errors:
                 if not sums:
-                    stream.wait(slot.left, "gradients are summed in a slot when those that were in it have left")
+                    stream.wait(slot.left, wait_reasons.GRADIENT_SLOT_FREE)
                 if master in sums:
                     sums[master].add_(gradient)
                 else:

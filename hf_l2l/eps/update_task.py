@@ -11,7 +11,7 @@ from hf_l2l.eps.pending import Pending, let_go
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_step import Part
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.observer import aside
 from hf_l2l.runtime.worker import Task
 
@@ -30,7 +30,7 @@ class Update(Pending):
     def before_look(self, tensor: torch.Tensor) -> None:
         waiting = nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what)
         with waiting:
-            self.task.wait("weights are used when they have been updated")
+            self.task.wait(wait_reasons.WEIGHTS_UPDATED)
 
     def before_values(self, tensor: torch.Tensor) -> None:
         self.before_look(tensor)
@@ -68,7 +68,7 @@ def carry_out(
     """
     if landed is not None:
         with aside():
-            stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+            stream.wait(landed, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
     with update.timeline.host_works(update.task.what):
         check()
         part.run(factors)

@@ -35,7 +35,7 @@ from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, wi
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
 from hf_l2l.optim.layerwise_step import Places, SplitStep, parameters_of, places_of
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.tensors import untouched
 from hf_l2l.runtime.worker import Modes, Task, Worker
 
@@ -140,7 +140,7 @@ class Updates:
 
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished."""
-        why = "an optimizer's state is used when all updates are finished"
+        why = wait_reasons.ALL_UPDATES_FINISHED
         with self._timeline.waiting_for_eps(why):
             for task in list(self._begun):
                 task.wait(why)

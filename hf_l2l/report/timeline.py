@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_l2l.report.device_clock import DeviceClock, Mark
 from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
 from hf_l2l.report.wait_time import Averages, Waits
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.observer import HERE, unwatch, watch, watcher_of
 from hf_l2l.runtime.stall_log import Whereabouts
 
@@ -167,7 +167,7 @@ class Timeline:
             if self._update_began is not None:
                 update = self._update_began, self.clock.now()
                 self._noted.append(_Noted(HOST_UPDATE, "all layers", *update))
-                why = "the step ends when all layers are updated"
+                why = wait_reasons.ALL_LAYERS_UPDATED
                 self._noted.append(_Noted(WAITS, why, *update, "eps", self._update_began))
             self._noted.append(_Noted(STEPS, "step", self._step_began, self.clock.now()))
             self.collect()

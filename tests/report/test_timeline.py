@@ -37,7 +37,7 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.report.trace_file import Span, TraceFile
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import stall_log as whereabouts
-from hf_l2l.runtime import stream, worker
+from hf_l2l.runtime import stream, wait_reasons, worker
 from training import assert_same_run, l2l_trainer, plain_trainer, tiny_bert
 
 HOST = torch.device("cpu")
@@ -198,7 +198,7 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
             clock.seconds += 2.0
         with line.span("download", "a layer", exposed=False):  # under compute
             clock.seconds += 1.0
-        with line.inside("forward"), line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.inside("forward"), line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += update_s
         line.start_update()
         line.end_step()
@@ -213,7 +213,7 @@ def test_who_reads_weights_outside_of_the_computation_does_not_hold_it_up(clock)
     line.watch()
 
     def read() -> None:
-        with line.waiting_for_eps("a weight is read"):
+        with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 1.0
 
     line.start_forward()
@@ -223,7 +223,7 @@ def test_who_reads_weights_outside_of_the_computation_does_not_hold_it_up(clock)
         reader.join()
     read()
     with line.inside("backward"):
-        with line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 4.0
     line.end_step()
     assert line.averages() == Averages(steps=1, step_s=6.0, upload_s=0.0, download_s=0.0, eps_s=4.0)
@@ -234,7 +234,7 @@ def test_looking_again_forgets_a_step_that_was_interrupted(clock):
     line.watch()
     for _ in range(2):  # one that ends, and one that does not
         line.start_forward()
-        with line.inside("forward"), line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.inside("forward"), line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 1.0
         if _ == 0:
             line.end_step()
@@ -751,6 +751,6 @@ def test_a_wait_for_the_device_says_so_again_and_again(soon, caplog):
 def test_a_wait_for_an_update_says_so_again_and_again(soon, caplog):
     background, task = worker.Worker(), worker.Task("the update of blocks.3")
     background.submit(task, Until(caplog, 2))
-    task.wait("a layer is used when it is updated")
+    task.wait(wait_reasons.WEIGHTS_UPDATED)
     assert_lines(caplog, r"waiting for the update of blocks.3, \d+ s so far")
     background.close()

@@ -17,7 +17,7 @@ from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l
 from hf_l2l.engine import slots as transit
 from hf_l2l.eps import gradients, updates
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.worker import Task
 from hf_l2l.testing import sim_stream
 from training import settled_memory
@@ -70,8 +70,8 @@ def test_when_the_worker_runs_changes_no_bit(seed, mode):
 
 
 WAITS = (
-    "weights are used when they have been updated",
-    "an optimizer's state is used when all updates are finished",
+    wait_reasons.WEIGHTS_UPDATED,
+    wait_reasons.ALL_UPDATES_FINISHED,
 )
 """Of the host for the worker; those for the device are in `test_sim_overlap.WAITS`."""
 
