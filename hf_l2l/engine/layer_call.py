@@ -19,7 +19,7 @@ from hf_l2l.engine.splitting import Split, Ubatch
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.captured_outputs import CapturedOutputs
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState
 from hf_l2l.runtime.tensors import flatten, is_cache, narrow, tensors_within
 
@@ -47,7 +47,7 @@ class LayerCall:
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Its tensor arguments in the stash, as long as its graph lives."""
     split: Split | None = None
-    rng: list[stream.RngState | None] = field(default_factory=list)
+    rng: list[compute_state.RngState | None] = field(default_factory=list)
     """Per ubatch, the generators before it ran; None where it drew nothing."""
     weights: list[tuple[nn.Parameter, int]] = field(default_factory=list)
     """The layer's, with their versions, as the forward found them."""
@@ -134,13 +134,13 @@ class LayerCall:
         weights = DeviceWeights(self.layer.modules(), self.device, requires_grad=False, travelling=self.travelling)
         with (
             torch.no_grad(),
-            stream.rng_state_kept(self.device),
+            compute_state.rng_state_kept(self.device),
             self.autocast.entered(),
             weights.resident(keep_buffers=False),
         ):
-            before = stream.get_rng_state(self.device)
+            before = compute_state.get_rng_state(self.device)
             outputs = self.execute([t.clone() for t in tensors])  # a layer may write into what it is given
-            if stream.get_rng_state(self.device) == before:
+            if compute_state.get_rng_state(self.device) == before:
                 return outputs
             del outputs
             with _evaluating(self.layer):

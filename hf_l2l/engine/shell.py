@@ -23,7 +23,7 @@ from hf_l2l.model.batch_dims import batch_rows
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import ONE_THREAD
 from hf_l2l.runtime.tensors import map_tensors
 
@@ -61,7 +61,7 @@ class RootCall:
     """Rows of its batch, None where it is not to be split."""
     weights: DeviceWeights
     """The shell on the device."""
-    rng: stream.RngState
+    rng: compute_state.RngState
     """The generators as the call found them, to replay its beginning."""
     anchor: torch.Tensor | None
     """What leads to the masters in its graph; None without a graph."""
@@ -138,7 +138,7 @@ class Shell:
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             with stream.span(self.device, "upload", "what is not in a layer"):
                 weights = self._upload(module)
-            rng = stream.get_rng_state(self.device)
+            rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
@@ -151,9 +151,9 @@ class Shell:
                 self._call = None
                 call.on_exit()
 
-    def _replayed(self, rng: stream.RngState, forward: Callable[[], Any]) -> Any:
-        with stream.rng_state_kept(self.device):
-            stream.set_rng_state(rng, self.device)
+    def _replayed(self, rng: compute_state.RngState, forward: Callable[[], Any]) -> Any:
+        with compute_state.rng_state_kept(self.device):
+            compute_state.set_rng_state(rng, self.device)
             return forward()
 
     def _upload(self, module: nn.Module) -> DeviceWeights:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from hf_l2l.engine.shell import RootCall, to_device
 from hf_l2l.model.batch_dims import BatchDims, NoConsistentSplit, call_key, cannot_split, compare_shapes, doubled
 from hf_l2l.model.captured_outputs import CapturedOutputs
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import is_cache, narrow
 
 Ubatch = tuple[int, int]
@@ -122,11 +122,11 @@ class Splitter:
         try:
             with (
                 torch.no_grad(),
-                stream.rng_state_kept(self.device),
+                compute_state.rng_state_kept(self.device),
                 root.weights.masters_back(),
                 _buffers_kept(root.weights.modules),
             ):
-                stream.set_rng_state(root.rng, self.device)  # the same layers are dropped, where layers are dropped
+                compute_state.set_rng_state(root.rng, self.device)  # drops the same layers, under LayerDrop
                 root.forward(*args, **kwargs)
         except _Reached as reached:
             return reached.shapes

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from hf_l2l.runtime.compute_state import AutocastState
-from hf_l2l.runtime.stall_log import Whereabouts
+from hf_l2l.runtime.stall_log import StallLog
 from hf_l2l.runtime.stream import HOST
 
 _POLL_S = 0.5  # how often a wait looks whether the thread that it waits for still lives
@@ -64,7 +64,7 @@ class Task:
             )
         # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
         where = f"waiting for {self.what}, {{seconds}} so far"
-        with nullcontext() if self.done else Whereabouts().inside(where):
+        with nullcontext() if self.done else StallLog().inside(where):
             while not self._over.wait(_POLL_S):
                 if not self._worker.lives:
                     raise EngineFailedError(

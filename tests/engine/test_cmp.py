@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.optim.loss_scale import LossScale
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 
 CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
 CASES.remove(("fp16", "eager"))
@@ -125,7 +125,7 @@ def layer_to_layer(
 
 @pytest.fixture(params=["views", "copies"])
 def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from families import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.device_weights import DeviceWeights
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
+from memory_switches import forced_copies
 
 
 @pytest.fixture(params=["views", "copies"])
 def copies(request):
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_l2l import EngineFailedError
-from hf_l2l.runtime import stall_log as whereabouts
+from hf_l2l.runtime import stall_log
 from hf_l2l.runtime.worker import Task, Worker, default_num_threads
 
 
@@ -289,7 +289,7 @@ def test_threads_end_with_the_worker(count):
 def test_a_forked_process_is_told_soon(worker):
     """Whatever the thread that says where a program is held at that moment."""
     task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
-    with whereabouts._Lookout.lock:
+    with stall_log._StallThread.lock:
         child = os.fork()
         if child == 0:
             try:

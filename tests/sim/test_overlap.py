@@ -13,10 +13,11 @@ from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine import slots as transit
+from hf_l2l.engine import slots
 from hf_l2l.model.stacks import parameter_bytes
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import sim_copies, sim_stream
+from memory_switches import poisoned_releases
 from training import tiny_bert
 
 WAITS = (
@@ -39,7 +40,7 @@ WAITS = (
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """What is read after it was given back is NaN, in every test here."""
-    with stream.poisoned_releases():
+    with poisoned_releases():
         yield
 
 
@@ -215,13 +216,13 @@ class Log:
         index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
         self.entries: list[tuple[str, int]] = []
         for kind, name in (("fill", "_fill"), ("use", "weights")):
-            original = getattr(transit.WeightSlots, name)
+            original = getattr(slots.WeightSlots, name)
 
             def logged(slots: Any, layer: nn.Module, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
                 self.entries.append((kind, index[layer]))
                 return original(slots, layer, **kw)
 
-            monkeypatch.setattr(transit.WeightSlots, name, logged)
+            monkeypatch.setattr(slots.WeightSlots, name, logged)
 
     def filled(self) -> list[int]:
         return [layer for kind, layer in self.entries if kind == "fill"]

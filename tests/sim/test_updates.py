@@ -15,11 +15,12 @@ from torch import nn
 
 from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l
-from hf_l2l.engine import slots as transit
+from hf_l2l.engine import slots
 from hf_l2l.eps import gradients, updates
-from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.worker import Task
 from hf_l2l.testing import sim_stream
+from memory_switches import poisoned_releases
 from training import settled_memory
 from update_cases import (
     Toy,
@@ -39,7 +40,7 @@ SEEDS = [seed if seed < 5 else pytest.param(seed, marks=pytest.mark.slow) for se
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """What is read after it was given back is NaN, in every test here."""
-    with stream.poisoned_releases():
+    with poisoned_releases():
         yield
 
 
@@ -109,14 +110,14 @@ def master_of(model: nn.Module, index: int) -> torch.Tensor:
 
 @contextmanager
 def fault_in_upload(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    fill = transit.WeightSlots._fill
+    fill = slots.WeightSlots._fill
 
     def broken(self: Any, layer: nn.Module) -> Any:
         if layer is model.blocks[index]:
             raise FaultError("no upload")
         return fill(self, layer)
 
-    patch.setattr(transit.WeightSlots, "_fill", broken)
+    patch.setattr(slots.WeightSlots, "_fill", broken)
     yield
 
 
