@@ -32,7 +32,8 @@ from hf_l2l.hf.training_args import l2l_config, refuse_conflicts, refuse_for_lay
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
-from hf_l2l.report.memory_estimate import check_host_memory, estimate, summary
+from hf_l2l.report.memory_estimate import check_host_memory, estimate
+from hf_l2l.report.summary import summary
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
