@@ -150,8 +150,9 @@ def check_host_memory(need: MemoryEstimate) -> None:
         return
     raise MemoryError(
         f"training needs {size_text(need.host_bytes)} of host memory ({kinds_text(need, ', ')}), and "
-        f"{size_text(have)} is available; keep less (l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'), use an optimizer "
-        f"with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with {SKIP_VARIABLE}=1"
+        f"{size_text(have)} is available; keep less (l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'), use an "
+        "optimizer with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with "
+        f"{SKIP_VARIABLE}=1"
     )
 
 
