@@ -293,7 +293,7 @@ def test_a_model_that_is_detached_has_fp32_gradients_again():
     eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16", grad_dtype="16bit", layer_classes=("Block",)))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
     model(**batch(0)).loss.backward()
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(VOCAB, WIDTH)  # anybody may put another one there
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(VOCAB, WIDTH)  # any code may assign another one
     optimizer.step()
     model(**batch(0)).loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}

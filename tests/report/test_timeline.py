@@ -207,7 +207,7 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
     assert line.averages() is None
 
 
-def test_who_reads_weights_outside_of_the_computation_does_not_hold_it_up(clock):
+def test_reading_weights_outside_of_a_sweep_is_no_stall(clock):
     """Neither the main thread between two sweeps nor another one during a forward."""
     line = Timeline(HOST)
     line.watch()

@@ -142,7 +142,7 @@ def test_the_slots_alone_stay_on_the_device_between_steps():
     try:
         detach_l2l(model)
         assert torch.sim.memory_allocated() == before  # at once, and not when garbage is collected
-        assert eps.model is model  # whoever still holds the EPS holds nothing on the device
+        assert eps.model is model  # a reference to the EPS keeps nothing on the device
     finally:
         gc.enable()
 

@@ -295,7 +295,7 @@ def test_looking_changes_no_bit(options, tmp_path):
     assert_same_bits(steps(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
 
 
-def test_nobody_looks_without_being_asked_to(monkeypatch):
+def test_nothing_is_recorded_without_a_request(monkeypatch):
     timed: list[bool] = []
     event = torch.sim.Event
 

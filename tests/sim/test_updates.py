@@ -94,7 +94,7 @@ def test_every_wait_for_the_worker_is_needed(why, monkeypatch):
             assert_same(raw_loop("sim", "deferred", "AdamW", steps=2), expected)
     monkeypatch.undo()
     assert why in found
-    time.sleep(0.5)  # until what nobody waited for is over
+    time.sleep(0.5)  # until the task without a wait has ended
 
 
 # ---- faults
