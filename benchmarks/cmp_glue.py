@@ -10,7 +10,7 @@ would, counts memory as one would, and its speed tells nothing.
         [--rows N] [--model FOLDER] [--out FILE.md]
 
 FOLDER holds rte/ and sst2_sentences/, each with train.csv and validation.csv. With --out, every run is written to
-FILE.jsonl when it ends, and called again with the same options, the script goes on with those that are missing. A
+FILE.jsonl when it ends, and called again with the same options, the script continues with those that are missing. A
 document with a markdown table, with --out into that file, too; then one JSON document as the last line.
 """
 
@@ -226,7 +226,7 @@ def line(run: dict[str, Any]) -> str:
 def run_all(options: argparse.Namespace, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """All runs that the options ask for, in their order: those of an earlier call, and those that it left.
 
-    The seed changes last: who stops early has all tasks and precisions with fewer seeds.
+    The seed changes last: a run that is stopped early has all tasks and precisions, with fewer seeds.
     """
     file = None if options.out is None else options.out.with_suffix(".jsonl")
     done = {(run["task"], run["precision"], run["seed"]): run for run in finished(file, settings)}

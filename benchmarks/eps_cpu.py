@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import hf_l2l
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.gradients import clip
-from hf_l2l.report.memory_estimate import available_host_bytes
+from hf_l2l.report.host_limits import available_host_bytes
 from hf_l2l.runtime.tensors import size_text
 
 NORM = 1.01
@@ -145,7 +145,7 @@ def measured(updates: Updates, options: argparse.Namespace) -> dict[str, dict[st
     for (case, target), ours in zip(CASES.items(), (updates.layered, updates.layered_and_more), strict=True):
         sides: dict[Callable[[], None], list[float]] = {ours: [], updates.flat: []}
         for pair in range(options.warmup + options.pairs):
-            # Whoever goes second finds the caches of the other: take turns at that, too.
+            # The second run finds the caches filled by the first: alternate the order, too.
             for side in list(sides) if pair % 2 else reversed(sides):
                 sides[side].append(updates.timed(side))
         layered, flat = (times[options.warmup :] for times in sides.values())

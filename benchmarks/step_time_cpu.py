@@ -97,7 +97,7 @@ def main() -> None:
     ours = Steps(model, batch)
     profile = cProfile.Profile()
     for pair in range(options.warmup + options.pairs):
-        # Whoever goes second finds the caches of the other: take turns at that, too.
+        # The second run finds the caches filled by the first: alternate the order, too.
         for steps in (theirs, ours) if pair % 2 else (ours, theirs):
             if options.profile and steps is ours and pair >= options.warmup:
                 profile.runcall(steps.step)

@@ -32,9 +32,9 @@ def with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
     mode = row["mode"]
-    who = "`Trainer`, checkpointing" if mode == "trainer" else f"`L2LTrainer`, {mode}"
+    trainer = "`Trainer`, checkpointing" if mode == "trainer" else f"`L2LTrainer`, {mode}"
     clips = f"{row['max_grad_norm']:g}: eager cannot clip" if mode == "eager" else str(row["max_grad_norm"])
-    start = f"| {row['model']} | {row['tokens']:,} | {who} | {clips} "
+    start = f"| {row['model']} | {row['tokens']:,} | {trainer} | {clips} "
     if row["failure"]:
         return f"{start}| {row['failure']} | - | - | - | - |"
     share = "-" if row["of_trainer"] is None else f"{row['of_trainer']:.1%}"

@@ -1,7 +1,7 @@
-"""What a training run holds where: device bytes, host bytes.
+"""Memory of a training run: bytes on the device and on the host.
 
 `MemoryCallback` works under plain `Trainer` and under `L2LTrainer`, so that the two can be compared;
-`DeviceMemoryTrace` shows the device's memory over time.
+`DeviceMemoryTrace` samples the device's memory over time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_l2l.runtime.tensors import tensor_bytes
 
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Measures a training run; `metrics()` gives the result when it has ended."""
+    """Measures a training run; `metrics()` returns the result after its end."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
@@ -35,29 +35,28 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
     def metrics(self) -> dict[str, int]:
         """Bytes by name.
 
-        `train_device_bytes`: the most that tensors held on the device at once, by the device's own counter; absent on
-        the CPU, which has none. `train_host_bytes`: weights, gradients, optimizer state and 16-bit copies in host
-        memory.
-        `train_process_bytes`: the most memory that the process had, with Python, libraries and, on a simulated
-        accelerator, the device's; absent where the system does not tell.
+        `train_device_bytes`: peak of tensors on the device, by the device's own counter; absent on the CPU, which has
+        none. `train_host_bytes`: weights, gradients, optimizer state and 16-bit copies in host memory.
+        `train_process_bytes`: peak memory of the process, including Python, libraries and, on a simulated accelerator,
+        the device's memory; absent if the system does not report it.
         """
         found = {"train_device_bytes": self._device_bytes, "train_host_bytes": sum(self._host_bytes.values())}
         found["train_process_bytes"] = _peak_process_bytes()
         return {name: value for name, value in found.items() if value is not None}
 
     def on_train_begin(self, args: Any, *rest: Any, **kwargs: Any) -> None:
-        """Start the device's peak at what it holds now."""
+        """Reset the device's peak."""
         self._steps = 0
         if args.device != stream.HOST:
             self._device = args.device
             torch.accelerator.reset_peak_memory_stats(args.device)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Count the host's tensors while the gradients are there."""
+        """Count the host's tensors while gradients exist."""
         self._count(*args, **kwargs)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count the host's tensors once the optimizer has made its state."""
+        """Count the host's tensors after the optimizer has created its state."""
         self._count(*args, **kwargs)
         self._steps += 1
 
@@ -67,7 +66,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
             self._device_bytes = torch.accelerator.max_memory_allocated(self._device)
 
     def _count(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
-        if self._steps > 1:  # nothing is added after the first steps
+        if self._steps > 1:  # nothing is allocated after the first steps
             return
         attached = attachment_of(model)
         copies = None if attached is None else attached.eps.copies.kept
@@ -77,7 +76,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
 
 def _peak_process_bytes() -> int | None:
     status = Path("/proc/self/status")
-    if status.exists():  # Linux, where getrusage counts the process that started this one, too
+    if status.exists():  # Linux, where getrusage includes the parent process
         peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
         if peaks:
             return int(peaks[0]) * 1024
@@ -96,7 +95,7 @@ class DeviceMemoryTrace:
             trainer.train()
         plt.plot(trace.seconds, trace.device_bytes)
 
-    A thread samples every `interval_s` seconds, so a peak shorter than that can be missed; `peak_bytes` comes from the
+    A background thread samples every `interval_s` seconds and may miss shorter peaks; `peak_bytes` comes from the
     device's own counter and misses none.
 
     Raises:
@@ -111,11 +110,11 @@ class DeviceMemoryTrace:
             )
         self.interval_s = interval_s
         self.seconds: list[float] = []
-        """When each sample was taken, from the start of the block."""
+        """Time of each sample since the start of the block."""
         self.device_bytes: list[int] = []
-        """What the device held then."""
+        """Bytes on the device at each sample."""
         self.peak_bytes = 0
-        """The most it held at once."""
+        """Peak bytes on the device."""
 
     def __enter__(self) -> Self:
         self.seconds, self.device_bytes, self.peak_bytes = [], [], 0

@@ -20,7 +20,7 @@ import transformers
 from _pytest.mark.expression import Expression
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_l2l.runtime import observer as watching
+from hf_l2l.runtime import observer
 
 
 def pytest_report_header() -> str:
@@ -32,7 +32,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A seed for every test, and no device chosen or watched by an earlier one: accelerate keeps its state for the
     process, and a model that has not been collected its trace."""
     torch.manual_seed(0)
-    monkeypatch.setattr(watching, "_watchers", WeakValueDictionary())
+    monkeypatch.setattr(observer, "_observers", WeakValueDictionary())
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

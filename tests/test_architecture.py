@@ -171,7 +171,7 @@ def unsafe_loads(tree: ast.AST) -> list[int]:
 
 
 def broad_handlers(tree: ast.AST) -> list[int]:
-    """Lines that catch errors nobody thought of."""
+    """Lines that catch unforeseen errors."""
     broad = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
 
     def caught(handler: ast.ExceptHandler) -> list[ast.AST]:

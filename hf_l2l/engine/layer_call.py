@@ -19,9 +19,8 @@ from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
-from hf_l2l.runtime import stream
-from hf_l2l.runtime.compute_state import AutocastState
-from hf_l2l.runtime.stream import RngState
+from hf_l2l.runtime import compute_state
+from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, is_cache, tensors_within
 
 FUNCTIONAL_CALL = (
@@ -149,13 +148,13 @@ class LayerCall:
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
         with (
             torch.no_grad(),
-            stream.rng_state_kept(self.device),
+            compute_state.rng_state_kept(self.device),
             self.autocast.entered(),
             weights.resident(keep_buffers=False),
         ):
-            before = stream.get_rng_state(self.device)
+            before = compute_state.get_rng_state(self.device)
             outputs = self.execute([t.clone() for t in tensors])  # a layer may write into what it is given
-            if stream.get_rng_state(self.device) == before:
+            if compute_state.get_rng_state(self.device) == before:
                 return outputs
             del outputs
             with _evaluating(self.layer):

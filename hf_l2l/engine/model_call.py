@@ -18,7 +18,7 @@ from hf_l2l.eps.gradients import Gradients
 from hf_l2l.model.batch_dims import NoConsistentSplit
 from hf_l2l.runtime.backward_callbacks import ONE_THREAD, Backwards
 from hf_l2l.runtime.compat import in_whole_backward, without_interception
-from hf_l2l.runtime.stream import RngState
+from hf_l2l.runtime.compute_state import RngState
 
 
 class OneThread:

@@ -30,7 +30,7 @@ from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import Ubatch
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.compat import in_whole_backward
 from hf_l2l.runtime.tensors import flatten
@@ -61,10 +61,10 @@ def forward_sweep(
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
     with torch.no_grad(), call.autocast.entered(), weights.resident(), arguments:
         for ubatch in call.ubatches:
-            before = stream.get_rng_state(call.device) if for_backward else None
+            before = compute_state.get_rng_state(call.device) if for_backward else None
             outputs = call.execute(call.input_rows(tensors, ubatch))
             if before is not None:
-                call.rng.append(before if stream.get_rng_state(call.device) != before else None)
+                call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
             if ubatch is None or call.split is None:
                 return outputs
             call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
@@ -89,7 +89,7 @@ def backward_sweep(
     """
     with (
         # After backward the generators stand where forward left them.
-        stream.rng_state_kept(call.device),
+        compute_state.rng_state_kept(call.device),
         torch.enable_grad(),
         weights.resident(keep_buffers=False),
     ):
@@ -97,7 +97,7 @@ def backward_sweep(
             leaves = inputs.leaves(ubatch)  # first: what was not fetched ahead goes before what is
             inputs.fetch_after(turn)
             if rng is not None:
-                stream.set_rng_state(rng, call.device)
+                compute_state.set_rng_state(rng, call.device)
             with call.autocast.entered():  # and not around the backward, which autocast would round
                 outputs = call.execute(leaves)
             _backward(call, outputs, gradients, ubatch)

@@ -22,7 +22,7 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import batch_rows
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import to_device
 
 
@@ -87,7 +87,7 @@ class Shell:
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             with stream.span(self.device, "upload", "what is not in a layer"):
                 weights = self._upload(module)
-            rng = stream.get_rng_state(self.device)
+            rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
@@ -101,9 +101,9 @@ class Shell:
                 if call.layer_calls and self.after_layers is not None:
                     self.after_layers(call)
 
-    def _replayed(self, rng: stream.RngState, forward: Callable[[], Any]) -> Any:
-        with stream.rng_state_kept(self.device):
-            stream.set_rng_state(rng, self.device)
+    def _replayed(self, rng: compute_state.RngState, forward: Callable[[], Any]) -> Any:
+        with compute_state.rng_state_kept(self.device):
+            compute_state.set_rng_state(rng, self.device)
             return forward()
 
     def _upload(self, module: nn.Module) -> DeviceWeights:

@@ -17,7 +17,7 @@ import torch
 from hf_l2l.engine.device_weights import DeviceWeights, OnGradient
 from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
 from hf_l2l.runtime.compat import without_interception
 
@@ -106,7 +106,7 @@ class WeightSlots:
         """The device weights of `unit`, which stay in their slot as long as the block runs."""
         slot = self._holding(unit) or self._fill(unit)
         self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the one in use comes first
-        stream.wait(slot.arrived, "a layer computes when its weights have arrived")
+        stream.wait(slot.arrived, wait_reasons.WEIGHTS_UPLOADED)
         leaves = slot.leaves_of(unit)
         try:
             chosen = leaves.trained if requires_grad else leaves.fixed
@@ -122,7 +122,7 @@ class WeightSlots:
     def settle(self) -> None:
         """Let the host wait until no upload is on its way."""
         for slot in self.slots:
-            stream.wait(slot.arrived, "masters may be written once a call has returned", host=True)
+            stream.wait(slot.arrived, wait_reasons.MASTERS_READ, host=True)
 
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
         return next((slot for slot in self.slots if slot.holds(unit)), None)
@@ -139,7 +139,7 @@ class WeightSlots:
         slot.versions = unit.versions()
         # A slot made under inference mode could never be trained with.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered(), without_interception():
-            stream.wait(slot.left, "a slot is filled when the layer that was in it has computed")
+            stream.wait(slot.left, wait_reasons.WEIGHT_SLOT_FREE)
             stream.released(slot.memory)
             views = slot.leaves_of(unit).views
             try:
@@ -206,8 +206,7 @@ class GradientSlots:
                 return
             if self._is_empty:
                 self._is_empty = False
-                why = "gradients are summed in a slot when those that were in it have left"
-                stream.wait(self.slots[0].left, why)
+                stream.wait(self.slots[0].left, wait_reasons.GRADIENT_SLOT_FREE)
             place = self._views.get(number)
             if place is None:  # in shared memory it is to stay: nothing leaves from here
                 with without_interception():

@@ -23,7 +23,7 @@ from hf_l2l.model.batch_dims import (
     ubatches,
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.compat import mixes_rows
 from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
@@ -115,11 +115,13 @@ class Splitter:
         try:
             with (
                 torch.no_grad(),
-                stream.rng_state_kept(self.device),
+                compute_state.rng_state_kept(self.device),
                 root.weights.masters_back(),
                 _buffers_kept(root.weights.unit.modules),
             ):
-                stream.set_rng_state(root.rng, self.device)  # the same layers are dropped, where layers are dropped
+                compute_state.set_rng_state(
+                    root.rng, self.device
+                )  # drops the same layers, under LayerDrop
                 root.forward(*args, **kwargs)
         except Replayed as reached:
             return reached.shapes

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.config import StashPlace
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import tensor_bytes
 
@@ -82,7 +82,7 @@ class Stash:
             return
         complete = stream.record(self.device)
         with self.lane.entered():
-            stream.wait(complete, "a layer's input leaves when it is complete")
+            stream.wait(complete, wait_reasons.INPUT_COMPUTED)
             with stream.span(self.device, "stash download", "layer input"):
                 kept = [self._to_host(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
             self._last = stream.record(self.device)
@@ -90,7 +90,7 @@ class Stash:
             yield kept
         finally:
             # From here on the caller may write into them, or free them.
-            stream.wait(self._last, "a layer's input has left when the layer ends")
+            stream.wait(self._last, wait_reasons.INPUT_STASHED)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         shared = tensor in self._seen
@@ -116,7 +116,7 @@ class Stash:
         if kept.device == self.device:
             return kept
         fetched = self._ahead.pop(_key(kept), None) or self._start_fetch(kept)
-        stream.wait(fetched.arrived, "rows are recomputed when they have arrived")
+        stream.wait(fetched.arrived, wait_reasons.ROWS_UPLOADED)
         return fetched.rows
 
     def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
@@ -129,7 +129,7 @@ class Stash:
         rows = torch.empty_like(kept, device=self.device)
         free = stream.record(self.device)
         with self.lane.entered("stash upload"), torch.no_grad():
-            stream.wait(free, "rows are fetched when their memory has no other use")
+            stream.wait(free, wait_reasons.ROWS_MEMORY_FREE)
             with stream.span(self.device, "stash upload", "layer input"):
                 rows.copy_(kept, non_blocking=self.lane.is_stream)
             self._last = stream.record(self.device)
@@ -137,7 +137,7 @@ class Stash:
 
     def settle(self) -> None:
         """Let the host wait until nothing is on its way, and drop what was fetched and not asked for."""
-        stream.wait(self._last, "stash memory is given back when no copy uses it", host=True)
+        stream.wait(self._last, wait_reasons.STASH_COPIES_FINISHED, host=True)
         self._last = None
         self._ahead.clear()
         self._most_rooms = max(self._most_rooms, sum(not room.is_free for room in self._rooms))

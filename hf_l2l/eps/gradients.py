@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.compat import current_backward, leaf_variable, without_interception
 from hf_l2l.runtime.flat_memory import Room, elements, is_dense
@@ -67,7 +67,7 @@ class Gradients:
             self._hold_gradients(task)
         complete = stream.record(self.device)
         with self.lane.entered(), without_interception():
-            stream.wait(complete, "gradients leave when they are complete")
+            stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
             with stream.span(self.device, "download", of):
                 totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
@@ -201,7 +201,7 @@ class Gradients:
         """Wait for what has been received, and add it to `p.grad`."""
         norms, self._norms = self._norms, []
         if self._arriving or norms:
-            stream.wait(self.lane.record(), "every gradient is there when backward returns", host=True)
+            stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
         arrived, self._arriving = self._arriving, []
         of_losses, self._of_losses = self._of_losses, []
         self._let_go()
@@ -244,7 +244,7 @@ class Gradients:
     def _discard(self) -> None:
         """Forget what a backward that failed had received. This is called in any thread, after the program has
         continued: nothing is written to `p.grad`."""
-        stream.wait(self.lane.record(), "what a failed backward has sent lands before anything else", host=True)
+        stream.wait(self.lane.record(), wait_reasons.FAILED_DOWNLOADS_FINISHED, host=True)
         self._let_go()
         for master in self._arriving:
             master.arriving = None
@@ -254,7 +254,7 @@ class Gradients:
 
     def wait(self) -> None:
         """Wait for what has been sent."""
-        stream.wait(self.lane.record(), "a gradient is used when it is there", host=True)
+        stream.wait(self.lane.record(), wait_reasons.GRADIENT_DOWNLOADED, host=True)
 
     def wait_for_failed(self) -> None:
         """Wait for a backward that has failed, and for what it has sent; all gradients may be used then."""

@@ -18,6 +18,7 @@ from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.compat import with_gradient_hooks, without_interception
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import on_meta
@@ -40,7 +41,7 @@ class Update:
     def wait(self) -> None:
         """Wait until the update is over; raises what `Task.wait` raises."""
         with nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what):
-            self.task.wait("weights are used when they have been updated")
+            self.task.wait(wait_reasons.WEIGHTS_UPDATED)
 
 
 class Master(Pending):

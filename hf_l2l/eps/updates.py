@@ -33,7 +33,7 @@ from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, wi
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
 from hf_l2l.optim.layerwise_step import Part, Places, SplitStep, parameters_of, places_of
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.compat import call_step_hook_last, has_later_step_hook, without_interception
 from hf_l2l.runtime.observer import aside
 from hf_l2l.runtime.worker import Modes, Task, Worker
@@ -144,7 +144,7 @@ class Updates:
 
     def synchronize(self) -> None:
         """Wait until every update that was begun is finished."""
-        why = "an optimizer's state is used when all updates are finished"
+        why = wait_reasons.ALL_UPDATES_FINISHED
         with self._timeline.waiting_for_eps(why):
             for task in list(self._begun):
                 task.wait(why)
@@ -372,7 +372,7 @@ def carry_out(
     """
     if landed is not None:
         with aside():
-            stream.wait(landed, "a layer is updated when its gradients have landed", host=True)
+            stream.wait(landed, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
     with update.timeline.host_works(update.task.what):
         check()
         part.run(factors)

@@ -13,7 +13,7 @@ import torch
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import can_hold, hold
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.compat import without_interception
 from hf_l2l.runtime.flat_memory import Layout
 
@@ -28,7 +28,7 @@ class Stage:
 
     def memory(self, host: HostMemory, num_bytes: int) -> torch.Tensor:
         """`num_bytes` bytes (uint8) from which nothing is on its way any more."""
-        stream.wait(self.left, "copies are made where others were when those have left", host=True)
+        stream.wait(self.left, wait_reasons.COPIES_READ, host=True)
         if self._memory is None or self._memory.numel() < num_bytes:
             size = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
             self._memory = host.new_rooms(1, num_bytes, "copies of weights")[0].tensor_like(size)

@@ -1,4 +1,4 @@
-"""The Hugging Face side: attaching by Accelerate hooks, `L2LTrainer`, its arguments, checkpoints, fit models.
+"""The Hugging Face side: attaching by Accelerate hooks, `L2LTrainer`, its arguments, checkpoints, model checks.
 
 The algorithm is in `engine`.
 """

@@ -1,7 +1,7 @@
-"""Attaching layer-to-layer execution to a model, and detaching it: two Accelerate hooks and a guard.
+"""Attaches layer-to-layer execution to a model, and detaches it: two Accelerate hooks and a guard.
 
-`LayerHook` sits on every layer, `ShellHook` on every other module; both put their own way of running in the place of
-the module's original forward, where `add_hook_to_module` keeps it. Everything else about the model stays as it is.
+`LayerHook` is on every layer, `ShellHook` on every other module; both replace the module's original forward, which
+`add_hook_to_module` stores, by their own. Everything else about the model stays unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger("hf_l2l")
 
 
 class Runner(Protocol):
-    """What a hook hands calls to: the relay for layers, the shell for the rest."""
+    """Runs the calls of hooked modules: the relay for layers, the shell for non-layer modules."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -50,7 +50,7 @@ class Runner(Protocol):
 class Replacement:
     """Stands in for a bound method of a module."""
 
-    __slots__ = ("module", "original")  # no dict: where transformers wraps it again, that would be copied
+    __slots__ = ("module", "original")  # no dict: transformers would copy it when it wraps the object
 
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         self.module = module
@@ -58,7 +58,7 @@ class Replacement:
 
 
 def bound_method(module: nn.Module, name: str) -> types.MethodType:
-    """The method `name` of a module's class, bound to it. Pickles of attached models from before 0.1.0 name this."""
+    """The method `name` of a module's class, bound to it. Pickles of attached models from before 0.1.0 use it."""
     return types.MethodType(getattr(type(module), name), module)
 
 
@@ -74,8 +74,8 @@ class _Forward(Replacement):
 
 
 class _PlainState(Replacement):
-    """Stands in for `Module.__getstate__`: a deep copy or pickle has no hook, and the forward that the module had
-    before it was attached. Accelerate's own forward cannot be pickled, and hooks refer to locks and threads."""
+    """Stands in for `Module.__getstate__`: a deep copy or pickle has no hook, and has the forward from before the
+    model was attached. Accelerate's own forward cannot be pickled, and hooks refer to locks and threads."""
 
     __slots__ = ()
     left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__")
@@ -87,13 +87,13 @@ class _PlainState(Replacement):
         plain = {k: v for k, v in state.items() if k not in self.left_out}
         module: Any = self.module
         forward = module._old_forward.original
-        if forward != bound_method(module, "forward"):  # but one of the instance
+        if forward != bound_method(module, "forward"):  # the instance had a forward of its own
             plain["forward"] = forward
         return plain
 
 
 class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
-    """Lets a runner execute a module's original forward, and guards the module while it is attached."""
+    """Passes calls of a module to a runner, and guards the module while it is attached."""
 
     def __init__(self, runner: Runner, device: torch.device) -> None:
         self.runner = runner
@@ -101,7 +101,7 @@ class _L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         replaced: Any = module
-        if not isinstance(replaced._old_forward, _Forward):  # embeddings that were resized are given theirs again
+        if not isinstance(replaced._old_forward, _Forward):  # transformers adds the hook again to resized embeddings
             replaced._old_forward = _Forward(module, replaced._old_forward, self.runner)
             replaced._apply = _MoveGuard(module, replaced._apply, self.device)
             replaced.__getstate__ = _PlainState(module, replaced.__getstate__)
@@ -119,11 +119,11 @@ class LayerHook(_L2LHook):
 
 
 class ShellHook(_L2LHook):
-    """On any other module: if it is entered from outside, the shell is on the device meanwhile (`shell`)."""
+    """On any other module: during a call from outside, the shell is on the device (`shell`)."""
 
 
 class _MoveGuard(Replacement):
-    """Stands in for `Module._apply`, through which `.to()`, `.cuda()`, `.half()` and their like change parameters."""
+    """Stands in for `Module._apply`, with which `.to()`, `.cuda()`, `.half()` and the like change parameters."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any], device: torch.device) -> None:
         super().__init__(module, original)
@@ -145,14 +145,14 @@ class _MoveGuard(Replacement):
                     "call hf_l2l.detach_l2l(model) first"
                 )
             if asked.device == self.device != stream.HOST:
-                return self.module  # layers go there by themselves
+                return self.module  # the engine uploads layers itself
         moved: nn.Module = self.original(fn, recurse)
         return moved
 
 
 @dataclass
 class Attachment:
-    """What `attach_l2l` put on a model. A copy of the model has none of it."""
+    """State that `attach_l2l` adds to a model. Copies of the model do not have it."""
 
     config: L2LConfig
     device: torch.device
@@ -166,14 +166,14 @@ class Attachment:
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
-    """What is attached to `model`, None if nothing is."""
+    """The attachment of `model`; None if it is not attached."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamServer:
-    """Run `model` layer to layer from now on; it stays the same object, with its parameters in host memory.
+    """Make `model` run layer to layer; it stays the same object, with its parameters in host memory.
 
-    A forward runs one layer at a time on the execution device, a backward leaves gradients in `p.grad` on the host,
+    A forward runs one layer at a time on the execution device, a backward stores gradients in `p.grad` on the host,
     and any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns
     the same EPS.
 
@@ -182,9 +182,9 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         config: the options; None for the defaults.
 
     Raises:
-        ValueError: for a model that is attached with another config, has no layer stack, lies on meta, is placed by a
-            device_map or other hooks, or is wrapped for data parallelism or by torch.compile; and in a process group
-            of more than one.
+        ValueError: if the model is attached with another config, has no layer stack, is on the meta device, is placed
+            by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; or if the process
+            group has more than one process.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)
@@ -206,7 +206,7 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
             f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
         )
     device = stream.execution_device(config.device)
-    # First, since the device may lack a dtype, and updates may not suit it.
+    # Before the model changes, since these raise for a dtype that the device, or the kind of update, does not support.
     dtype = computing_dtype(config.cmp, device)
     loss_scale = _loss_scale(config, dtype)
     move_to_host(model)
@@ -229,7 +229,7 @@ def _attach(
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
-    timeline = Timeline(device, model, layers, config.trace)  # first, since its file may turn out not to be writable
+    timeline = Timeline(device, model, layers, config.trace)  # first, since it raises if its file is not writable
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
         model,
@@ -267,7 +267,7 @@ def _loss_scale(config: L2LConfig, dtype: torch.dtype | None) -> LossScale | Non
 
 
 def detach_l2l(model: nn.Module) -> nn.Module:
-    """Make `model` an ordinary model on the host again; nothing happens if nothing is attached. Returns the model."""
+    """Make `model` an ordinary model on the host again, and return it; a model that is not attached is not changed."""
     attached = attachment_of(model)
     if attached is None:
         return model
@@ -277,19 +277,18 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), _L2LHook)]  # resized embeddings
     for module in dict.fromkeys([*attached.hooked, *later]):
         remove_hook_from_module(module)
-        # What is given back is an attribute that only repeats what the class says.
+        # Restored attributes that equal the methods of the class are removed.
         for name in ("forward", "_apply", "__getstate__"):
             if module.__dict__.get(name) == getattr(type(module), name).__get__(module):
                 del module.__dict__[name]
         if "forward" not in module.__dict__:
-            module.__dict__.pop("_original_forward", None)  # of accelerate's autocast wrapper, gone with the hook
+            module.__dict__.pop("_original_forward", None)  # left by accelerate's autocast wrapper
     delattr(model, _ATTRIBUTE)
     return model
 
 
 def check_attachable(model: nn.Module) -> None:
-    """Raise ValueError if `model`, which may be attached, is wrapped, or if something else than the host has its
-    parameters."""
+    """Raise ValueError if `model` cannot be attached, because it is wrapped or placed; an attached model passes."""
     if attachment_of(model) is None:
         refuse_wrapped(model)
         refuse_placed(model)

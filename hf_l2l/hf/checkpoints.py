@@ -13,7 +13,7 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state, stream
 
 _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
@@ -58,14 +58,14 @@ def set_aside_interrupted(folder: Path) -> str:
 def save_generator(checkpoint: Path, device: torch.device) -> None:
     """Save the state of the generator of `device`, where transformers does not."""
     if device.type not in _SAVED_BY_TRAINER and hasattr(stream.device_module(device), "get_rng_state"):
-        torch.save(stream.get_rng_state(device).device, _file(checkpoint, device))
+        torch.save(compute_state.get_rng_state(device).device, _file(checkpoint, device))
 
 
 def load_generator(checkpoint: Path, device: torch.device) -> None:
     """Put the generator of `device` into the state that was saved, if one was."""
     if _file(checkpoint, device).is_file():
         state = torch.load(_file(checkpoint, device), weights_only=True)
-        stream.set_rng_state(stream.RngState(torch.get_rng_state(), state), device)
+        compute_state.set_rng_state(compute_state.RngState(torch.get_rng_state(), state), device)
 
 
 def _file(checkpoint: Path, device: torch.device) -> Path:

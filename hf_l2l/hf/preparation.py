@@ -1,4 +1,4 @@
-"""Is a model fit to be run layer to layer, and what about it must change first."""
+"""Checks whether a model can run layer to layer, and prepares it: place, dtype, checkpointing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_l2l.runtime import stream
 
 
 def refuse_placed(model: nn.Module) -> None:
-    """Raise ValueError if something else than the host has the parameters of `model`."""
+    """Raise ValueError for parameters under a device_map, on meta, quantized, or with other Accelerate hooks."""
     device_map = getattr(model, "hf_device_map", None) or {}
     if any(str(place) != "cpu" for place in device_map.values()):
         name = getattr(model, "name_or_path", "")
@@ -35,7 +35,7 @@ def refuse_placed(model: nn.Module) -> None:
             "quantization_config"
         )
     hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
-    if hooked is not None and type(hooked[1]) is not ModelHook:  # a bare one is what a copied model carries
+    if hooked is not None and type(hooked[1]) is not ModelHook:  # copies of a model carry a bare ModelHook
         raise ValueError(
             f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "
             f"{hooked[0] or 'the model'!r}); call accelerate.hooks.remove_hook_from_submodules(model) first"
@@ -43,9 +43,9 @@ def refuse_placed(model: nn.Module) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise ValueError if `model`, or a module in it, is wrapped in something that runs it otherwise."""
+    """Raise ValueError if `model`, or a module in it, is compiled or wrapped for data parallelism."""
     for path, module in model.named_modules():
-        # A module that was compiled in place is called as it was before, unless it is the model itself.
+        # A submodule compiled in place (`module.compile()`) is called as before; for the model itself it is refused.
         in_place = module is model and getattr(model, "_compiled_call_impl", None) is not None
         compiled = in_place or type(module).__name__ == "OptimizedModule"
         if compiled or isinstance(module, DataParallel | DistributedDataParallel):
@@ -74,7 +74,7 @@ def move_to_host(model: nn.Module) -> None:
 
 
 def turn_off_activation_checkpointing(model: nn.Module) -> None:
-    """Let the model's own recomputing of activations be, with one warning where it was asked for."""
+    """Turn off the model's own activation checkpointing, with one warning if it was on."""
     active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if not active:
         return
@@ -88,7 +88,7 @@ def turn_off_activation_checkpointing(model: nn.Module) -> None:
 
 
 def warn_of_short_masters(model: nn.Module) -> None:
-    """Warn if parameters that train are in 16 bits."""
+    """Warn if trainable parameters are in 16 bits."""
     short = {p.dtype for p in _short_masters(model)}
     if short:
         warnings.warn(
@@ -100,12 +100,12 @@ def warn_of_short_masters(model: nn.Module) -> None:
 
 
 def make_masters_fp32(model: nn.Module) -> None:
-    """Make parameters that train and are in 16 bits float32; they stay the same objects, tied or not.
+    """Convert trainable 16-bit parameters to float32; they stay the same objects, tied or not.
 
-    One after the other: beside the masters, the host holds no more than one of them twice.
+    They are converted one after the other, so that the host holds at most one of them twice.
 
     Raises:
-        ValueError: if something holds on to a parameter in a way that does not let it change.
+        ValueError: if there are weak references to a parameter, with which it cannot be converted.
     """
     short = _short_masters(model)
     held = next((p for p in short if weakref.getweakrefcount(p)), None)
@@ -119,7 +119,7 @@ def make_masters_fp32(model: nn.Module) -> None:
         wide = nn.Parameter(p.detach().float(), requires_grad=True)
         if p.grad is not None:
             wide.grad = p.grad.float()
-        vars(wide).update(vars(p))  # some optimizers go by tags on the parameters
+        vars(wide).update(vars(p))  # some optimizers read tags on the parameters
         torch.utils.swap_tensors(p, wide)
 
 

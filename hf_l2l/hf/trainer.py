@@ -1,9 +1,9 @@
-"""`L2LTrainer`: transformers' `Trainer`, its model run layer to layer.
+"""`L2LTrainer`: transformers' `Trainer` with a model that runs layer to layer.
 
 Written for transformers 5.17 to 5.23. The training loop, evaluation, logging, clipping, schedulers, callbacks and
 checkpoints are the Trainer's own: they see an ordinary model on the host, whose parameters are the master weights.
-What is overridden keeps the model there, attaches L2L before it runs, and refuses what cannot work; each override says
-why.
+The overrides keep the model there, attach L2L before the model runs, and refuse options that cannot work; each
+docstring gives the reason.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
-from hf_l2l.report.memory_estimate import check_host_memory, estimate, summary
+from hf_l2l.report.memory_estimate import check_host_memory, estimate
+from hf_l2l.report.summary import summary
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
 _BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
-"""Packages whose lines no warning about the user's model should name."""
+"""Packages whose frames are skipped, so that warnings name a line of the user's code."""
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
 
 def _stacklevel_of_the_caller() -> int:
-    """The `stacklevel` of a warning that names the line from which transformers or this package was called."""
+    """The `stacklevel` with which a warning names the line that called transformers or this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BELOW_THE_CALLER:
         frame, level = frame.f_back, level + 1
@@ -55,15 +56,16 @@ def _stacklevel_of_the_caller() -> int:
 
 
 class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
-    """Takes what `Trainer` takes; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
+    """Takes the arguments of `Trainer`; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
 
-    A model without a layer stack trains as with `Trainer`, with one warning. With another subclass of `Trainer`, as in
-    `class Mine(L2LTrainer, DPOTrainer)`, it takes what that one takes. Other than with `Trainer`, `p.grad` is None
-    from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`. With
-    `eps_update="eager"`, reading `p.grad` there raises RuntimeError: updates use the gradients during the backward.
+    A model without a layer stack trains as with `Trainer`, with one warning. Combined with another subclass of
+    `Trainer`, as in `class Mine(L2LTrainer, DPOTrainer)`, it takes the arguments of that class. Unlike with `Trainer`,
+    `p.grad` is None from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in
+    `on_optimizer_step`. With `eps_update="eager"`, reading `p.grad` there raises RuntimeError: updates use the
+    gradients during the backward.
 
     Raises:
-        ValueError: for a model or arguments that cannot be run layer to layer.
+        ValueError: if the model cannot run layer to layer, or not with these arguments.
         MemoryError: at the start of training, if the host cannot hold masters, gradients and moments.
     """
 
@@ -71,10 +73,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # As they come: beside another trainer, it is that one which knows their order.
+        # Passed on unchanged: combined with another trainer, the order of arguments is that of the other one.
         self._stackless_said = False
         self._tokens: int | None = 0
-        """That training steps have seen since the last log, None if the inputs are not tokens."""
+        """Tokens in training steps since the last log; None if the inputs are not tokens."""
         super().__init__(*args, **kwargs)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         if given and own_option(self.args, "l2l_optimizer") is not None:
@@ -92,7 +94,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @options_of_the_trainer()
     def _streams(self, model: nn.Module | None = None) -> bool:
-        """Whether the model has layers to stream; says so once if it has none."""
+        """Whether the model has layers to stream; warns once if it has none."""
         model = self.model if model is None else model
         if find_stacks(model, l2l_config(self.args).layer_classes):
             return True
@@ -106,7 +108,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         return False
 
     def _refuse_unfit(self, model: nn.Module) -> None:
-        """Raise ValueError for a model with layers that cannot be run layer to layer, or not with these arguments."""
+        """Raise ValueError if a model with layers cannot run layer to layer, or not with these arguments."""
         if self._streams(model):
             refuse_for_layers(self.args)
             _refuse_several_devices(self.args)
@@ -114,7 +116,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @options_of_the_trainer()
     def _attach(self) -> EagerParamServer | None:
-        """Attach L2L to the model as it is now: `model_init` and hyper-parameter search make new ones."""
+        """Attach L2L to the current model: `model_init` and hyper-parameter search create new ones."""
         return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
 
     @property
@@ -123,11 +125,11 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @property
     def eps(self) -> EagerParamServer | None:
-        """The host side of the model as it is now, attached if it was not; None for one without a layer stack."""
+        """The EPS of the current model, which is attached if necessary; None for a model without a layer stack."""
         return self._attach()
 
     def l2l_summary(self) -> str:
-        """What is run layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
+        """A summary of what runs layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
         if not self._streams():
             return f"{type(self.model).__name__} has no stack of layers and trains as with transformers' Trainer"
         config = self._l2l_config()
@@ -137,31 +139,32 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     # ---- seams of transformers.Trainer
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Overridden because the model is to stay on the host; plain `TrainingArguments` ask for the move."""
+        """Overridden because the model must stay on the host; plain `TrainingArguments` request the move."""
         if self._streams(model):
             move_to_host(model)
         else:
             super()._move_model_to_device(model, device)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Overridden because the model is known only now."""
+        """Overridden because the model does not exist earlier, and is checked here."""
         model: nn.Module = super().call_model_init(*args, **kwargs)
         self._refuse_unfit(model)
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Overridden because `prepare` would move the model and bounce the optimizer's state. It places batches: with
-        `device_placement=False` Accelerate reads streamed data sets in another way, and gathers too many rows.
+        """Overridden because `prepare` would move the model to the device, and the optimizer's state there and back.
+        It still places batches: with `device_placement=False` for all, Accelerate reads streamed data sets
+        differently, and gathers too many rows.
 
-        And because here arguments and model are known for the first time, and nothing is allocated."""
+        Also overridden to check arguments and model, which are both known here before anything is allocated."""
         refuse_conflicts(self.args)
-        if isinstance(self.model, nn.Module):  # and not None, where `call_model_init` makes one
+        if isinstance(self.model, nn.Module):  # None if `call_model_init` creates the model
             self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
         prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
 
         def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
-            placed = device_placement if attachment_of(model) is None else False  # another one: a reference model
+            placed = device_placement if attachment_of(model) is None else False  # e.g. for a reference model
             return prepare_model(model, device_placement=placed, **options)
 
         def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -173,25 +176,25 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @options_of_the_trainer()
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden to attach before the optimizer is made and the model is prepared."""
+        """Overridden to attach before the optimizer is created and the model is prepared."""
         eps = self._attach()
-        if eps is not None and eps.scaler is not None:  # asked whether a step was skipped, and saved in checkpoints
+        if eps is not None and eps.scaler is not None:  # transformers reads skips from it, and saves it
             self.accelerator.scaler = eps.scaler
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
             if type(self.lr_scheduler) is AdafactorSchedule:
                 self.lr_scheduler.__class__ = _RatesOfState
-            eps.wrap(self.optimizer)  # again, where a subclass makes its own in `create_optimizer`
+            eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
             self._warn_of_accumulation()
             if self._logs_times:
                 eps.timeline.watch()
-            self._tokens = 0  # of a training that was interrupted
+            self._tokens = 0  # drop those of an interrupted training
             logger.info(self.l2l_summary())
         return prepared
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Overridden for the optimizer of the papers, which transformers does not have."""
+        """Overridden for LAMB, the optimizer of the papers, which transformers does not have."""
         if own_option(args, "l2l_optimizer") != "lamb":
             found: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
             return found
@@ -200,7 +203,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @options_of_the_trainer()
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Overridden because the EPS checks the optimizer and clears the gradients it used."""
+        """Overridden because the EPS must check the optimizer, and clears the gradients that it used."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         eps = self._attach()
         if eps is not None:
@@ -212,11 +215,11 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @functools.wraps(Trainer.train)
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Overridden to finish the last update, to stop measuring what steps wait for, and to go on from the last
-        complete checkpoint.
+        """Overridden to finish the last update, to stop recording stall times, and to resume from the last complete
+        checkpoint.
 
         Raises:
-            ValueError: if the last checkpoint was asked for, and none is complete.
+            ValueError: if `resume_from_checkpoint` is True, and no checkpoint is complete.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_checkpoint()
@@ -224,7 +227,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             passed_over = set_aside_interrupted(Path(self.args.output_dir))
             if passed_over:
                 logger.warning(
-                    f"saving was interrupted in {passed_over}: training goes on from {resume_from_checkpoint}"
+                    f"saving was interrupted in {passed_over}: training resumes from {resume_from_checkpoint}"
                 )
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -240,23 +243,23 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, padding included, as transformers does for `num_input_tokens_seen`."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers are given lists of rows
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers get lists of rows
         if self._tokens is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
             self._tokens += tokens.numel()
         else:
             self._tokens = None
         attached = attachment_of(self.model)
         if attached is not None:
-            attached.eps.updates.steps = self.state.global_step  # which an error names
+            attached.eps.updates.steps = self.state.global_step  # for the text of errors
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         scale = None if attached is None else attached.eps.loss_scale
-        # The Trainer itself looks at each loss, so that nothing more is waited for. fp16 goes by gradients alone.
+        # The Trainer reads each loss anyway, so this adds no wait. In fp16 only the gradients decide.
         if attached is not None and not (scale is not None and scale.is_dynamic) and not bool(loss.isfinite()):
             attached.eps.vote.veto()
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Overridden to say, with each training loss, what an optimizer step has waited for since the last one."""
+        """Overridden to log, with each training loss, the stall times per optimizer step since the last one."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
         averages = None if timed is None else timed.eps.timeline.averages()
@@ -276,7 +279,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overridden for `l2l_save_dtype`; a checkpoint, which is what names a folder from inside, has the masters."""
+        """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters."""
         asked = _SAVED[own_option(self.args, "l2l_save_dtype")]
         if asked is None or (_internal_call and output_dir is not None):
             super().save_model(output_dir, _internal_call)
@@ -289,7 +292,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             self.model = masters
 
     def _last_checkpoint(self) -> str | bool:
-        """The last complete checkpoint; True if there is none at all, which transformers refuses."""
+        """The last complete checkpoint; True if there is no checkpoint, which transformers refuses."""
         complete, interrupted = last_checkpoints(Path(self.args.output_dir))
         if complete is None and interrupted:
             names = ", ".join(path.name for path in interrupted)
@@ -300,40 +303,40 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         return True if complete is None else str(complete)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Overridden because an update that fails is to fail before there is a folder that looks like a checkpoint."""
+        """Overridden so that a failed update raises before a folder exists that looks like a checkpoint."""
         attached = attachment_of(self.model)
         if attached is not None:
             attached.eps.synchronize()
         super()._save_checkpoint(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Overridden for devices whose generators transformers does not know."""
+        """Overridden for devices whose random generators transformers does not save."""
         super()._save_rng_state(output_dir)
         save_generator(Path(output_dir), self.args.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Overridden as `_save_rng_state`."""
+        """Overridden for the same reason as `_save_rng_state`."""
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_generator(Path(checkpoint), self.args.device)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Overridden because a run in fp16 may be gone on with in other numbers, which have no loss scale."""
+        """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""
         if self.accelerator.scaler is not None:
             super()._load_scaler(checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Overridden because the norms are known already, and scaling is left to the update in the background."""
+        """Overridden because the norms are already known, and scaling is part of the update in the background."""
         eps = self._attach()
         return super()._clip_grad_norm(model) if eps is None else eps.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Overridden because an eager update has used the gradients by then."""
+        """Overridden because an eager update has already used the gradients."""
         eps = self._attach() if grad_norm is None else None
         return super()._get_grad_norm(model, grad_norm=grad_norm) if eps is None else eps.grad_norm()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because evaluation and prediction run without training, too."""
+        """Overridden to attach, since evaluation and prediction may run without training."""
         self._attach()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -351,7 +354,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
 
 class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types
-    """Adafactor's own rates, of groups that it has updated: their gradients, by which transformers goes, are gone."""
+    """Adafactor's own rates of updated groups: transformers finds these by their gradients, which are gone here."""
 
     def get_lr(self) -> list[Any]:
         optimizer, groups = self.optimizer, self.optimizer.param_groups

@@ -1,6 +1,6 @@
-"""What is known of a model before it runs: layer stacks, batch dimensions, masters, precision, captured outputs.
+"""Properties of a model before it runs: layer stacks, batch dimensions, masters, precision, captured outputs.
 
-When anything runs is decided elsewhere; of transformers, only class names and its collector of outputs are known.
+Modules here schedule nothing; of transformers, they know only class names and its collector of outputs.
 """
 
 from __future__ import annotations

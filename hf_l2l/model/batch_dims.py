@@ -1,7 +1,7 @@
-"""Which dimensions of a layer's arguments carry the batch.
+"""Batch dimensions of a layer's arguments.
 
-They are found by doubling the batch and looking which sizes double, never by comparing sizes with the batch size:
-DeBERTa-v2's relative embeddings may have as many rows as the batch, and they must not be cut.
+They are found by doubling the batch and checking which sizes double, never by comparing sizes with the batch size:
+DeBERTa-v2's relative embeddings may have as many rows as the batch, and must not be split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_l2l.runtime.tensors import is_cache, is_opaque, leaves_of, map_tensors, 
 
 
 def cannot_split(leaves: Sequence[Any]) -> str | None:
-    """Why arguments with these leaves must not be cut into ubatches, or None if they may be."""
+    """The reason why arguments with these leaves cannot be split into ubatches, or None if they can be."""
     for leaf in leaves:
         if is_cache(leaf):
             return "it is given a key-value cache"
@@ -30,16 +30,16 @@ def cannot_split(leaves: Sequence[Any]) -> str | None:
 
 @dataclass(frozen=True)
 class BatchDims:
-    """Which dimension of each tensor carries the batch (None: the tensor is the same for every row).
+    """The batch dimension of each tensor (None: the tensor is shared by all rows).
 
-    A dimension may hold several entries per row, as in flattened (rows x tokens) inputs; entries of one row lie
-    together.
+    A dimension may hold several entries per row, as in flattened (rows x tokens) inputs; entries of one row are
+    adjacent.
     """
 
     dims: tuple[int | None, ...]
 
     def rows_of(self, tensors: Sequence[torch.Tensor], rows: int, start: int, stop: int) -> list[torch.Tensor]:
-        """Views of rows `start` to `stop` of tensors that hold `rows` rows; tensors without rows as they are."""
+        """Views of rows `start` to `stop` of tensors with `rows` rows; tensors without rows are returned whole."""
         return [narrow(t, d, rows, start, stop) for t, d in zip(tensors, self.dims, strict=True)]
 
     def fits(self, tensors: Sequence[torch.Tensor], rows: int) -> bool:
@@ -106,14 +106,14 @@ class Split:
 
 
 class NoConsistentSplit(Exception):
-    """The batch dimensions could not be found; the text says why."""
+    """The batch dimensions were not found; the text gives the reason."""
 
 
 def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], rows: int, other_rows: int) -> BatchDims:
-    """The batch dimensions of tensors seen once with `rows` rows and once with `other_rows`.
+    """The batch dimensions, from the shapes of tensors with `rows` rows and with `other_rows` rows.
 
     Raises:
-        NoConsistentSplit: if a size changed otherwise than in proportion to the rows, or two of one tensor did.
+        NoConsistentSplit: if a size is not proportional to the rows, or two sizes of one tensor changed.
     """
     if len(shapes) != len(other):
         raise NoConsistentSplit(f"{len(shapes)} tensors for {rows} rows and {len(other)} for {other_rows}")
@@ -134,33 +134,33 @@ def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], ro
 
 
 def batch_rows(args: Any) -> int | None:
-    """The rows of the batch that a model is called with: the first dimension that most of its tensors have.
+    """The number of rows in a model's inputs: the most common size of the first dimension of its tensors.
 
-    Of sizes equally common the largest: position ids may come as one row for all.
+    Among equally common sizes it is the largest: position ids may have one row for all.
     """
     sizes = Counter(leaf.shape[0] for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
 def doubled(args: Any, rows: int) -> Any:
-    """`args` of a model with its batch concatenated with itself."""
+    """The inputs `args` with the batch concatenated with itself."""
     return map_tensors(
         lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor, args
     )
 
 
 def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:
-    """What layer calls must have in common to be split alike.
+    """A key that is equal for layer calls that split alike.
 
-    The classes of the layer and of all modules in it (a dense layer among those with experts has another output
-    captured), the structure (None against tensor included), and per tensor its rank, dtype and which sizes are one or
-    equal to the rows, so that a tensor that starts to carry rows is not taken for the shared one it was.
+    It consists of the classes of the layer and of all modules in it (other outputs are captured of dense layers than
+    of layers with experts), the structure of the arguments (including which are None), and per tensor its rank, dtype
+    and which sizes are one or equal to the rows, so that a tensor that gains rows is not mistaken for a shared one.
     """
 
     def kind(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf.dtype, tuple((size == 1, size == rows) for size in leaf.shape)
-        # Numbers may differ from call to call; flags and words decide what is computed.
+        # Numbers may differ between calls; flags and strings decide what is computed.
         return (type(leaf), leaf) if isinstance(leaf, bool | str) else type(leaf)
 
     return tuple(type(m) for m in layer.modules()), layer.training, spec, tuple(kind(leaf) for leaf in leaves)

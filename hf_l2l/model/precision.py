@@ -1,6 +1,6 @@
-"""Cross mixed precision (CMP, arXiv:2002.05645, 2.3): what travels and computes in 16 bits, and what stays in 32.
+"""Cross mixed precision (CMP, arXiv:2002.05645, 2.3): which tensors are 16 bits, and which stay in 32.
 
-The device sees 16-bit weights and activations; masters, sums of gradients, moments and clipping are fp32 on the host.
+The device gets 16-bit weights and activations; masters, sums of gradients, moments and clipping are fp32 on the host.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def computing_dtype(cmp: Cmp | None, device: torch.device) -> torch.dtype | None:
-    """The 16-bit dtype in which layers compute on `device`; None where they compute as their masters are.
+    """The 16-bit dtype in which layers compute on `device`; None if they compute in the dtype of their masters.
 
     Raises:
-        ValueError: for a device that lacks the dtype, or only emulates it.
+        ValueError: if the device lacks bfloat16, or only emulates it.
     """
     if cmp is None:
         return None
@@ -49,7 +49,7 @@ def _computes_in_bf16(device: torch.device) -> bool:
     check = getattr(module, "is_bf16_supported", None)
     if check is None:
         return True
-    emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA says True where it is emulated
+    emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA counts emulation by default
     return bool(check(including_emulation=False) if emulated else check())
 
 
@@ -58,7 +58,7 @@ def _is_of_a_loss(name: str) -> bool:
 
 
 class Precision:
-    """In which dtype each weight, buffer and gradient of one model is on the device and on the way."""
+    """The dtype of each weight, buffer and gradient of one model on the device and in transfers."""
 
     def __init__(
         self,
@@ -68,30 +68,30 @@ class Precision:
         gradients: GradDtype = "fp32",
         keeps_copies: bool = True,
     ) -> None:
-        """With floating point computed in `dtype`; None leaves all as it is on the host.
+        """Compute floating point in `dtype`; None keeps the dtypes of the host.
 
         Args:
-            model: whose modules may declare that they stay fp32.
+            model: its modules may declare that they stay fp32.
             dtype: bfloat16 or float16.
-            gradients: in what sums of gradients travel and wait in host memory: "16bit" is bfloat16, whose range is
-                that of float32, whatever layers compute in.
-            keeps_copies: whether 16-bit copies are kept on the host, or made whenever a layer travels.
+            gradients: the dtype of sums of gradients in transfers and in host memory: "16bit" is bfloat16, which has
+                the range of float32, for any compute dtype.
+            keeps_copies: whether 16-bit copies are kept on the host, or made for each upload of a layer.
         """
         self.dtype = dtype
         self.gradients = gradients
         self.keeps_copies = keeps_copies
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Parameters and buffers of modules that are to stay as they are."""
+        """Parameters and buffers that keep their dtype."""
         if dtype is not None:
             self._kept.update(dict.fromkeys(_kept_in_fp32(model), True))
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the device computes in other numbers than the host."""
+        """Whether the device computes in another dtype than that of the masters."""
         return self.dtype is not None
 
     def of(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype on the device of a weight, or of a buffer that a checkpoint has."""
+        """The dtype on the device of a weight, or of a persistent buffer."""
         if self.dtype is None or not tensor.is_floating_point() or tensor in self._kept:
             return tensor.dtype
         return self.dtype
@@ -103,8 +103,8 @@ class Precision:
     def of_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `module` is called with, floating point in the dtype of its weights, but for what losses use: arguments
-        with "label", "target", "future" or "weight" in their names."""
+        """The inputs of `module`, with floating point cast to the dtype of its weights, except inputs of losses:
+        arguments with "label", "target", "future" or "weight" in their names."""
         if self.dtype is None:
             return args, kwargs
         names = list(inspect.signature(module.forward).parameters)
@@ -118,7 +118,7 @@ class Precision:
         return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, value)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let `tensor` stay as it is from now on."""
+        """Keep the dtype of `tensor` from now on."""
         self._kept[tensor] = True
 
     def release(self) -> None:
@@ -140,11 +140,11 @@ _HEADS = {
     "discriminator_predictions",
     "predictions",
 }
-"""What transformers calls the modules from which logits come, beside those that `get_output_embeddings` tells."""
+"""Names of the modules in transformers that compute logits, besides those that `get_output_embeddings` returns."""
 
 
 def let_heads_return_fp32(model: nn.Module, layers: Iterable[nn.Module] = ()) -> list[RemovableHandle]:
-    """Let the losses be computed in fp32: the outputs of heads are, however they were computed. Layers have none."""
+    """Convert the outputs of heads to fp32, so that losses are computed in fp32. Layers contain no heads."""
     outside = set(shell_modules(model, layers))
     heads = {m: None for name, m in model.named_modules() if m in outside and name.rpartition(".")[2] in _HEADS}
     for module in outside:
@@ -156,7 +156,7 @@ def let_heads_return_fp32(model: nn.Module, layers: Iterable[nn.Module] = ()) ->
 
 
 class _InFp32:
-    """A hook that makes the outputs of a module fp32. A copy or pickle of it does nothing."""
+    """A hook that converts the outputs of a module to fp32. A copy or pickle of it does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return in_fp32(output)
@@ -171,14 +171,14 @@ class _AsItIs:
 
 
 def in_fp32(value: Any) -> Any:
-    """`value` with every 16-bit tensor in it as float32; a key-value cache is left alone."""
+    """`value` with every 16-bit tensor in it converted to float32, except in key-value caches."""
     short = set(_DTYPES.values())
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in short else tensor, value)
 
 
 def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of modules that declare it, as T5 does for `wo`, and of batch norms, whose running
-    statistics add up small numbers."""
+    """Parameters and buffers of modules declared to stay fp32, as T5's `wo`, and of batch norms, whose running
+    statistics accumulate small numbers."""
     found: list[torch.Tensor] = []
     for module in model.modules():
         if keeps_statistics(module):
@@ -197,8 +197,8 @@ def _kept_in_fp32(model: nn.Module) -> list[torch.Tensor]:
 def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """An ordinary copy of `model` in 16 bits, for saving: `copy_as(model, torch.bfloat16).save_pretrained(...)`.
 
-    Ties stay ties, and modules that declare that they stay fp32 do. The model itself is left as it is, attached or
-    not. The copy takes 2 bytes per parameter of host memory.
+    Tied parameters stay tied, and modules declared to stay fp32 do. The model itself, attached or not, does not
+    change. The copy takes 2 bytes of host memory per parameter.
 
     Args:
         model: any model on the host.

@@ -1,7 +1,5 @@
-"""Which modules are layers.
-
-They are found by class, not by path: transformers marks the blocks of its models by a common base class.
-"""
+"""Finds the layer stacks of a model, by the class of their modules and not by path: the blocks of transformers' models
+have a common base class."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ LAYER_CLASSES = ("AlbertLayerGroup",)
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers that stand in one container: the encoder of BERT, or one of the two stacks of T5."""
+    """The layers of one container: the encoder of BERT, or one of the two stacks of T5."""
 
     path: str
     layers: tuple[nn.Module, ...]
@@ -39,23 +37,23 @@ class LayerStack:
 
 
 def parameter_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of the parameters of `modules`, tied ones once."""
+    """Bytes of the parameters of `modules`; tied parameters count once."""
     return tensor_bytes({p for module in modules for p in module.parameters()})
 
 
 def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) -> list[LayerStack]:
-    """The layer stacks of `model`, in module order; an empty list when it has none.
+    """The layer stacks of `model`, in module order; an empty list if it has none.
 
-    A layer is a member of a module container whose class, or a base of it, is known as a layer class or named in
-    `layer_classes`. A module that contains layers is none itself.
+    A layer is a member of a module container, and its class or a base class is a known layer class or named in
+    `layer_classes`. A module that contains layers is not a layer.
 
     Raises:
-        ValueError: if `layer_classes` names a class that no module of the model has.
+        ValueError: if no module of the model has a class named in `layer_classes`.
     """
     names = set(layer_classes or (LAYER_BASE_CLASS, *LAYER_CLASSES))
     found = _members_named(model, names, anywhere=layer_classes is not None)
     if not found and layer_classes is None:
-        # Models of the Hub that bring their own code name the blocks that must stay whole.
+        # Hub models with their own code list blocks that must not be split across devices.
         found = _members_named(model, set(getattr(model, "_no_split_modules", None) or ()), anywhere=False)
     if layer_classes is not None:
         classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
@@ -89,7 +87,7 @@ def _members_named(model: nn.Module, names: set[str], *, anywhere: bool) -> list
 
 
 def shell_modules(root: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """`root` and the modules below it that are not inside a layer, each once."""
+    """`root` and the modules below it that are not inside a layer (the shell), each once."""
     inside = set(layers)
     seen: set[nn.Module] = set()
 

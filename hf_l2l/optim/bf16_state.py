@@ -1,8 +1,8 @@
-"""An optimizer's state in 16 bits: bfloat16 between steps, fp32 for the arithmetic, rounded stochastically.
+"""16-bit optimizer state: bfloat16 between steps, fp32 for the arithmetic, rounded stochastically.
 
-Rounded to nearest, a moment that changes by less than half a unit in its last place would never change. Rounded up or
-down at random, with the distances as odds, it is right on average. The random bits depend on a seed, the number of the
-step, and which tensor it is; so they are the same whichever thread rounds, and after a checkpoint, which keeps both.
+With rounding to nearest, changes of a moment below half a unit in the last place would be lost. Stochastic rounding,
+up or down with probabilities by distance, is unbiased. The random bits depend on a seed, the number of the step, and
+the tensor; so they do not depend on the thread, and are the same after resuming, since checkpoints have all of these.
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.runtime.flat_memory import elements, is_dense
 
 GROUP_KEY = "l2l_rounding"
-"""Where an optimizer's first group keeps seed and step number, so that its state dict has them."""
+"""Key of an optimizer's first group for seed and step number, which makes them part of its state dict."""
 
 
 def stochastically_rounded(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """`values` (float32, host) as bfloat16: each to one of its two neighbours, on average to itself.
+    """Round `values` (float32, host) to bfloat16: each to one of its two neighbours, unbiased.
 
-    What is not finite stays so, and what bfloat16 has stays what it is.
+    Non-finite values, and values that bfloat16 can represent, do not change.
 
     Args:
-        values: float32, any shape; its memory is overwritten.
+        values: float32, any shape; their memory is overwritten.
         seed: of the random bits, from 0 to 2**64 - 1.
     """
-    assert values.dtype == torch.float32, "16 bits are dropped of 32"
+    assert values.dtype == torch.float32, "float32 is rounded to 16 bits"
     values = values if is_dense(values) else values.contiguous()
     flat = elements(values)
     generator = torch.Generator().manual_seed(seed)
-    # Four elements share one draw: drawing is what takes the time.
+    # Four elements share one draw, since drawing dominates the time.
     drawn = torch.empty(-(-flat.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
-    # From 0 to 65535, where neighbours are 65536 apart: a carry leads to the larger one.
+    # From 0 to 65535; bfloat16 neighbours are 65536 apart, and a carry rounds away from zero.
     step = drawn.view(torch.int16)[: flat.numel()].to(torch.int32).add_(2**15)
-    step.mul_(flat.isfinite())  # the carry of a NaN could make a number of it
+    step.mul_(flat.isfinite())  # a carry could turn a NaN into a number
     flat.view(torch.int32).add_(step).bitwise_and_(-(2**16))
     return values.to(torch.bfloat16)
 
 
 class Rounding(NamedTuple):
-    """How one step rounds."""
+    """Seed and number of a step, which determine its random bits."""
 
     seed: int
     step: int
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Rounding:
-        """That of the step which `optimizer` is to make; the first takes the seed of torch's default generator."""
+        """The rounding of the next step of `optimizer`; the first takes the seed of torch's default generator."""
         group = optimizer.param_groups[0]
         return cls(*group.setdefault(GROUP_KEY, (torch.initial_seed(), 0)))
 
     @staticmethod
     def end_step(optimizer: torch.optim.Optimizer) -> None:
-        """The next step rounds with other bits."""
+        """Advance the step number: the next step rounds with other random bits."""
         seed, step = Rounding.of(optimizer)
         optimizer.param_groups[0][GROUP_KEY] = (seed, step + 1)
 
     def narrowed(
         self, state: Mapping[str, Any], place: tuple[int, int], before: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state of one parameter with its float32 tensors as bfloat16; numbers (0-dim) stay as they are.
+        """The state of one parameter with its float32 tensors rounded to bfloat16; numbers (0-dim) are not changed.
 
         Args:
-            state: as a step has left it; the memory of its tensors may be overwritten.
-            place: the number of the parameter's group, and its own number there.
-            before: what was kept since the last step, whose memory is used again.
+            state: the state after a step; the memory of its tensors may be overwritten.
+            place: the index of the parameter's group, and its index in that group.
+            before: the rounded state of the last step, whose memory is reused.
         """
         kept = {} if before is None else before
         return {key: self._narrowed(key, value, place, kept.get(key)) for key, value in state.items()}
@@ -83,12 +83,12 @@ class Rounding(NamedTuple):
 
 
 def is_rounded(value: Any) -> bool:
-    """Whether this part of a state is kept in 16 bits: float32 tensors are, but not numbers (0-dim), as of steps."""
+    """Whether this part of a state is kept in 16 bits: float32 tensors are, except numbers (0-dim) such as steps."""
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() > 0
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter with its bfloat16 tensors as float32, in memory of their own."""
+    """The state of one parameter with its bfloat16 tensors converted to float32, in new memory."""
     return {
         key: value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
         for key, value in state.items()
@@ -99,7 +99,7 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-    """Let `load_state_dict` leave bfloat16 state as it is, which it would make fp32 like the parameters."""
+    """Keep bfloat16 state in `load_state_dict`, which would convert it to fp32 like the parameters."""
     apart: list[dict[Any, dict[str, torch.Tensor]]] = []
 
     def before(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle
 
 
 def widen_all(optimizer: torch.optim.Optimizer) -> None:
-    """Make gradients and state fp32 for a step of all parameters at once, which takes the memory for that."""
+    """Convert all gradients and state to fp32 for a whole step, which needs the memory for it."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             widen_gradient(p)
@@ -135,7 +135,7 @@ def widen_all(optimizer: torch.optim.Optimizer) -> None:
 
 
 def widen_gradient(parameter: torch.Tensor) -> None:
-    """Make the gradient of `parameter`, and those that autograd gives it from now on, of its own dtype."""
+    """Convert the gradient of `parameter`, and all that autograd adds from now on, to the dtype of the parameter."""
     gradient, dtype = parameter.grad, parameter.dtype
     if parameter.is_leaf and parameter.requires_grad and parameter.grad_dtype != dtype:
         parameter.grad = None
@@ -144,7 +144,7 @@ def widen_gradient(parameter: torch.Tensor) -> None:
 
 
 def narrow_all(optimizer: torch.optim.Optimizer) -> None:
-    """Round the state of all parameters after such a step, to the bits that a step in parts would leave."""
+    """Round the state of all parameters after a whole step, to the same bits as a step in parts."""
     rounding = Rounding.of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):

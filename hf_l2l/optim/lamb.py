@@ -1,6 +1,6 @@
 """LAMB, the optimizer of the experiments in arXiv:2002.05645 (You et al., arXiv:1904.00962, algorithm 2).
 
-That of timm, which this one is tested against, counts its steps in the groups: it cannot be stepped layer by layer.
+The LAMB of timm, with which this one is compared in tests, counts steps per group, so it cannot step layer by layer.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch.optim.optimizer import ParamsT
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam whose update is scaled, for each parameter tensor, to the norm of the weights.
+    """Adam with the update of each parameter tensor scaled by the norm of its weights.
 
-    Algorithm 2 with phi the identity, in every parameter tensor w: from Adam's moments m and v, both corrected for
-    their start at zero, r = m / (sqrt(v) + eps) + weight_decay * w; then w <- w - lr * |w| / |r| * r. Where a norm is
-    0, |w| / |r| counts as 1. Gradients are not scaled by a norm over all parameters: that is left to the caller.
+    Algorithm 2 with phi the identity, for every parameter tensor w: from Adam's bias-corrected moments m and v,
+    r = m / (sqrt(v) + eps) + weight_decay * w; then w <- w - lr * |w| / |r| * r. If a norm is 0, |w| / |r| is taken as
+    1. Clipping by the norm of all gradients is left to the caller.
 
     Args:
         params: parameters, floating point and dense, or groups of them.
-        lr: the step relative to the norm of the weights, a number or a tensor of one element.
+        lr: the step size relative to the norm of the weights, a number or a tensor with one element.
         betas: decay of the first and second moments.
         eps: added to the root of the second moment.
-        weight_decay: part of the weights that is added to the update before it is scaled.
+        weight_decay: fraction of the weights that is added to the update before scaling.
 
     Raises:
-        ValueError: where a hyper-parameter is outside its range.
+        ValueError: if a hyper-parameter is out of range.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; also called for the first groups.
+        """Add a group; the constructor calls this, too.
 
         Raises:
-            ValueError: where a hyper-parameter is outside its range.
+            ValueError: if a hyper-parameter is out of range.
         """
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -55,10 +55,10 @@ class Lamb(torch.optim.Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: computes the loss and the gradients anew, where given.
+            closure: recomputes the loss and the gradients, if given.
 
         Returns:
-            What the closure returned, or None.
+            The return value of the closure, or None.
 
         Raises:
             RuntimeError: for a gradient that is sparse or complex.
@@ -82,14 +82,14 @@ class Lamb(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         state = self.state[p]
         if not state:
-            state["step"] = torch.tensor(0.0)  # a tensor, and of float32, as torch's optimizers have it
+            state["step"] = torch.tensor(0.0)  # a float32 tensor, as in torch's optimizers
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
         step = state["step"].item()
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         update = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).mul_(1 - beta1**step)
-        torch.div(mean, update, out=update)  # in place, so that there is one temporary tensor
+        torch.div(mean, update, out=update)  # in place: one temporary tensor only
         if group["weight_decay"]:
             update.add_(p, alpha=group["weight_decay"])
         p.add_(update, alpha=-float(group["lr"]) * _trust_ratio(p, update))
@@ -102,7 +102,7 @@ def _trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> float:
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ValueError unless the hyper-parameters are in range; NaN is in none."""
+    """Raise ValueError unless the hyper-parameters are in range; NaN is out of every range."""
     lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must have one element (got a tensor of shape {list(lr.shape)})")

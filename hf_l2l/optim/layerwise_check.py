@@ -1,7 +1,8 @@
-"""Is an optimizer layer-local: can it be stepped layer by layer (arXiv:2002.05645, 2.2) and leave the same bits?
+"""Checks that an optimizer is layer-local: separable by parameter, so that it can step layer by layer
+(arXiv:2002.05645, 2.2).
 
-Found out by trying, not by name: a small copy of the optimizer makes a few steps as a whole, and another one the same
-steps in parts.
+The check goes by behaviour, not by class name: a small copy of the optimizer makes a few whole steps, another copy
+makes the same steps in parts, and the results are compared bitwise.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from hf_l2l.optim.layerwise_step import SplitStep
 from hf_l2l.runtime.compat import unhooked_step
 
 _SCALES = (1.0, 2.0**-10, 2.0**12)
-"""Sizes of the gradients, step by step: what looks at all of them may only act on large ones."""
+"""Scales of the gradients, per step: what an optimizer does with all of them, as clipping, may need large ones."""
 
 _LR = 2.0**-4
-"""Instead of the user's, which may be 0 for a warm-up, or too small to show in 16 bits."""
+"""Learning rate of the trial: the user's may be 0 in a warm-up, or too small to change 16-bit weights."""
 
-_MANY = 2**12  # elements of a tensor, from which on its version counter has to do for its bits
+_MANY = 2**12  # number of elements above which a tensor's version counter is compared instead of its bits
 
 
 def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why `optimizer` can only step as a whole, or None if `SplitStep` leaves the same bits.
+    """The reason why `optimizer` can only step as a whole, or None if `SplitStep` leaves the same bits.
 
-    Layer-local are those where the update of a parameter depends on its own gradient, weight and state, and on
-    hyper-parameters that only the user or a scheduler changes. The trial is made with two tiny parameters per group,
-    in host memory, of the dtypes and numbers of dimensions found there. The user's parameters, state and generators
-    are not touched, and no hook runs. What cannot be tried counts as not layer-local.
+    An optimizer is layer-local if the update of a parameter depends only on its own gradient, weight and state, and on
+    hyper-parameters that only the user or a scheduler changes. The trial uses two tiny parameters per group, in host
+    memory, with the dtypes and numbers of dimensions of the group. The user's parameters, state and generators do not
+    change, and no hook runs. An optimizer that cannot be tried counts as not layer-local.
 
     Returns:
         A clause such as "its step draws random numbers, which would come in another order".
@@ -44,7 +45,7 @@ def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
     if optimizer.state.keys() - {p for group in optimizer.param_groups for p in group["params"]}:
         return "it keeps state that belongs to no parameter"
     failures: list[_NotTriable] = []
-    # Most start without state, but some make it in their constructor. Some take only sparse gradients.
+    # Most optimizers start without state; some create it in their constructor. Some take sparse gradients only.
     for with_state, sparse in product((False, True), (False, True)):
         try:
             with _generators_restored():
@@ -61,10 +62,10 @@ CLOSURE = (
 
 
 def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool) -> bool:
-    """Whether `optimizer` updates layer by layer; warns if it has to update all of them at once.
+    """Whether `optimizer` can update layer by layer; warns if it must update all layers at once.
 
     Raises:
-        ValueError: if it has to, and the updates are to be `eager`, or are of what is kept in 16 bits (`in_parts`).
+        ValueError: if it must, and updates are `eager`, or gradients or state are kept in 16 bits (`in_parts`).
     """
     reason = why_not_layer_local(optimizer)
     if reason is None:
@@ -96,7 +97,7 @@ def _verdict(optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -
     if _generators() != generators:
         return "its step draws random numbers, which would come in another order"
     if any(after == before for after, before in zip(whole.weights(), weights, strict=True)):
-        return "its step leaves parameters as they are"  # it has them from elsewhere
+        return "its step leaves parameters as they are"  # it updates other tensors
     if whole.result()[::2] != changed.result()[::2]:
         return "the update of a parameter depends on the gradients of others"
     if whole.result() != split.result():
@@ -121,7 +122,7 @@ class _Trial:
                 state[tiny] = {key: _corner(value, tiny, memo) for key, value in optimizer.state.get(p, {}).items()}
 
     def step(self, number: int, scale: float, others_seed: int = 0) -> str | None:
-        """A whole step, after which a clause says what it did that no part of a step may do."""
+        """Make a whole step. Return a clause if it did something that a part of a step must not do."""
         groups, attributes = self._groups(), self._attributes()
         gradients = self._gradients(number, scale, others_seed)
         for p in self.parameters:
@@ -129,7 +130,7 @@ class _Trial:
         _step_quietly(self.optimizer)
         if self._groups() != groups:
             return "its step changes its groups"
-        # The first step may leave a note, such as that the parameters have been checked.
+        # The first step may set attributes, for instance that the parameters have been checked.
         if number and self._attributes() != attributes:
             return "its step changes its attributes"
         if self.optimizer.state.keys() - set(self.parameters):
@@ -149,7 +150,7 @@ class _Trial:
         return list(zip(self.weights(), states, strict=True))
 
     def _gradients(self, number: int, scale: float, others_seed: int = 0) -> dict[torch.Tensor, torch.Tensor]:
-        """Those of one step; `others_seed` makes the second of each pair another one, and step 1 has none for it."""
+        """Gradients of one step; `others_seed` changes that of the second of each pair, which has none in step 1."""
         made: dict[torch.Tensor, torch.Tensor] = {}
         for index, p in enumerate(self.parameters):
             if number == 1 and index % 2:
@@ -163,13 +164,13 @@ class _Trial:
         return _bits([{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups])
 
     def _attributes(self) -> Any:
-        # Where an attribute leads to these once more, they are no part of it.
+        # Attributes may refer back to these, which are compared elsewhere.
         within = tuple(map(id, (self.optimizer, self.optimizer.state, self.optimizer.param_groups)))
         return _bits({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")}, within)
 
 
 def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Two that are trained: the first, and one with another number of dimensions if there is one."""
+    """Two trainable parameters: the first, and one with another number of dimensions if the group has one."""
     trained = [p for p in parameters if p.requires_grad]
     others = [p for p in trained if p.dim() != trained[0].dim()] or trained[1:] or trained
     return [trained[0], others[0]] if trained else []
@@ -179,7 +180,7 @@ def _tiny(parameter: torch.Tensor, number: int) -> torch.nn.Parameter:
     shape = [max(1, min(size, 4 + number % 2)) for size in parameter.shape]
     values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=parameter.dtype)
     tiny = torch.nn.Parameter(values)
-    vars(tiny).update(vars(parameter))  # some optimizers go by tags on the parameters
+    vars(tiny).update(vars(parameter))  # some optimizers read tags on the parameters
     return tiny
 
 
@@ -196,23 +197,23 @@ def _group_of(group: Mapping[str, Any], parameters: list[torch.nn.Parameter], me
 
 
 def _corner(value: Any, tiny: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """State for a tiny parameter: as much of the user's as has its shape."""
+    """State for a tiny parameter: the corner of the user's state with its shape."""
     if isinstance(value, torch.Tensor) and value.dim() == tiny.dim():
         if value.dtype == torch.bfloat16:
-            value = value.to(tiny.dtype)  # as a step finds it, where it is kept in 16 bits
+            value = value.to(tiny.dtype)  # 16-bit state is widened before a step
         return value[tuple(slice(size) for size in tiny.shape)].clone()
     return _copied(value, memo)
 
 
-# ---- what the user must not notice
+# ---- without side effects for the user
 
 
 class _NotTriable(ValueError):
-    """Says what went wrong in code that is not ours."""
+    """The optimizer's code failed in the trial; the text says how."""
 
 
 class _Foreign:
-    """A block that runs code of anyone's making, which may raise anything: schedule-free ones a bare `Exception`."""
+    """A block of third-party code, which may raise anything: schedule-free optimizers raise `Exception` itself."""
 
     def __enter__(self) -> None:
         pass
@@ -230,12 +231,12 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 def _bare_copy(
     optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.optim.Optimizer, defaultdict[Any, Any], dict[int, Any]]:
-    """An optimizer with copies of the attributes of this one, and without its hooks, its groups and its state.
+    """A copy of an optimizer and its attributes, without hooks, groups and state.
 
-    Where an attribute refers to a parameter, its copy refers to the stand-in of that, or to an empty tensor.
+    References to a parameter are replaced by references to its stand-in, or to an empty tensor.
 
     Returns:
-        The optimizer; an empty state for it; and the memo of `copy.deepcopy` with which the rest is to be copied.
+        The copy; an empty state for it; and the memo of `copy.deepcopy`, for copying the rest.
 
     Raises:
         _NotTriable: if an attribute cannot be copied.
@@ -254,19 +255,19 @@ def _bare_copy(
 
 
 def _give(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict[Any, Any]) -> None:
-    with _Foreign():  # one that wraps another may not let them be set
+    with _Foreign():  # a wrapper of another optimizer may refuse the assignment
         optimizer.state, optimizer.param_groups = state, groups
 
 
 def state_after_one_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> tuple[dict[str, Any], bool]:
-    """The state that `optimizer` makes for `parameter`, a member of `group`, in its first step.
+    """The state that `optimizer` creates for `parameter`, a member of `group`, in its first step.
 
-    A copy of the optimizer makes the step on the meta device; nothing that is given to this changes.
+    A copy of the optimizer makes the step on the meta device; the arguments do not change.
 
     Returns:
-        The state, and whether the step came to its end: its kernels may not run there.
+        The state, and whether the step completed: not all kernels run on the meta device.
     """
     stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
     stand_in.grad = torch.empty_like(stand_in)
@@ -275,7 +276,7 @@ def state_after_one_step(
         with _generators_restored():
             trial, state, memo = _bare_copy(optimizer, {parameter: stand_in})
             options = {key: _copied(value, memo) for key, value in group.items() if key != "params"}
-            # The fused and foreach kernels hold the same state as the plain loop, which runs on meta.
+            # Fused and foreach kernels have the same state as the plain loop, which runs on meta.
             _give(trial, [{**options, "fused": False, "foreach": False, "params": [stand_in]}], state)
             _step_quietly(trial)
     except _NotTriable:
@@ -290,10 +291,10 @@ class _QuietSplitStep(SplitStep):
 
 
 def _step_quietly(optimizer: torch.optim.Optimizer) -> None:
-    """A step without the hooks that torch keeps for all optimizers, which are not to count it.
+    """Make a step without torch's global optimizer hooks, which must not see it.
 
     Raises:
-        _NotTriable: whatever the step raises.
+        _NotTriable: if the step raises.
     """
     step = unhooked_step(optimizer)
     with _Foreign():
@@ -318,9 +319,9 @@ def _generators_restored() -> Iterator[None]:
 
 
 def _bits(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Something that is equal for two values if all that can be found in them has the same bits."""
+    """A value to compare by: equal for two objects if all values found in them have the same bits."""
     if isinstance(value, torch.nn.Parameter):
-        return id(value)  # the weights are looked at by themselves
+        return id(value)  # weights are compared separately
     if isinstance(value, torch.Tensor):
         many = value.numel() > _MANY
         return (value.shape, value.is_inference() or value._version) if many else _tensor_bits(value)

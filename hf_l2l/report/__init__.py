@@ -1,6 +1,6 @@
-"""What a run says of itself: timeline and trace file, wait times, memory before the run, tensors on the host.
+"""Reports on a run: summary, timeline, trace file, stall times, memory estimate and limits, tensors on the host.
 
-The engine runs without it.
+The engine records its timeline here; nothing that is computed depends on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The times of a device's events, by the host's clock.
+"""Times of a device's events on the host's clock.
 
-Events only tell how long after another one they came. The host's own waits relate them to its clock: when one returns,
-its point lies in the past; and if it was a real wait, just now.
+Events only give the time elapsed between two of them. Waits of the host relate them to its clock: when a wait returns,
+the device has passed its point, and has done so just now if the wait had to block.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 from hf_l2l.runtime import stream
 
 Mark = stream.Point | float
-"""A point in the work of the device, or in the host's time."""
+"""A point in the work of the device, or a time of the host in seconds."""
 
 
 class DeviceClock:
-    """Reads timed points of one device when the device has come past them, in seconds of the host's clock `now`."""
+    """Reads timed points of one device after it has passed them, in seconds of the host's clock `now`."""
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
         self.device = device
         self.now = now
         self.is_reached: Callable[[stream.Point], bool] = stream.is_reached
-        self._lock = threading.Lock()  # threads beside the computation wait for the device, too
+        self._lock = threading.Lock()  # background threads also wait for the device
         self._base: tuple[stream.Point, float] | None = None
-        """From which the device's time is counted, and the host's time when it was recorded."""
+        """The point from which the device's time is counted, and the host's time at its recording."""
         self._latest_s = math.inf
-        """The base was reached by then: each wait tells such a time, and a real one when it was."""
+        """Upper bound of the time at which the base was reached: each wait gives one, a blocking wait an exact one."""
         self._waits: list[tuple[stream.Point, float]] = []
-        """What the host has waited for before it was known that the base is reached, and its time then."""
+        """Points that the host waited for, with its time after each wait, until the base is known to be reached."""
 
     def mark(self) -> Mark:
-        """Where the current stream is now; on a device without streams, where the host is."""
+        """The current point of the current stream; on a device without streams, the host's time."""
         return stream.record(self.device) or self.now()
 
     def begin(self) -> None:
-        """Count the device's time from now on, since events tell long times less exactly."""
+        """Set the base to now, since events measure long times less exactly."""
         base = stream.record(self.device)
         with self._lock:
             self._base = None if base is None else (base, self.now())
@@ -51,7 +51,7 @@ class DeviceClock:
             self._take_in()
 
     def base_s(self) -> float | None:
-        """When the base was reached, None if that is not known yet."""
+        """The time at which the base was reached; None if that is not known yet."""
         with self._lock:
             if self._base is None:
                 return 0.0
@@ -64,10 +64,10 @@ class DeviceClock:
             self._latest_s = min(self._latest_s, *(now - _elapsed_s(base, point) for point, now in waits))
 
     def seconds(self, mark: Mark, base_s: float) -> float | None:
-        """When `mark` was reached, None if the device has not come to it."""
+        """The time at which `mark` was reached; None if the device has not reached it."""
         if not isinstance(mark, stream.Point):
             return mark
-        assert self._base is not None, "there is one where there are points"
+        assert self._base is not None, "a point implies a base"
         return base_s + _elapsed_s(self._base[0], mark) if self.is_reached(mark) else None
 
 

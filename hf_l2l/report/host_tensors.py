@@ -1,4 +1,4 @@
-"""What training keeps in host memory, counted tensor by tensor."""
+"""The tensors that training keeps in host memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_l2l.runtime.compat import without_interception
 def host_tensors(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], copies: Iterable[torch.Tensor] | None = None
 ) -> dict[str, list[torch.Tensor]]:
-    """What training keeps in host memory now: masters, gradients, the optimizers' state ("moments"), and the 16-bit
-    copies that travel, where `copies` are given."""
+    """The tensors that training keeps in host memory now, by kind: "masters", "gradients", "moments" (the optimizers'
+    state) and, if given, "copies" (the 16-bit copies of masters)."""
     masters: list[torch.Tensor] = list(model.parameters())
     inner: list[Any] = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-    # Copies, since an update in the background may be adding to them.
+    # Copied, since an update in the background may add entries.
     states = [state for optimizer in inner for state in list(optimizer.state.values())]
-    with without_interception():  # also what an eager update has taken may be asked for: it is not there
+    with without_interception():  # so that a gradient which an eager update has used reads as None
         kinds: dict[str, list[torch.Tensor]] = {
             "masters": masters,
             "gradients": [p.grad for p in masters if p.grad is not None],

@@ -1,9 +1,9 @@
-"""What a step spends its time on: what each lane of the device does when, and what the computation waits for.
+"""Timeline of a step: the work of each device stream and of the host over time, and the stall time of the computation.
 
-Work on a device is timed by events in its streams, which are read when the device has come past them: nothing waits
-in order to be measured. The computation waits for a point of another stream from when it has nothing left to do until
-that point is reached; so a host that runs ahead of the device, and is held up at the end of a backward, loses no more
-than the device does.
+Work on a device is timed by events in its streams, which are read after the device has passed them: measuring causes
+no waits. A stall for a point of another stream lasts from the end of the compute stream's last work until that point
+is reached. So where the host runs ahead of the device and waits at the end of a backward, only the device's stall
+counts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_l2l.report.device_clock import DeviceClock, Mark
 from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
 from hf_l2l.report.wait_time import Averages, Waits
-from hf_l2l.runtime import stream
-from hf_l2l.runtime.observer import HERE, unwatch, watch, watcher_of
-from hf_l2l.runtime.stall_log import Whereabouts
+from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.observer import HERE, observe, observer_of, stop_observing
+from hf_l2l.runtime.stall_log import StallLog
 
 STEPS, COMPUTE, HOST_UPDATE, SECOND_UPDATE, WAITS = "steps", "compute", "host update", "host update 2", "waits"
 ROWS = (
@@ -41,7 +41,7 @@ ROWS = (
     SECOND_UPDATE,
     WAITS,
 )
-"""Of the trace, from top to bottom. What is updated while another update runs has a row of its own."""
+"""Rows of the trace, from top to bottom. Of two concurrent updates, the second has its own row."""
 
 
 class _Noted(NamedTuple):
@@ -50,17 +50,17 @@ class _Noted(NamedTuple):
     start: Mark
     end: Mark
     waits_for: str = ""
-    """ "upload", "download" or "eps" where the computation comes after the end."""
+    """ "upload", "download" or "eps" if the computation waits for the end of this span; else empty."""
     since: float = 0.0
-    """When the host began to wait for an update: it runs ahead of the device, so that may be before the start."""
+    """When the host began to wait for an update; since it runs ahead of the device, that may be before the start."""
 
 
 class Timeline:
-    """The timeline of one engine. It is kept for a trace file, and from `watch` to `unwatch`.
+    """The timeline of one engine. It is recorded for a trace file, and from `watch` to `unwatch`.
 
-    At other times it only warns where a sweep of the first step is, if that sweep takes long. The seconds in such a
-    warning are those of the sweep that is under way. They leave out earlier sweeps of the step: while gradients are
-    accumulated, it is not known before the step ends which sweeps belong to it.
+    At other times it only feeds the stall log, during the first step. The seconds in a line of that log are those of
+    the current sweep, without earlier sweeps of the step: with gradient accumulation, the end of the step determines
+    which sweeps belong to it.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Timeline:
         layers: Sequence[nn.Module] = (),
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        """For the `layers` of `model`; spans go to the file `trace` as soon as the device is done with them.
+        """For the `layers` of `model`; spans are written to the file `trace` once the device has finished them.
 
         Raises:
-            ValueError: if that file cannot be written.
+            ValueError: if that file is not writable.
         """
         self.clock = DeviceClock(device, time.perf_counter)
         self.device = device
@@ -81,83 +81,83 @@ class Timeline:
         self._names = _names(model, layers)
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
         self._in_first_step = True
-        self._sweep: tuple[str, Whereabouts] | None = None
-        """The sweep of the first step that is under way, and where it is."""
+        self._sweep: tuple[str, StallLog] | None = None
+        """The current sweep of the first step, and its stall log."""
         self._noted: deque[_Noted] = deque()
-        """In the order of the program; but what `host_works` notes, in the background, is somewhere in between."""
+        """In program order, except spans of `host_works`, which background threads insert at any position."""
         self._host_rows = FreeRows([HOST_UPDATE, SECOND_UPDATE])
         self._step_began: float | None = None
         self._update_began: float | None = None
         self._waits = Waits()
-        """Of the step that has not ended."""
+        """Of the current step."""
         self._sum = Averages(0, 0.0, 0.0, 0.0, 0.0)
         if trace is not None:
             self.watch()
 
-    # ---- who looks
+    # ---- recording
 
     @property
     def is_watched(self) -> bool:
-        """Whether anything is kept."""
-        return watcher_of(self.device) is self
+        """Whether the timeline is recorded."""
+        return observer_of(self.device) is self
 
     def watch(self) -> None:
-        """Keep what `averages` tells, from the next step on: what was kept, or has begun, does not count."""
-        before = watcher_of(self.device)
+        """Record from the next step on what `averages` returns; discard earlier records and the current step."""
+        before = observer_of(self.device)
         if before is not self and isinstance(before, Timeline) and before._trace is not None:
             before.collect()
             warnings.warn(
-                f"the trace {before._trace.path} ends here: from now on, steps of another model on {self.device} are "
-                "looked at, and a device has one who looks",
+                f"the trace {before._trace.path} ends here: a device has one recorded timeline, which is from now on "
+                f"that of another model on {self.device}",
                 stacklevel=3,
             )
         self.collect()
         self._sum, self._waits = Averages(0, 0.0, 0.0, 0.0, 0.0), Waits()
         self._step_began = self._update_began = None
-        watch(self.device, self)
+        observe(self.device, self)
         self.clock.begin()
 
     def unwatch(self) -> None:
-        """Keep no more than a trace asks for."""
+        """Stop recording, unless a trace file is written."""
         self.collect()
         if self._trace is None:
             self.close()
 
     def close(self) -> None:
-        """Write what has not been written, and keep nothing any more."""
+        """Write the remaining spans to the trace file, and stop recording."""
         self.collect()
         self._trace, self._step_began = None, None
         self._end_sweep()
         self._noted.clear()
         self._names.clear()
-        unwatch(self.device, self)
+        stop_observing(self.device, self)
 
     def averages(self) -> Averages | None:
-        """Of the steps that have ended since the last call; None if there were none."""
+        """Averages over the steps that have ended since the last call; None if there were none."""
         self.collect()
         total, self._sum = self._sum, Averages(0, 0.0, 0.0, 0.0, 0.0)
         return Averages(total.steps, *(seconds / total.steps for seconds in total[1:])) if total.steps else None
 
-    # ---- what happens
+    # ---- events of the engine
 
     def start_forward(self) -> None:
-        """A call enters the model. If it is to train and no step has begun, one begins."""
-        watcher = watcher_of(self.device)
-        if isinstance(watcher, Timeline):  # this one, or that of another model on the device
-            watcher.collect()
-            if not watcher._noted:  # nothing counts from the old base any more
-                watcher.clock.begin()
+        """A call enters the model. With gradients enabled it begins a step, unless one has begun."""
+        observer = observer_of(self.device)
+        if isinstance(observer, Timeline):  # this one, or that of another model on the device
+            observer.collect()
+            if not observer._noted:  # no recorded span refers to the old base
+                observer.clock.begin()
         if self.is_watched and self._step_began is None and torch.is_grad_enabled():
             self._step_began = self.clock.now()
             self._noted.append(_Noted(STEPS, "", self._step_began, self._step_began))
 
     def start_update(self) -> None:
-        """The optimizer begins to update all layers, and everything waits for it."""
+        """The optimizer begins to update all layers, and the computation waits for it."""
         self._update_began = self.clock.now()
         self._end_sweep()
         if self._in_first_step:  # called in a hook of `optimizer.step()`, which may fail
-            self._sweep = "update", Whereabouts()
-            self._sweep[1].go("the update of all layers, {seconds} so far", call=sys._getframe(2).f_code)
+            self._sweep = "update", StallLog()
+            self._sweep[1].set_phase("the update of all layers, {seconds} so far", call=sys._getframe(2).f_code)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
@@ -167,7 +167,7 @@ class Timeline:
             if self._update_began is not None:
                 update = self._update_began, self.clock.now()
                 self._noted.append(_Noted(HOST_UPDATE, "all layers", *update))
-                why = "the step ends when all layers are updated"
+                why = wait_reasons.ALL_LAYERS_UPDATED
                 self._noted.append(_Noted(WAITS, why, *update, "eps", self._update_began))
             self._noted.append(_Noted(STEPS, "step", self._step_began, self.clock.now()))
             self.collect()
@@ -175,16 +175,16 @@ class Timeline:
 
     @contextmanager
     def inside(self, sweep: str) -> Iterator[None]:
-        """Inside, this thread is on the "forward" or "backward" sweep: the computation waits for what it waits for.
+        """This thread runs the "forward" or "backward" sweep in the block: its waits delay the computation.
 
-        Between those of one backward, autograd computes what is in no layer, until `end_backward`.
+        Between the blocks of one backward, and until `end_backward`, autograd runs non-layer modules.
         """
         before, HERE.is_in_sweep = HERE.is_in_sweep, True
         trains = sweep == "backward" or torch.is_grad_enabled()
         if trains and self._in_first_step and (self._sweep is None or self._sweep[0] != sweep):
             self._end_sweep()
-            self._sweep = sweep, Whereabouts()
-            self._go("what is in no layer")
+            self._sweep = sweep, StallLog()
+            self._go("non-layer modules")
         try:
             yield
         finally:
@@ -193,37 +193,37 @@ class Timeline:
                 self._end_sweep()
 
     def end_backward(self) -> None:
-        """The backward is over, or has failed."""
+        """The backward has ended or failed."""
         self._end_sweep()
 
     @contextmanager
     def at(self, layer: nn.Module) -> Iterator[None]:
-        """Inside, the sweep is at `layer`, which is waited for, computes, or is learned about."""
-        if self._sweep is None:  # as in every step but the first
+        """The sweep processes `layer` in the block: waits for it, computes it, or tries how to split its inputs."""
+        if self._sweep is None:  # in all steps but the first
             yield
             return
         place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({self._name(layer)})"
         self._go(place)
         yield
-        self._go(f"what is in no layer, after {place}")
+        self._go(f"non-layer modules, after {place}")
 
     def computes(self, sweep: str, layer: nn.Module) -> AbstractContextManager[None]:
-        """Inside, `layer` computes, on the "forward" or "backward" sweep."""
+        """`layer` computes in the block, in the "forward" or "backward" sweep."""
         return self._span(COMPUTE, f"{sweep} {self._name(layer)}") if self.is_watched else nullcontext()
 
     def _go(self, place: str) -> None:
-        if self._sweep is not None:  # in an evaluation, the program is nowhere
-            sweep, whereabouts = self._sweep
-            whereabouts.go(f"{sweep}, {place}, {{seconds}} into this {sweep}")
+        if self._sweep is not None:  # None in an evaluation
+            sweep, stall_log = self._sweep
+            stall_log.set_phase(f"{sweep}, {place}, {{seconds}} into this {sweep}")
 
     def _end_sweep(self) -> None:
         if self._sweep is not None:
-            self._sweep[1].go(None)
+            self._sweep[1].set_phase(None)
             self._sweep = None
 
     @contextmanager
     def host_works(self, name: str) -> Iterator[None]:
-        """Inside, the host updates weights, in whatever thread."""
+        """The host updates weights in the block, in any thread."""
         with self._host_rows.taken() as row:
             start = self.clock.now()
             yield
@@ -232,27 +232,27 @@ class Timeline:
 
     @contextmanager
     def waiting_for_eps(self, why: str) -> Iterator[None]:
-        """Inside, the host waits for an update; on a sweep, it gives the device nothing to compute meanwhile."""
+        """The host waits for an update in the block. In a sweep, the device gets no work meanwhile, and may stall."""
         counts = self.is_watched and HERE.is_in_sweep
         start, since = self.clock.mark() if counts else 0.0, self.clock.now()
         yield
         if counts:
             self._noted.append(_Noted(WAITS, why, start, self.clock.now(), "eps", since))
 
-    # ---- what `stream` tells
+    # ---- reports from `stream`
 
     def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
-        """See `watching.Watcher`."""
+        """See `observer.Observer`."""
         name = of if isinstance(of, str) else self._name(of)
         return self._span(row, name, row.split()[-1] if exposed else "")
 
     def waits(self, point: stream.Point, why: str) -> None:
-        """See `watching.Watcher`."""
+        """See `observer.Observer`."""
         if point.is_timed:
             self._noted.append(_Noted(WAITS, why, self.clock.mark(), point, point.row.split()[-1]))
 
     def host_reached(self, point: stream.Point) -> None:
-        """See `watching.Watcher`."""
+        """See `observer.Observer`."""
         if point.is_timed:
             self.clock.host_reached(point)
 
@@ -266,7 +266,7 @@ class Timeline:
             self._noted.append(_Noted(row, name, start, self.clock.mark(), waits_for))
 
     def collect(self) -> None:
-        """Take in what the device is done with; what it has not come to is left for the next time."""
+        """Process the spans that the device has finished; leave the others for the next call."""
         spans: list[Span] = []
         base_s = self.clock.base_s()
         while self._noted and base_s is not None:
@@ -285,7 +285,7 @@ class Timeline:
             self._trace.write(span for span in spans if span.end_s > span.start_s)
 
     def _count_step(self, name: str, step_s: float) -> None:
-        """Add a step to the sums when it has ended; at its beginning, the span has no name."""
+        """Add a step to the sums at its end; the span at its beginning has no name."""
         if name:
             seconds = (step_s, *self._waits.seconds.values())
             total = (a + b for a, b in zip(self._sum[1:], seconds, strict=True))
@@ -297,7 +297,7 @@ class Timeline:
 
 
 def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:
-    """What the trace calls modules and parameters, which it does not keep alive: those of a layer by the layer."""
+    """Names of modules and parameters in the trace, by weak reference; a layer's parameters have the layer's name."""
     names = WeakIdKeyDictionary()
     if model is not None:
         names.update({p: name for name, p in model.named_parameters()})

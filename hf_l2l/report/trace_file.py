@@ -1,4 +1,4 @@
-"""A file of spans that ui.perfetto.dev and chrome://tracing open: the JSON form of Chrome's trace events."""
+"""Trace files for ui.perfetto.dev and chrome://tracing: spans in the JSON form of Chrome's trace events."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from hf_l2l.config import cannot_be_written
 
 _END = b"\n]}\n"
 _PROCESS = 1
-"""0 stands for an idle processor, as a process and as a thread, and viewers treat it as such."""
+"""Not 0: to viewers, process 0 and thread 0 mean an idle processor."""
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """An interval of time in one row."""
 
     row: str
-    """The line it is drawn in."""
+    """The row it is drawn in."""
     name: str
     start_s: float
     end_s: float
 
 
 class FreeRows:
-    """Rows for what may be under way at once, in several threads: spans of one row must not overlap."""
+    """Assigns rows to concurrent spans of several threads: spans of one row must not overlap."""
 
     def __init__(self, rows: Iterable[str]) -> None:
-        """With as many `rows` as there may be threads."""
+        """`rows` has one row for each possible thread."""
         self._rows = list(rows)
         self._lock = threading.Lock()
 
     @contextmanager
     def taken(self) -> Iterator[str]:
-        """Inside, the row is nobody else's: the first that is free."""
+        """Reserve the first free row for the block."""
         with self._lock:
             row = self._rows.pop(0)
         try:
@@ -49,15 +49,15 @@ class FreeRows:
 
 
 class TraceFile:
-    """One process with a row per lane. What is written stays: the file is complete, and valid, after every `write`."""
+    """A trace of one process with a row per lane. The file is complete and valid after every `write`."""
 
     def __init__(self, path: str | os.PathLike[str], title: str, rows: Sequence[str]) -> None:
-        """Start the file anew; what was there is gone.
+        """Create the file, or overwrite it.
 
         Raises:
-            ValueError: if it cannot be written.
+            ValueError: if the file is not writable.
         """
-        self.path = os.path.abspath(path)  # where the program's folder was when the run began
+        self.path = os.path.abspath(path)  # absolute, since the program may change its working directory
         self._has_ended = False
         self._rows = {row: number for number, row in enumerate(rows, start=1)}
         named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": title}}]
@@ -75,7 +75,7 @@ class TraceFile:
     def write(self, spans: Iterable[Span]) -> None:
         """Add spans, in any order; those of one row must not overlap in part.
 
-        A file that cannot be written any more ends, with a warning: that is no reason for a run to end, too.
+        If the file can no longer be written, the trace ends with a warning, and the run continues.
         """
         events = [
             {
@@ -91,10 +91,12 @@ class TraceFile:
         if not events or self._has_ended:
             return
         try:
-            # Opened for this only: a run that lasts for days may be stopped at any time.
+            # Opened for each write: a long run may be killed at any time.
             with open(self.path, "r+b") as file:
                 file.seek(-len(_END), os.SEEK_END)
                 file.write("".join(",\n" + json.dumps(event) for event in events).encode() + _END)
         except OSError as error:
             self._has_ended = True
-            warnings.warn(f"the trace {self.path} ends here, it cannot be written any more: {error}", stacklevel=2)
+            warnings.warn(
+                f"the trace {self.path} ends here, since the file can no longer be written: {error}", stacklevel=2
+            )

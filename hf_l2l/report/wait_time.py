@@ -1,4 +1,4 @@
-"""Adds up what the computation waits for, and says which of it is the most."""
+"""Accumulates stall time of the computation by cause, and names the bottleneck."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import NamedTuple
 from hf_l2l.report.trace_file import Span
 
 COMPUTE_BOUND_BELOW = 0.05
-"""A step is bound by computation if it waits for less than this share of its time."""
+"""A step is compute-bound if it stalls for less than this share of its time."""
 
 
 class Averages(NamedTuple):
-    """Of one optimizer step, in seconds."""
+    """Averages per optimizer step, in seconds."""
 
     steps: int
-    """How many were averaged."""
+    """Number of steps averaged."""
     step_s: float
-    """From the beginning of the first forward with gradients since the last step to the end of `optimizer.step()`:
-    with all that is between them, also batches that are thrown away."""
+    """From the start of the first forward with gradients since the last step to the end of `optimizer.step()`,
+    including all time in between, such as that of batches without a step."""
     upload_s: float
-    """That the computation waited for weights or layer inputs to arrive."""
+    """Stall time for uploads of weights or layer inputs."""
     download_s: float
-    """That it waited for gradients or layer inputs to leave."""
+    """Stall time for downloads of gradients or layer inputs."""
     eps_s: float
-    """That it waited for the host to update weights, or for uploads that began late because of updates."""
+    """Stall time for updates on the host, or for uploads that began late because of updates."""
 
     @property
     def bound(self) -> str:
-        """What to improve first: "compute" if waits are less than 5 % of the step, else "link" or "host update"."""
+        """The bottleneck: "compute" if stalls are less than 5 % of the step, else "link" or "host update"."""
         link_s = self.upload_s + self.download_s
         if link_s + self.eps_s < COMPUTE_BOUND_BELOW * self.step_s:
             return "compute"
@@ -36,21 +36,21 @@ class Averages(NamedTuple):
 
 
 class Waits:
-    """Takes one span after the other, in the order of the program."""
+    """Accumulates the stall time of a step; spans are passed to `count` in program order."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("upload", "download", "eps"), 0.0)
         self._until = -math.inf
-        """Waits that are counted end here."""
-        self._held_up = -math.inf, -math.inf, 0.0
-        """When the host last waited for an update, from and to, and what was counted of that."""
+        """End of the last stall that was counted."""
+        self._update_wait = -math.inf, -math.inf, 0.0
+        """The host's last wait for an update: start, end, and the part that was counted."""
         self._uploaded = -math.inf
-        """When the lane of uploads had nothing more to do."""
+        """End of the last upload."""
         self._late_s = 0.0
-        """By which an update made the upload that will be waited for begin late, where that is not counted yet."""
+        """Delay of the next awaited upload by an update, as far as it is not counted yet."""
 
     def count(self, span: Span, waits_for: str, since: float) -> Span:
-        """Return what to draw: a wait goes on where another one that began with it has ended."""
+        """Count `span`, and return it as drawn: the part of a stall that overlaps an earlier one is cut off."""
         if waits_for:
             span = span._replace(start_s=min(span.end_s, max(span.start_s, self._until)))
             self._until = max(self._until, span.end_s)
@@ -62,9 +62,9 @@ class Waits:
         elif waits_for in self.seconds:
             self.seconds[waits_for] += seconds
         if waits_for == "eps":
-            self._held_up = since, span.end_s, seconds
-        elif span.row == "upload" and not waits_for:  # while something may compute
-            begin, end, counted_s = self._held_up
+            self._update_wait = since, span.end_s, seconds
+        elif span.row == "upload" and not waits_for:  # overlapped with computation
+            begin, end, counted_s = self._update_wait
             self._late_s = max(0.0, min(end, span.start_s) - max(begin, self._uploaded) - counted_s)
             self._uploaded = span.end_s
         return span

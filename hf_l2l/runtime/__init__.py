@@ -1,6 +1,6 @@
-"""Devices, streams and waits, page-locked memory, worker threads, autocast state, callbacks at the end of a backward.
+"""Devices, streams and waits, page-locked memory, worker threads, autocast and generator state, backward callbacks.
 
-Nothing here knows of layers, optimizers or transformers.
+Modules here do not know layers, optimizers or transformers.
 """
 
 from __future__ import annotations

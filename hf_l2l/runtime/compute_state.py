@@ -1,4 +1,4 @@
-"""Autocast settings, carried from the thread of a forward to the one that recomputes it."""
+"""State that a layer computes under, restored for its recompute: autocast settings and random generators."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_l2l.runtime.stream import HOST
+from hf_l2l.runtime.stream import HOST, device_module
 
 
 @dataclass(frozen=True)
 class AutocastState:
-    """The autocast settings of the thread that ran the forward, to be entered again by the one that recomputes.
+    """The autocast settings of the thread that ran the forward, re-entered by the thread that recomputes.
 
     Autograd runs the backward of a custom function outside the model's autocast region, and on accelerators in a
     thread of its own.
@@ -29,15 +29,17 @@ class AutocastState:
 
     @property
     def enabled_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that autocast computes in, empty where it is off."""
+        """The dtypes that autocast computes in; empty if it is off."""
         return tuple(dtype for _, enabled, dtype in self.settings if enabled)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run under these settings, with the cache of cast weights off.
+        """Run the block under these settings, with the cache of cast weights off.
 
         The cache would keep every layer's cast weights on the device until the outermost region ends.
         """
+        # Not `torch.autocast`: the end of a thread's outermost region clears the cache of cast weights of all threads.
+        # The forward of another thread would then cast a weight twice, and sum its two gradients in another dtype.
         before = AutocastState(
             tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.settings)
         )
@@ -54,3 +56,52 @@ class AutocastState:
         for device_type, enabled, dtype in self.settings:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
+
+
+@dataclass(frozen=True)
+class RngState:
+    """State of the random generators that a layer can draw from: the host's, and the device's if it has its own."""
+
+    host: torch.Tensor
+    device: torch.Tensor | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RngState):
+            return NotImplemented
+        if not torch.equal(self.host, other.host):
+            return False
+        if self.device is None or other.device is None:
+            return self.device is other.device
+        return torch.equal(self.device, other.device)
+
+
+def get_rng_state(device: torch.device) -> RngState:
+    """The current state of the generators (two small host tensors)."""
+    module = device_module(device)
+    if module is None:
+        return RngState(torch.get_rng_state(), None)
+    return RngState(torch.get_rng_state(), module.get_rng_state(*_index(device)))
+
+
+def set_rng_state(state: RngState, device: torch.device) -> None:
+    """Set the state of the generators."""
+    torch.set_rng_state(state.host)
+    module = device_module(device)
+    if module is not None and state.device is not None:
+        module.set_rng_state(state.device, *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # torch.mps has one device, and functions that take none.
+    return () if device.type == "mps" else (device,)
+
+
+@contextmanager
+def rng_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the state of the generators after the block."""
+    # Not `torch.random.fork_rng`, which passes a device to the functions of every device module, torch.mps included.
+    state = get_rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)

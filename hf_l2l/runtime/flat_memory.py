@@ -1,8 +1,7 @@
-"""One piece of memory for several tensors: where they lie in it, and host memory in whole pages that a device may
-register.
+"""One block of memory for several tensors: their layout in it, and page-locked (pinned) host memory in whole pages.
 
-The allocator of pinned memory that torch has rounds sizes up to powers of two; here each piece is as large as what it
-holds, up to a page. Every tensor made here has a storage of its own, so that saving one does not copy its neighbours.
+torch's allocator of pinned memory rounds sizes up to powers of two; a block here is rounded up to whole pages. Every
+tensor made here has its own storage, so that saving one does not copy its neighbours.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from hf_l2l.runtime.compat import without_interception
 
 
 class Pages(mmap.mmap):
-    """Whole pages of memory that nothing else lies in; registered as long as it is `locked`.
+    """Whole pages of host memory for one use; page-locked while `locked` is set.
 
-    Shared with forked processes, not copied for them: after a copy on write the device would go on reading the old
-    page, and a data loader's workers are forked while masters are registered.
+    Shared with forked processes, not copied on write: after a copy the device would still read the old page, and the
+    workers of data loaders are forked while masters are page-locked.
     """
 
     def __new__(cls, num_bytes: int) -> Pages:
@@ -35,28 +34,28 @@ class Pages(mmap.mmap):
         self._process = os.getpid()
 
     def lock(self, device: torch.device) -> bool:
-        """Register the pages with the device; False where that is refused."""
-        assert self.locked is None, "pages are registered once"
+        """Page-lock the memory for `device`; False if that is impossible or refused."""
+        assert self.locked is None, "pages are locked once"
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         if stream.can_page_lock(device) and stream.page_lock(address, len(self), device):
             self.locked = address, device
         return self.locked is not None
 
     def unlock(self) -> None:
-        """Make them ordinary memory again."""
+        """Make the memory pageable again."""
         if self.locked is not None:
             stream.page_unlock(*self.locked)
             self.locked = None
 
     def __del__(self) -> None:
-        # The device must not keep addresses that will be somebody else's. At the end of the process it forgets all,
-        # and a forked one has no device.
+        # The device must not keep addresses that the system will reuse. The end of the process frees them anyway; a
+        # forked process has no device.
         if not sys.is_finalizing() and os.getpid() == self._process:
             self.unlock()
 
 
 class Room:
-    """Host memory for one tensor at a time."""
+    """Host memory that holds one tensor at a time."""
 
     def __init__(self, pages: Pages, start: int, stop: int) -> None:
         self._view = memoryview(pages)[start:stop]
@@ -70,7 +69,7 @@ class Room:
         return self._storage is None or self._storage.expired()
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor over this memory with the dtype, shape and strides of `tensor`, and any values."""
+        """An uninitialised host tensor over this memory with the dtype, shape and strides of `tensor`."""
         with torch.inference_mode(False):
             if tensor.numel() == 0:
                 return torch.empty_like(tensor, device=stream.HOST)
@@ -85,7 +84,7 @@ def rooms_in(pages: Pages, layout: Layout) -> list[Room]:
     return [Room(pages, each.start, each.stop) for each in layout.pieces]
 
 
-_ALIGNMENT = 256  # bytes, of a tensor's own memory on every device: kernels round by how memory is aligned
+_ALIGNMENT = 256  # bytes, as of a separate allocation on any device: how kernels round may depend on alignment
 
 
 class _Piece(NamedTuple):
@@ -132,12 +131,12 @@ def shaped_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without a gap, in whatever order."""
+    """Whether the elements fill their memory without gaps, in any order."""
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of memory, one dimension, a view."""
+    """A one-dimensional view of the elements of a dense tensor, in memory order."""
     assert is_dense(tensor), "a tensor with gaps has no such view"
     return tensor.as_strided((tensor.numel(),), (1,))
 

@@ -1,4 +1,4 @@
-"""Who is told what a device does beside computing, and what is waited for. Nobody, until somebody asks to be."""
+"""Registry of one observer per device, which is told of copies and waits; empty by default."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 
 
-class Watcher(Protocol):
-    """What `stream` tells of one device; points are its `Point`s, with times that can be read later."""
+class Observer(Protocol):
+    """Receives what `stream` reports of one device; points are `stream.Point`s, whose times can be read later."""
 
     def waits(self, point: Any, why: str) -> None:
         """The compute stream, or the host, is about to wait for `point`."""
@@ -21,38 +21,39 @@ class Watcher(Protocol):
         """The host has waited for `point`."""
 
     def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
-        """Inside, the current stream is given work that belongs in `row`; if `exposed`, what computes comes after."""
+        """The current stream is given work inside the block that is shown in `row`; if `exposed`, the computation
+        waits for that work."""
 
 
-_watchers: WeakValueDictionary[torch.device, Watcher] = WeakValueDictionary()
+_observers: WeakValueDictionary[torch.device, Observer] = WeakValueDictionary()
 
 
-def watcher_of(device: torch.device) -> Watcher | None:
-    """Who is told of `device`."""
-    return _watchers.get(device)
+def observer_of(device: torch.device) -> Observer | None:
+    """The observer of `device`, if it has one."""
+    return _observers.get(device)
 
 
-def watch(device: torch.device, watcher: Watcher) -> None:
-    """Tell `watcher` of `device` from now on, as long as it lives, and nobody else."""
-    _watchers[device] = watcher
+def observe(device: torch.device, observer: Observer) -> None:
+    """Make `observer` the only observer of `device`, for as long as it lives."""
+    _observers[device] = observer
 
 
-def unwatch(device: torch.device, watcher: Watcher) -> None:
-    """Tell `watcher` no more."""
-    if _watchers.get(device) is watcher:
-        del _watchers[device]
+def stop_observing(device: torch.device, observer: Observer) -> None:
+    """Remove `observer`, if it is the one of `device`."""
+    if _observers.get(device) is observer:
+        del _observers[device]
 
 
 class _Here(threading.local):
-    """Where this thread gives the device its work."""
+    """State of this thread: which work it submits to the device."""
 
     row = "compute"
-    """Of what kind the work is: "compute", or what `stream.Lane.entered` was told."""
+    """Kind of the work: "compute", or what `stream.Lane.entered` was given."""
     on_compute_stream = True
     is_in_sweep = False
-    """Whether this thread is inside a forward or backward of an engine."""
+    """True inside a forward or backward of an engine."""
     is_aside = False
-    """Whether what is waited for holds up something else than the computation."""
+    """True where a wait does not delay the computation; see `aside`."""
 
 
 HERE = _Here()
@@ -60,7 +61,7 @@ HERE = _Here()
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What this thread waits for inside holds up something else than the computation."""
+    """Mark waits of this thread inside the block as not delaying the computation."""
     before, HERE.is_aside = HERE.is_aside, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Says where a program is that has been silent for long."""
+"""Stall log: a background thread names the current phase of a program every 10 s that it stays silent."""
 
 from __future__ import annotations
 
@@ -13,54 +13,55 @@ from types import CodeType
 from weakref import WeakSet
 
 INTERVAL_S = 10.0
-"""Of silence, until a line is logged."""
+"""Seconds without a line until one is logged."""
 
 logger = logging.getLogger("hf_l2l")
 
 
-class Whereabouts:
-    """Logs one line every `INTERVAL_S` seconds that the program is in places that take long.
+class StallLog:
+    """Logs one line for every `INTERVAL_S` seconds that the program spends in long phases.
 
-    Another thread looks at the clock, one for the whole process; it ends when there was nothing to look at for long.
+    One background thread per process checks all stall logs. It ends after having had nothing to check for a while.
     """
 
     def __init__(self) -> None:
-        self.place: str | None = None
-        self._before_s, self._since, self._said_s = 0.0, 0.0, 0.0
+        self.phase: str | None = None
+        self._before_s, self._since, self._logged_s = 0.0, 0.0, 0.0
         self._call: tuple[int, CodeType] | None = None
 
-    def go(self, place: str | None, call: CodeType | None = None) -> None:
-        """The program is at `place` now, in which "{seconds}" stands for the time in all places; or it is away.
+    def set_phase(self, phase: str | None, call: CodeType | None = None) -> None:
+        """Set the current phase, None for none. "{seconds}" in it stands for the total time spent in all phases.
 
-        With `call`, it is there no longer than this thread's call of that function: an exception may have left it.
+        With `call`, the phase ends at the latest with this thread's call of that function, which an exception may
+        leave.
         """
         now = time.monotonic()
-        self._before_s, self._since, self.place = self._seconds(now), now, place
+        self._before_s, self._since, self.phase = self._seconds(now), now, phase
         self._call = None if call is None else (threading.get_ident(), call)
-        _Lookout.set(self, looks=place is not None)
+        _StallThread.register(self, active=phase is not None)
 
     @contextmanager
-    def inside(self, place: str) -> Iterator[None]:
-        """`go` there for the block, and back to where it was."""
-        before = self.place
-        self.go(place)
+    def inside(self, phase: str) -> Iterator[None]:
+        """Set the phase for the block, and restore the previous one after it."""
+        before = self.phase
+        self.set_phase(phase)
         try:
             yield
         finally:
-            self.go(before)
+            self.set_phase(before)
 
-    def say(self) -> None:
-        """Log a line if one is due."""
+    def log_if_due(self) -> None:
+        """Log a line if `INTERVAL_S` seconds have passed since the last one."""
         if self._call is not None and not _is_in(*self._call):
-            self.go(None)
-        place, seconds = self.place, self._seconds(time.monotonic())
-        if place is not None and seconds - self._said_s >= INTERVAL_S:
-            self._said_s = seconds
-            # A warning, since those are seen where logging has not been set up.
-            logger.warning("%s", place.replace("{seconds}", f"{seconds:.0f} s"))
+            self.set_phase(None)
+        phase, seconds = self.phase, self._seconds(time.monotonic())
+        if phase is not None and seconds - self._logged_s >= INTERVAL_S:
+            self._logged_s = seconds
+            # A warning, since warnings are shown where logging has not been configured.
+            logger.warning("%s", phase.replace("{seconds}", f"{seconds:.0f} s"))
 
     def _seconds(self, now: float) -> float:
-        return self._before_s + (now - self._since if self.place is not None else 0.0)
+        return self._before_s + (now - self._since if self.phase is not None else 0.0)
 
 
 def _is_in(thread: int, call: CodeType) -> bool:
@@ -70,40 +71,42 @@ def _is_in(thread: int, call: CodeType) -> bool:
     return frame is not None
 
 
-class _Lookout:
-    """The thread, and what it looks at, as long as that lives."""
+class _StallThread:
+    """The background thread, and the stall logs that it checks, which it does not keep alive."""
 
+    NAME = "hf_l2l stall log"
     lock = threading.Lock()
-    at: WeakSet[Whereabouts] = WeakSet()
+    active: WeakSet[StallLog] = WeakSet()
     thread: threading.Thread | None = None
 
     @classmethod
-    def set(cls, whereabouts: Whereabouts, *, looks: bool) -> None:
+    def register(cls, log: StallLog, *, active: bool) -> None:
+        """Check `log` from now on, or no longer; start the thread if none runs."""
         with cls.lock:
-            (cls.at.add if looks else cls.at.discard)(whereabouts)
-            if looks and (cls.thread is None or not cls.thread.is_alive()):
-                cls.thread = threading.Thread(target=cls.look, name="hf_l2l whereabouts", daemon=True)
+            (cls.active.add if active else cls.active.discard)(log)
+            if active and (cls.thread is None or not cls.thread.is_alive()):
+                cls.thread = threading.Thread(target=cls.run, name=cls.NAME, daemon=True)
                 cls.thread.start()
 
     @classmethod
-    def renew(cls) -> None:
-        """Begin anew, in a forked process: the thread is not there, and may have held the lock."""
-        cls.lock, cls.at, cls.thread = threading.Lock(), WeakSet(), None
+    def reset(cls) -> None:
+        """Start over in a forked process: the thread does not exist there, and may have held the lock."""
+        cls.lock, cls.active, cls.thread = threading.Lock(), WeakSet(), None
 
     @classmethod
-    def look(cls) -> None:
+    def run(cls) -> None:
         idle = 0
         while True:
             time.sleep(INTERVAL_S / 10)
             with cls.lock:
-                at = list(cls.at)
-                idle = 0 if at else idle + 1
+                active = list(cls.active)
+                idle = 0 if active else idle + 1
                 if idle > 10:
                     cls.thread = None
                     return
-            while at:  # and none is kept while this sleeps
-                at.pop().say()
+            while active:  # emptied, so that no log is kept alive during the sleep
+                active.pop().log_if_due()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Lookout.renew)
+    os.register_at_fork(after_in_child=_StallThread.reset)

@@ -1,4 +1,4 @@
-"""Tensors and the containers they come in: bytes, shapes, rows, leaves."""
+"""Helpers for tensors and nested containers of tensors: bytes, shapes, rows, pytree leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_l2l.runtime.compat import without_interception
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes as text, such as "1.5 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -42,15 +42,15 @@ def _is_cache_class(kind: Any) -> bool:
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of nested containers, and their structure. A key-value cache is one leaf: it is changed in place."""
+    """The leaves of nested containers, and their structure. A key-value cache is one leaf: it changes in place."""
     return pytree.tree_flatten(value, is_leaf=is_cache)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value`, what a model is called with or returns, with `fn` of every tensor in its place.
+    """Apply `fn` to every tensor in `value`, the arguments or the output of a model.
 
-    Key-value caches are left alone. Mappings that pytree does not know, such as transformers' `BatchEncoding`, are
-    copied where something in them changes, and keep their type unless it cannot be made of a dict.
+    Key-value caches are not changed. A mapping that pytree does not know, such as transformers' `BatchEncoding`, is
+    copied if something in it changes, and keeps its type if the type can be built from a dict.
     """
 
     def of_leaf(leaf: Any) -> Any:
@@ -71,7 +71,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """The leaves of nested containers, those of every kind of mapping included; a key-value cache is one leaf."""
+    """The leaves of nested containers, including mappings of any kind; a key-value cache is one leaf."""
     for leaf in pytree.tree_leaves(value, is_leaf=is_cache):
         if isinstance(leaf, Mapping):
             yield from leaves_of(dict(leaf.items()))
@@ -80,14 +80,14 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def _remade(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of `mapping`, if it can be, with other values."""
+    """A mapping with `items`, of the type of `mapping` if possible."""
     try:
-        if not isinstance(mapping, dict | UserDict):  # a shallow copy of others may share what holds the values
+        if not isinstance(mapping, dict | UserDict):  # shallow copies of other types may share their storage
             return type(mapping)(items)  # type: ignore[call-arg]
         made = copy.copy(mapping)
         made.update(items)
         return made
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # and what is below them
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # and their subclasses
         return items
 
 
@@ -95,12 +95,12 @@ _SPLITTABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device,
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether an argument of a layer is an object in which there may be tensors that are not flattened."""
+    """Whether an argument of a layer is an object that may hide tensors from `flatten`."""
     return not isinstance(leaf, (torch.Tensor, *_SPLITTABLE)) and not callable(leaf)
 
 
-OBJECTS_LOOKED_AT = 4096
-"""How many objects `tensors_within` looks at, since a layer's arguments are looked through at each call."""
+OBJECTS_INSPECTED = 4096
+"""The most objects that `tensors_within` inspects: it runs at each call of a layer."""
 
 _WITHOUT_TENSORS = (
     *_SPLITTABLE,
@@ -111,33 +111,33 @@ _WITHOUT_TENSORS = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
-"""Types whose objects hold no tensors that a layer is given: words and numbers, code, and modules with weights."""
+"""Types whose objects hold no input tensors of a layer: text, numbers, code, and modules (which hold weights)."""
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an object holds, in containers and attributes: those of the `OBJECTS_LOOKED_AT` objects that
-    are reached in the fewest steps. The order of tensors does not depend on what else the object holds."""
+    """The tensors that an object holds in containers and attributes: breadth first, in up to `OBJECTS_INSPECTED`
+    objects. The order of tensors does not depend on the other contents of the object."""
     waiting, seen, taken = deque([value]), dict[int, Any](), 1
     while waiting:
         each = waiting.popleft()
         if isinstance(each, torch.Tensor):
             yield each
         elif not isinstance(each, _WITHOUT_TENSORS) and id(each) not in seen:
-            seen[id(each)] = each  # which keeps it alive, so that its id stays its own
-            inner = list(islice(_inside(each), OBJECTS_LOOKED_AT - taken))
+            seen[id(each)] = each  # keeps it alive, so that its id is not reused
+            inner = list(islice(_inside(each), OBJECTS_INSPECTED - taken))
             taken += len(inner)
             waiting.extend(inner)
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What the attributes of an object are, those in slots included, and what it contains."""
+    """The values of an object's attributes, including those in `__slots__`, and its items."""
     yield from getattr(value, "__dict__", {}).values()
     for base in type(value).__mro__:
         for slot in vars(base).values():
             if isinstance(slot, types.MemberDescriptorType) and slot.__name__ != "__dict__":
                 try:
                     held = slot.__get__(value)
-                except AttributeError:  # it has no value yet
+                except AttributeError:  # the slot is empty
                     continue
                 yield held
     if isinstance(value, Mapping):

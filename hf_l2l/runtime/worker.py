@@ -1,7 +1,7 @@
-"""Background threads for the host's work, whose exceptions reach whoever waits for it.
+"""Background threads for work of the host, whose exceptions are raised in the thread that waits for the work.
 
-They compute as their submitter would: under the same grad mode, autocast and treatment of denormal numbers (which
-threads do not share). They leave a core to the thread that drives the device. After a failure they do nothing more.
+They compute like the submitting thread: with its grad mode, autocast settings and treatment of denormal numbers, which
+are all per thread. They leave one core to the thread that drives the device. After a failure they run no more tasks.
 """
 
 from __future__ import annotations
@@ -21,110 +21,110 @@ from typing import NamedTuple
 import torch
 
 from hf_l2l.runtime.compute_state import AutocastState
-from hf_l2l.runtime.stall_log import Whereabouts
+from hf_l2l.runtime.stall_log import StallLog
 from hf_l2l.runtime.stream import HOST
 
-_POLL_S = 0.5  # how often a wait looks whether the thread that it waits for still lives
+_POLL_S = 0.5  # interval at which a wait checks that the worker's threads are alive
 _CLOSES_WITHIN_S = 5.0
 _AT_ONCE = 2
-"""Tasks under way at once: while Python prepares one, memory is busy with the other, and threads that do not wait for
-each other at every tensor get more of it. With more of them the first task, which is needed first, would be late."""
+"""Concurrent tasks: while Python prepares one, the other uses the memory bandwidth, and threads that need not
+synchronise at every tensor use more of it. With more tasks, the first one, which is needed first, would end later."""
 
 
 class EngineFailedError(RuntimeError):
-    """The engine cannot go on: an update of the weights failed half-way, and was reported then."""
+    """The engine cannot continue: an update of the weights failed half-way. The failure itself was raised before."""
 
 
 class Task:
-    """A piece of work that a `Worker` does."""
+    """A piece of work for a `Worker`."""
 
     def __init__(self, what: str) -> None:
-        """With `what` in words: it ends sentences of errors."""
+        """`what` names the work in errors and logs, as in "the update of blocks.3"."""
         self.what = what
         self._over = threading.Event()
         self._worker: Worker | None = None
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the task has ended, with or without success."""
         return self._over.is_set()
 
     def wait(self, why: str) -> None:
-        """Wait until it is over, for the reason `why`.
+        """Wait until the task has ended; `why` is one of the `wait_reasons`.
 
         Raises:
-            Exception: what it raised, if nobody has been told of that yet.
-            EngineFailedError: if it failed, or did not run because another one had.
+            Exception: the exception of a task, if it has not been raised before.
+            EngineFailedError: if the task failed, or did not run because another one had failed.
         """
-        assert why and self._worker is not None, "a task is waited for with a reason, and after its submission"
+        assert why and self._worker is not None, "a wait has a reason, and follows the submission"
         if self._worker.is_current and not self.done:
             raise RuntimeError(
                 f"an update in the background needs weights that {self.what} has not finished; an optimizer or a hook "
                 "of its step that reads other parameters than its own needs eps_update='serial'"
             )
-        # In short turns: a signal is handled in between, and a thread that is gone does not keep us for ever.
+        # In short intervals: signals are handled in between, and a dead thread does not block this one for ever.
         where = f"waiting for {self.what}, {{seconds}} so far"
-        with nullcontext() if self.done else Whereabouts().inside(where):
+        with nullcontext() if self.done else StallLog().inside(where):
             while not self._over.wait(_POLL_S):
                 if not self._worker.lives:
                     raise EngineFailedError(
-                        f"{self.what} will never end: its thread is gone, or belongs to the process that this one was "
+                        f"{self.what} will never end: its thread is dead, or belongs to the process that this one was "
                         "forked from; use the model in the process that trains it"
                     )
         self.check()
 
     def check(self) -> None:
-        """Raise what has gone wrong in it or in another task of its worker; see `Worker.check`."""
-        assert self._worker is not None, "a task belongs to who does it"
+        """Raise the failure of this or another task of the worker; see `Worker.check`."""
+        assert self._worker is not None, "a task has been submitted"
         self._worker.check()
 
 
 class Modes(NamedTuple):
-    """How a thread computes."""
+    """Settings under which a thread computes."""
 
     grad_enabled: bool
     autocast: AutocastState
     flushes: bool
-    """Whether it takes numbers that are too small to be normal for zero."""
+    """Whether it flushes denormal numbers to zero."""
 
     @classmethod
     def current(cls) -> Modes:
-        """Those of this thread."""
+        """The settings of this thread."""
         return cls(torch.is_grad_enabled(), AutocastState.current(HOST), _flushes_denormals())
 
 
 class _State:
-    """How a worker's tasks went. No idle thread refers to it, or to the worker."""
+    """The outcome of a worker's tasks. Idle threads refer neither to it nor to the worker."""
 
     def __init__(self) -> None:
         self.failure: str | None = None
-        """What has failed, in words."""
-        self._untold: BaseException | None = None
-        """The failure itself, until somebody is told: its traceback refers to graphs, which refer to the model."""
+        """The first failure, as text."""
+        self._unraised: BaseException | None = None
+        """The failure itself, until it is raised once: its traceback refers to graphs, which refer to the model."""
         self._lock = threading.Lock()
 
     def fail(self, failure: BaseException) -> None:
         """Keep the first failure."""
-        words = traceback.format_exception_only(failure)[0].strip()  # also of one that cannot be made a string
+        text = traceback.format_exception_only(failure)[0].strip()  # works even if `str(failure)` raises
         with self._lock:
             if self.failure is None:
-                self.failure, self._untold = words, failure
+                self.failure, self._unraised = text, failure
 
-    def take_untold(self) -> BaseException | None:
-        """The failure, if nobody has been told of it; it is kept no longer."""
+    def take_unraised(self) -> BaseException | None:
+        """Return and drop the failure, if it has not been raised yet."""
         with self._lock:
-            untold, self._untold = self._untold, None
-            return untold
+            unraised, self._unraised = self._unraised, None
+            return unraised
 
 
 class Worker:
     """A few threads, started by the first task and ended by `close` or with the last reference to the worker.
 
-    Tasks begin in the order in which they were submitted, and may end in another: at most two are under way.
+    Tasks begin in the order of submission; at most two run at once, and may end in either order.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """With `num_threads` in all, those inside operations of torch included (None: `default_num_threads`)."""
+        """`num_threads` is the total, including threads inside torch operations (None: `default_num_threads`)."""
         self.num_threads = num_threads or default_num_threads()
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._state = _State()
@@ -136,13 +136,13 @@ class Worker:
 
     @property
     def lives(self) -> bool:
-        """Whether there are threads in this process that work."""
+        """Whether the worker's threads are alive, in this process."""
         alive = [thread.is_alive() for thread in self._threads]
         return os.getpid() == self._process and bool(alive) and all(alive)
 
     @property
     def is_current(self) -> bool:
-        """Whether this is called by one of the worker's own threads."""
+        """Whether the calling thread is one of the worker's own."""
         return threading.current_thread() in self._threads
 
     @property
@@ -151,10 +151,10 @@ class Worker:
         return self._state.failure is not None
 
     def submit(self, task: Task, run: Callable[[], None], modes: Modes | None = None) -> None:
-        """Let a thread call `run` under `modes` (None: those of now) when it is done with what it was given before.
+        """Let a thread call `run` under `modes` (None: the current ones) after the tasks submitted before.
 
         Raises:
-            Exception: what an earlier task raised, if nobody has been told of that yet.
+            Exception: the exception of an earlier task, if it has not been raised before.
             EngineFailedError: if an earlier task has failed.
         """
         self.check()
@@ -165,33 +165,33 @@ class Worker:
         self._tasks.put(_Job(task, run, modes, self._state, self._closing))
 
     def check(self) -> None:
-        """Tell of a failure, once as it was and then as what it means.
+        """Raise a failure: the first time as it was, later as what it means.
 
         Raises:
-            Exception: what a task raised.
-            EngineFailedError: if that has been told of before.
+            Exception: the exception of a task.
+            EngineFailedError: if that exception has been raised before.
         """
         if not self.has_failed:
             return
-        untold = self._state.take_untold()
+        unraised = self._state.take_unraised()
         try:
-            if untold is not None:
-                raise untold
+            if unraised is not None:
+                raise unraised
         finally:
-            del untold  # whose traceback refers to this frame, too
+            del unraised  # its traceback refers to this frame
         raise EngineFailedError(
             f"the weights are between two steps and the engine has stopped: {self._state.failure}. Load the last "
             "checkpoint into a new model"
         )
 
     def fail(self, failure: BaseException) -> None:
-        """Do nothing more; `failure` has been told of."""
+        """Run no more tasks; the caller raises `failure`."""
         self._state.fail(failure)
-        self._state.take_untold()
+        self._state.take_unraised()
 
     @contextmanager
     def failing_with_errors(self) -> Iterator[None]:
-        """Do nothing more if an exception leaves the block, even one like KeyboardInterrupt."""
+        """Run no more tasks if any exception leaves the block, KeyboardInterrupt included."""
         with ExitStack() as failure:
             failure.push(lambda kind, error, traceback: None if error is None else self.fail(error))
             yield
@@ -203,8 +203,8 @@ class Worker:
         self._threads = []
 
     def _start(self, flushes: bool) -> None:
-        """Start threads, in the place of those that do not treat denormals as they are treated now."""
-        if self._end is not None:  # those there are do first what they were given
+        """Start threads that treat denormals as `flushes` says, and end those that do not."""
+        if self._end is not None:  # after the tasks they were given
             self._end.detach()
             _end_after_work(self._tasks, self._threads)
         before = torch.get_num_threads()
@@ -220,14 +220,14 @@ class Worker:
             )
             for number in range(count)
         ]
-        # Also at the end of the process, before what a thread needs is taken down around it; and already now, in case
-        # that one cannot be started. What threads are given must not lead to the worker, or to a failure.
+        # The finalizer also runs at the end of the process, before the interpreter is torn down. It is set before the
+        # start, since a thread may fail to start. Arguments of threads must not refer to the worker, or to a failure.
         self._end = weakref.finalize(self, _end, tasks, self._closing, self._threads)
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
             ready.acquire()
-        # Each thread has a number of its own, but those born later take the one that was set last.
+        # The number is per thread, but new threads inherit the one that was set last.
         torch.set_num_threads(before)
 
 
@@ -241,7 +241,7 @@ class _Job:
 
 
 class _Reporting:
-    """Marks a task as over, and keeps what it raised, with its name."""
+    """Marks a task as ended, and records its exception, with its name."""
 
     def __init__(self, task: Task, state: _State) -> None:
         self.task, self.state = task, state
@@ -260,7 +260,7 @@ class _Reporting:
 
 
 def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool, ready: threading.Semaphore) -> None:
-    torch.get_num_threads()  # first: a thread takes the number of the process when it asks for the first time
+    torch.get_num_threads()  # first: the first call in a thread sets the number of the process
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
     ready.release()
@@ -269,7 +269,7 @@ def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool
             if job.state.failure is None and not job.closing.is_set():
                 with torch.set_grad_enabled(job.modes.grad_enabled), job.modes.autocast.entered():
                     job.run()
-        del job  # with all that it refers to, before the wait for the next one
+        del job  # frees all that it refers to before the wait for the next one
 
 
 def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, threads: list[threading.Thread]) -> None:
@@ -284,16 +284,16 @@ def _end_after_work(
     for _ in threads:
         tasks.put(None)
     for thread in threads:
-        if thread.is_alive() and thread is not threading.current_thread():  # it may not have been started
+        if thread.is_alive() and thread is not threading.current_thread():  # alive: it may not have been started
             thread.join(max(0.0, until - time.monotonic()))
 
 
 def default_num_threads() -> int:
-    """Threads for the host's work: those that torch uses, but one core is the driver's."""
+    """Threads for work of the host: as many as torch uses, but one core less than there are."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), cores - 1))
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread takes numbers that are too small to be normal for zero; torch can set that, not tell."""
-    return sys.float_info.min / 2 == 0.0  # Python's numbers are computed under the same mode
+    """Whether this thread flushes denormal numbers to zero; torch can set that, but not tell."""
+    return sys.float_info.min / 2 == 0.0  # the mode of the CPU holds for Python's floats, too

@@ -1,4 +1,4 @@
-"""Exceptions of a backward on "sim" reach who called it, as they do on other devices.
+"""Raises exceptions of a backward on "sim" in the thread that called it, as on other devices.
 
 While a C++ exception leaves a node of autograd, torch sets the stream that was current before the node, and calls the
 device's guard to get the device type. A device written in Python has Python asked. Where the exception came from

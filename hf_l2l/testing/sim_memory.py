@@ -1,7 +1,7 @@
-"""Bytes of the simulated accelerator: who holds them, how many there are, and how many there may be.
+"""Memory account of the simulated accelerator: blocks, bytes in use, and capacity.
 
-One `Block` stands behind each storage on "sim" and lives exactly as long, so views are counted once and bytes come
-back when the last tensor over them goes.
+Each storage on "sim" has one `Block` of the same lifetime, so views are counted once, and bytes are freed with the
+last tensor over them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ ACCOUNT = MemoryAccount()
 
 
 def storage_at(pointer: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a storage that says it is on `device`, over memory that somebody else owns."""
+    """Return a storage on `device` over memory that it does not own."""
     return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(pointer, device, nbytes))
 
 

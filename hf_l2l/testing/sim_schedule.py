@@ -1,7 +1,7 @@
 """When recorded tasks run: each after those it waits for, and on some lanes one at a time.
 
-Only what waits for what is recorded while the program runs; times are worked out when somebody asks. So they depend on
-the order within each stream, and not on how the threads that fill the streams happened to take turns.
+While the program runs, only dependencies are recorded; times are computed on request. So they depend on the order
+within each stream, and not on the interleaving of the threads that fill the streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LANES = ("compute", *sorted(ONE_AT_A_TIME))
 START = 0  # the node that stands for the time 0
 
 Rank = tuple[int, str]
-_Turn = tuple[float, Rank, int]  # who goes first on a lane: ready first, then by rank, then in the order of issue
+_Turn = tuple[float, Rank, int]  # order on a lane: by time of readiness, then by rank, then in the order of issue
 
 
 class Task(NamedTuple):

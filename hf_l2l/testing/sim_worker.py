@@ -1,4 +1,4 @@
-"""An engine on the virtual clock: its background thread is as fast as `Costs` says, and its timeline tells that."""
+"""Runs an engine on the virtual clock: its background work takes the time given by `Costs`, also in its timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_l2l.testing.sim_recorder import Moment
 
 
 class _Job:
-    """Stands in for the event that a task sets when it is over. The work is done when somebody waits for it."""
+    """Stands in for the event that a task sets at its end. The work is done when a thread waits for it."""
 
     def __init__(self, lane: _Lane, run: Callable[[], None]) -> None:
         self._lane = lane
@@ -20,21 +20,21 @@ class _Job:
         self.end: Moment | None = None
 
     def do(self) -> None:
-        """Do the work, after what was submitted before."""
+        """Do the work, after all work submitted before."""
         clock, lane = self._lane.clock, self._lane
         with clock.own_time("worker", lane.free):
             clock.wait_for(self._submitted)
             assert self._run is not None, "work is done once"
             self._run()
-            self._run = None  # with all that it refers to, which the next step uses again
+            self._run = None  # frees all that it refers to, for the next step
             lane.free = self.end = clock.moment()
 
     def is_set(self) -> bool:
-        """Whether somebody has waited for the work, which is as late as the program's waits allow."""
+        """Whether a thread has waited for the work, which is done as late as the program's waits allow."""
         return self.end is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Let the thread that asks wait in virtual time."""
+        """Make the calling thread wait in virtual time."""
         self._lane.clock.wait_for(self._lane.end_of(self))
         return True
 
@@ -53,11 +53,11 @@ class _Lane:
 
 @contextlib.contextmanager
 def engine_on_clock(clock: VirtualClock, eps: Any) -> Iterator[None]:
-    """Inside, the updates in the background of `eps` take virtual time, beside the other threads', and its timeline
-    tells virtual times.
+    """In the block, updates in the background of `eps` take virtual time, concurrently with other threads, and its
+    timeline has virtual times.
 
-    No thread is used: a piece of work is done, on the worker's own time, when somebody waits for it or a later one.
-    A timeline that is watched begins anew, since other times do not compare with these.
+    No thread is used: work is done, in the worker's own virtual time, when a thread waits for it or for later work. A
+    timeline that is recorded starts over, since other times are not comparable.
     """
     lane, worker, times = _Lane(clock), eps.updates.worker, eps.timeline.clock
     before = times.now, times.is_reached

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.optim.loss_scale import LossScale
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 
 CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
 CASES.remove(("fp16", "eager"))
@@ -125,7 +125,7 @@ def layer_to_layer(
 
 @pytest.fixture(params=["views", "copies"])
 def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 
@@ -293,7 +293,7 @@ def test_a_model_that_is_detached_has_fp32_gradients_again():
     eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16", grad_dtype="16bit", layer_classes=("Block",)))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
     model(**batch(0)).loss.backward()
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(VOCAB, WIDTH)  # anybody may put another one there
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(VOCAB, WIDTH)  # any code may assign another one
     optimizer.step()
     model(**batch(0)).loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}

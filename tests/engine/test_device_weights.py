@@ -15,13 +15,13 @@ from hf_l2l.engine.device_weights import DeviceWeights, uploaded
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Masters
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
+from memory_switches import forced_copies
 
 
 @pytest.fixture(params=["views", "copies"])
 def copies(request):
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

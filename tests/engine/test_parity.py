@@ -9,7 +9,7 @@ import torch
 
 import parity_cases as cases
 from families import FAMILIES, assert_same_bits, attached, batch_for, gradients, reference, train_once
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 from training import tiny_bert
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
@@ -18,7 +18,7 @@ FLOAT64, FLOAT32 = torch.float64, torch.float32
 @pytest.fixture(params=["views", "copies"])
 def copies(request: pytest.FixtureRequest):
     """Uploads as views of the masters, and as copies."""
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 
@@ -91,7 +91,7 @@ def test_what_travels_ahead_changes_no_bit(stash, accumulation):
         attached(model, device="cpu", stash=stash, ubatch_size=3, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         torch.manual_seed(11)
-        with stream.forced_copies():
+        with forced_copies():
             for _ in range(3):
                 optimizer.zero_grad()
                 for seed in range(accumulation):

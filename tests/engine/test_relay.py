@@ -14,7 +14,7 @@ from torch import nn
 
 from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.runtime.tensors import OBJECTS_LOOKED_AT, tensors_within
+from hf_l2l.runtime.tensors import OBJECTS_INSPECTED, tensors_within
 
 FLOAT64 = TOLERANCE[torch.float64]
 
@@ -383,7 +383,7 @@ def test_what_a_large_object_holds_is_looked_at_in_part():
     words = Words({str(i): str(i) for i in range(20_000)})
     given = types.SimpleNamespace(words=words, given=torch.ones(2), scale=torch.ones(3))
     assert [len(t) for t in tensors_within(given)] == [2, 3]
-    assert 0 < len(looked_at) <= OBJECTS_LOOKED_AT
+    assert 0 < len(looked_at) <= OBJECTS_INSPECTED
 
 
 @pytest.mark.parametrize("argument", [nn.Linear(2, 2), torch.relu, nn.Linear(2, 2).forward, nn.Linear, torch, "word"])

@@ -34,7 +34,7 @@ from families import (
 )
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.splitting import Splitter, ubatches
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 
 FLOAT64 = torch.float64
 EXACT = TOLERANCE[FLOAT64]
@@ -316,7 +316,7 @@ def test_generation_with_a_cache(make):
 
 @pytest.fixture(params=["views", "copies"])
 def copies(request):
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

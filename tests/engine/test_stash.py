@@ -16,13 +16,13 @@ from families import TOLERANCE, attached, batch_for, bert, gradients, relative_e
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
+from memory_switches import forced_copies
 
 
 @pytest.fixture(params=["views", "copies"])
 def copies(request):
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 
@@ -45,7 +45,7 @@ def keep(stash: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> list
 def test_a_layers_own_tensors_travel_and_shared_ones_stay():
     stash = host_stash()
     mask, first, second = torch.ones(4, 1), torch.randn(4, 3), torch.randn(4, 3)
-    with stream.forced_copies():
+    with forced_copies():
         (kept, _), (kept_later, mask_later) = (keep(stash, [x, mask], [True, True]) for x in (first, second))
     for given, away in ((first, kept), (second, kept_later)):
         assert not same_memory(away, given) and torch.equal(away, given) and not away.requires_grad
@@ -55,7 +55,7 @@ def test_a_layers_own_tensors_travel_and_shared_ones_stay():
 def test_what_was_shared_is_forgotten_at_the_next_forward():
     stash = host_stash()
     mask = torch.ones(4, 1)
-    with stream.forced_copies():
+    with forced_copies():
         keep(stash, [mask], [True])
         assert keep(stash, [mask], [True])[0] is mask
         stash.start_forward()
@@ -65,20 +65,20 @@ def test_what_was_shared_is_forgotten_at_the_next_forward():
 def test_tensors_that_are_not_cut_stay():
     stash = host_stash()
     embeddings = torch.randn(4, 3)
-    with stream.forced_copies():
+    with forced_copies():
         assert keep(stash, [embeddings], [False])[0] is embeddings
 
 
 def test_nothing_travels_within_one_memory_or_to_the_device():
     tensors = [torch.randn(4, 3)]
     assert keep(host_stash(), tensors, [True])[0] is tensors[0]
-    with stream.forced_copies():
+    with forced_copies():
         assert keep(host_stash("device"), tensors, [True])[0] is tensors[0]
 
 
 def test_a_stashed_tensor_does_not_live_by_the_stash():
     stash, tensor = host_stash(), torch.randn(4)
-    with stream.forced_copies():
+    with forced_copies():
         keep(stash, [tensor], [True])
     memory = StorageWeakRef(tensor.untyped_storage())
     del tensor
@@ -225,7 +225,7 @@ def test_an_input_changed_in_place_does_not_reach_its_copy_on_the_host():
     model(x)[0].backward()
     expected = gradients(model)
     model.zero_grad()
-    with stream.forced_copies():
+    with forced_copies():
         loss, given = model(x)
         with torch.no_grad():
             given.add_(1)

@@ -22,7 +22,7 @@ class Backward(NamedTuple):
     forwards: int
     """Whose losses are summed before the one backward."""
     thrown_away: int
-    """Forwards whose graph nobody runs backwards."""
+    """Forwards without a backward."""
 
 
 backwards = st.builds(Backward, forwards=st.integers(1, 3), thrown_away=st.integers(0, 2))
@@ -105,4 +105,4 @@ def test_a_second_backward_that_was_not_announced_is_refused():
     model(**batch).backward()
     with pytest.raises(RuntimeError, match=r"in `with eps\.accumulate\(\):`, or use eps_update='deferred'"):
         model(**batch).backward()
-    assert optimizer.param_groups  # nobody else keeps it
+    assert optimizer.param_groups  # the last reference

@@ -198,7 +198,7 @@ def test_parameters_that_no_optimizer_has_are_no_reason():
     weight = model.classifier.weight.detach().clone()
     for _ in range(2):
         model(**batch_for(model)).loss.backward()
-        model.bert.embeddings.word_embeddings.weight.grad.fill_(float("inf"))  # and nobody clears it
+        model.bert.embeddings.word_embeddings.weight.grad.fill_(float("inf"))  # and it is not cleared
         optimizer.step()
     assert eps.loss_scale.skipped == 0
     assert not torch.equal(model.classifier.weight, weight)

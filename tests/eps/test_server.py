@@ -21,13 +21,13 @@ from families import (
     train_once,
 )
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
+from memory_switches import forced_copies
 
 
 @pytest.fixture(params=["views", "copies"])
 def copies(request):
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 from update_cases import OPTIMIZERS, accelerate_loop, assert_same, raw_loop, trainer_loop
 
 COUNTS = [5, pytest.param(100, marks=pytest.mark.slow)]
@@ -18,7 +18,7 @@ AT_ONCE = {"num_threads": 2}
 
 @pytest.fixture(params=["views", "copies"])
 def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

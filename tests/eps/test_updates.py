@@ -173,7 +173,7 @@ READS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_who_reads_a_weight_that_is_being_updated_waits_for_it(name):
+def test_reading_a_weight_waits_until_its_update_is_done(name):
     with slow_updates(0.05):
         model, _, _, weights = pending_model()
         found = READS[name](model)
@@ -213,7 +213,7 @@ def test_a_forward_waits_layer_by_layer():
 
 
 def test_the_gradient_is_the_truth_until_the_step():
-    """Who looks between clipping and step sees what was clipped, and what he writes counts."""
+    """A read between clipping and step returns clipped gradients, and a write there takes effect."""
     models = []
     for mode in ("serial", "deferred"):
         model = tiny_bert(dropout=0.0)
@@ -276,7 +276,7 @@ def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, num_
 
 
 def test_weights_are_updated_in_the_order_of_the_steps(monkeypatch):
-    """Also where nobody uses them in between, and another thread is free."""
+    """Also without a use in between, and with a free thread."""
     original, delays = updates.carry_out, [0.3, 0.0, 0.0]
 
     def late(*args: Any) -> None:

@@ -227,7 +227,7 @@ def check_clipping_between_backwards(device: str) -> None:
 
 
 def check_penalty(device: str, mode: str, *, together: bool) -> None:
-    """A loss may use masters themselves: autograd writes to their gradients without telling anybody."""
+    """A loss may use masters themselves: autograd writes to their gradients without any callback."""
     model, eps, optimizer, batch = toy_under(device, mode)
     for _ in range(2):
         loss = model(**batch).loss

@@ -71,7 +71,7 @@ def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
     with caplog.at_level("WARNING", "transformers.hf_l2l"):
         resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, whole)
-    said = "saving was interrupted in checkpoint-3 (renamed to interrupted-checkpoint-3): training goes on from"
+    said = "saving was interrupted in checkpoint-3 (renamed to interrupted-checkpoint-3): training resumes from"
     assert said in caplog.text
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l import L2LTrainer
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 from training import (
     CHECKPOINTING,
     arguments,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(params=["views", "copies"])
 def copies(request):
-    with stream.forced_copies() if request.param == "copies" else nullcontext():
+    with forced_copies() if request.param == "copies" else nullcontext():
         yield
 
 

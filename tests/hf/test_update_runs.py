@@ -30,7 +30,7 @@ CLIPS = {"deferred": 1.0, "eager": 0.0}
 
 @pytest.fixture(autouse=True)
 def _slow_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So slow that whoever does not wait is early."""
+    """So slow that code without a wait is early."""
     original = updates.carry_out
 
     def late(*args: Any) -> None:

@@ -186,7 +186,7 @@ def test_a_recompute_takes_the_keys_of_its_forward(collector):
     with CapturedOutputs(("attentions",)) as captured:
         collector.get()["attentions"].append(1)
     assert captured.taken == {"attentions": [1]}
-    CapturedOutputs.deliver(captured.taken)  # no model runs: nobody collects
+    CapturedOutputs.deliver(captured.taken)  # no model runs: there is no collector
     running = {"attentions": []}
     collector.set(running)
     with CapturedOutputs(()):

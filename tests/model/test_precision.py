@@ -91,7 +91,7 @@ def test_heads_return_fp32_while_attached():
     attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
     with torch.no_grad():
         assert model(**batch_for(model)).logits.dtype == torch.float32
-        # What leaves the engine is fp32, whoever computes with it.
+        # Outputs of the engine are fp32, for any further computation.
         assert model.transformer(batch_for(model)["input_ids"]).last_hidden_state.dtype == torch.float32
     detach_l2l(model)
     assert all(not m._forward_hooks for m in model.modules())
@@ -247,7 +247,7 @@ def test_a_copy_is_saved_as_plain_transformers_saves_it(dtype, tmp_path):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     copy_as(model, dtype).save_pretrained(tmp_path / "ours", max_shard_size="4KB")
     copy.deepcopy(model).to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
-    ours, theirs = ({f.name: f.read_bytes() for f in (tmp_path / who).iterdir()} for who in ("ours", "theirs"))
+    ours, theirs = ({f.name: f.read_bytes() for f in (tmp_path / run).iterdir()} for run in ("ours", "theirs"))
     assert len(ours) > 3
     assert ours == theirs
     loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype="auto")

@@ -1,4 +1,4 @@
-"""Which optimizers can be stepped layer by layer is found out, and nobody notices."""
+"""The check for layer-local optimizers finds them, without side effects."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_one_whose_parameters_cannot_be_exchanged():
     assert found is not None and "property 'state'" in found
 
 
-# ---- nobody notices
+# ---- without side effects
 
 
 def test_nothing_of_the_user_is_touched():

@@ -223,7 +223,7 @@ def test_a_parameter_is_updated_once():
     assert [optimizer.state[p]["step"].item() for p in parameters] == [1, 1]
 
 
-def test_masters_without_a_gradient_or_of_nobody_are_left_alone():
+def test_masters_without_a_gradient_or_an_optimizer_do_not_change():
     parameters, optimizer, gradients = two(lr=0.1)
     del gradients[parameters[1]]
     before = parameters[1].detach().clone()
@@ -326,7 +326,7 @@ def test_attributes_tags_and_new_states_are_those_of_the_user():
     ]
 
 
-def test_an_error_of_the_optimizer_reaches_who_runs_the_part():
+def test_an_error_of_the_optimizer_is_raised_by_the_part():
     parameters = [torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2)]
     optimizer = torch.optim.SparseAdam(parameters)
     split = SplitStep(optimizer, {parameters[0]: torch.ones(4, 2), parameters[1]: torch.ones(4, 2).to_sparse(1)})

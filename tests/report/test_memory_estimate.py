@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import sys
 from pathlib import Path
 
 import psutil
@@ -19,22 +18,20 @@ from transformers.optimization import Adafactor
 from families import VOCAB, batch_for, bert, gpt2, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l import estimate as estimate_function
+from hf_l2l.report import host_limits
 from hf_l2l.report.memory_estimate import (
     SKIP_VARIABLE,
     MemoryEstimate,
-    _left_in_group,
-    available_host_bytes,
     check_host_memory,
     estimate,
     moment_bytes,
-    summary,
 )
+from hf_l2l.report.summary import summary
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Pages, Room
 from hf_l2l.runtime.tensors import size_text
 from training import inner_optimizer, l2l_trainer
 
-MODULE = sys.modules["hf_l2l.report.memory_estimate"]  # as an attribute of the package, `estimate` is the function
 WIDTH, INNER, POSITIONS = 16, 24, 20
 SHELL = (VOCAB + POSITIONS + 2) * WIDTH + 2 * WIDTH + (WIDTH * WIDTH + WIDTH) + (2 * WIDTH + 2)
 """Embeddings of words, positions and types, their norm, pooler, classifier."""
@@ -242,8 +239,8 @@ def memory(monkeypatch):
     monkeypatch.delenv(SKIP_VARIABLE, raising=False)
 
     def have(available: int, own: int = 0) -> None:
-        monkeypatch.setattr(MODULE, "available_host_bytes", lambda: available)
-        monkeypatch.setattr(MODULE, "_own_bytes", lambda: own)
+        monkeypatch.setattr(host_limits, "available_host_bytes", lambda: available)
+        monkeypatch.setattr(host_limits, "own_bytes", lambda: own)
 
     return have
 
@@ -254,7 +251,7 @@ def test_too_little_host_memory_is_refused_with_the_kinds(memory):
         check_host_memory(NEED)
     assert str(error.value) == (
         "training needs 11.0 GiB of host memory (masters 3.0 GiB, gradients 2.0 GiB, moments 6.0 GiB), and 1.0 GiB "
-        "can be had; keep less (l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'), use an optimizer with less state "
+        "is available; keep less (l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'), use an optimizer with less state "
         "(optim='sgd' or 'adafactor'), freeze parameters, or try anyway with HF_L2L_SKIP_MEMORY_CHECK=1"
     )
 
@@ -271,10 +268,10 @@ def test_masters_in_memory_are_paid_for(memory):
     memory(8 * 2**30, own=3 * 2**30)
     check_host_memory(NEED)
     memory(8 * 2**30, own=2**30)  # the rest of them is still in a mapped file
-    with pytest.raises(MemoryError, match="9.0 GiB can be had"):
+    with pytest.raises(MemoryError, match="9.0 GiB is available"):
         check_host_memory(NEED)
     memory(7 * 2**30, own=2**40)  # other things that the process holds pay for nothing
-    with pytest.raises(MemoryError, match="10.0 GiB can be had"):
+    with pytest.raises(MemoryError, match="10.0 GiB is available"):
         check_host_memory(NEED)
 
 
@@ -292,7 +289,7 @@ def test_the_check_can_be_skipped(memory, monkeypatch, value, skips):
 def test_training_is_refused_before_anything_is_allocated(memory, tmp_path, monkeypatch):
     memory(0)
     made = l2l_trainer(tmp_path, optim="adamw_torch")
-    with pytest.raises(MemoryError, match="training needs .* KiB of host memory .* 0 bytes can be had"):
+    with pytest.raises(MemoryError, match="training needs .* KiB of host memory .* 0 bytes is available"):
         made.train()
     assert made.state.global_step == 0
     assert not inner_optimizer(made).state
@@ -320,7 +317,7 @@ def group(tmp_path):
     def left(**files: str) -> int | None:
         for name, text in files.items():
             (tmp_path / name.replace("_", ".")).write_text(text)
-        return _left_in_group(tmp_path / "memory.max", tmp_path / "memory.current")
+        return host_limits._left_in_group(tmp_path / "memory.max", tmp_path / "memory.current")
 
     return left
 
@@ -345,9 +342,7 @@ def test_no_group_files(group):
 
 
 def test_the_groups_of_a_process_are_read_from_its_own_up(tmp_path):
-    from sys import modules
-
-    groups = modules["hf_l2l.report.memory_estimate"]._control_groups
+    groups = host_limits._control_groups
     membership = tmp_path / "cgroup"
     membership.write_text("0::/user/job\n")
     assert [(str(folder), limit) for folder, limit, _ in groups(membership, Path("/cg"))] == [
@@ -373,8 +368,8 @@ def test_malformed_group_files(group, limit, usage):
 def test_available_memory_is_within_the_group(monkeypatch):
     system = psutil.virtual_memory().available
     for left, expected in ((None, None), (1000, 1000), (10 * system, None)):
-        monkeypatch.setattr(MODULE, "_left_in_group", lambda limit, usage, left=left: left)
-        found = available_host_bytes()
+        monkeypatch.setattr(host_limits, "_left_in_group", lambda limit, usage, left=left: left)
+        found = host_limits.available_host_bytes()
         assert found == expected if expected is not None else math.isclose(found, system, rel_tol=0.5)
 
 
@@ -386,11 +381,11 @@ def test_models_of_transformers_have_the_layers_that_are_counted():
 def test_page_locked_memory_is_the_processes_own():
     if not Path("/proc/self/status").exists():
         pytest.skip("only Linux tells kinds of memory apart")
-    before = MODULE._own_bytes()
+    before = host_limits.own_bytes()
     size = 64 * 2**20
     room = Room(Pages(size), 0, size)
     held = room.tensor_like(torch.empty(size, dtype=torch.uint8)).fill_(1)
-    assert 0.9 * size <= MODULE._own_bytes() - before <= 1.1 * size
+    assert 0.9 * size <= host_limits.own_bytes() - before <= 1.1 * size
     assert held.sum() == size
 
 
@@ -400,7 +395,8 @@ def test_page_locked_memory_is_the_processes_own():
 def told(monkeypatch, device: str, **options) -> dict[str, str]:
     """The lines of the summary, by their heads. No device of that type needs to be there."""
     monkeypatch.setattr(stream, "execution_device", lambda asked: torch.device(device))
-    monkeypatch.setattr(MODULE, "computing_dtype", lambda cmp, on: cmp and torch.bfloat16)
+    for module in ("memory_estimate", "summary"):
+        monkeypatch.setattr(f"hf_l2l.report.{module}.computing_dtype", lambda cmp, on: cmp and torch.bfloat16)
     model, config = small_bert(), L2LConfig(**options)
     lines = summary(model, config, estimate(model, config)).splitlines()[1:]
     return {head.strip(): text for head, _, text in (line.partition(" = ") for line in lines)}

@@ -36,8 +36,8 @@ from hf_l2l.report import timeline
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.report.trace_file import Span, TraceFile
 from hf_l2l.report.wait_time import Averages
-from hf_l2l.runtime import stall_log as whereabouts
-from hf_l2l.runtime import stream, worker
+from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
+from memory_switches import forced_copies
 from training import assert_same_run, l2l_trainer, plain_trainer, tiny_bert
 
 HOST = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_a_raw_loop_writes_every_step(tmp_path):
 
 def test_copies_on_a_device_without_streams_are_waited_for(tmp_path):
     file, model = tmp_path / "trace.json", tiny_bert(layers=2)
-    with stream.forced_copies():
+    with forced_copies():
         eps = attach_l2l(model, L2LConfig(device="cpu", trace=str(file)))
         optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
         model(**batch_for(model)).loss.backward()
@@ -198,7 +198,7 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
             clock.seconds += 2.0
         with line.span("download", "a layer", exposed=False):  # under compute
             clock.seconds += 1.0
-        with line.inside("forward"), line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.inside("forward"), line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += update_s
         line.start_update()
         line.end_step()
@@ -207,13 +207,13 @@ def test_averages_are_per_step_and_since_the_last_time(clock):
     assert line.averages() is None
 
 
-def test_who_reads_weights_outside_of_the_computation_does_not_hold_it_up(clock):
+def test_reading_weights_outside_of_a_sweep_is_no_stall(clock):
     """Neither the main thread between two sweeps nor another one during a forward."""
     line = Timeline(HOST)
     line.watch()
 
     def read() -> None:
-        with line.waiting_for_eps("a weight is read"):
+        with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 1.0
 
     line.start_forward()
@@ -223,7 +223,7 @@ def test_who_reads_weights_outside_of_the_computation_does_not_hold_it_up(clock)
         reader.join()
     read()
     with line.inside("backward"):
-        with line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 4.0
     line.end_step()
     assert line.averages() == Averages(steps=1, step_s=6.0, upload_s=0.0, download_s=0.0, eps_s=4.0)
@@ -234,7 +234,7 @@ def test_looking_again_forgets_a_step_that_was_interrupted(clock):
     line.watch()
     for _ in range(2):  # one that ends, and one that does not
         line.start_forward()
-        with line.inside("forward"), line.waiting_for_eps("a layer is uploaded when it is updated"):
+        with line.inside("forward"), line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 1.0
         if _ == 0:
             line.end_step()
@@ -509,12 +509,12 @@ class Until:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are logged after a moment."""
-    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(stall_log, "INTERVAL_S", 0.1)
     monkeypatch.setattr(worker, "_POLL_S", 0.02)
 
 
-def watchers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hf_l2l whereabouts"]
+def stall_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf_l2l stall log"]
 
 
 def assert_lines(caplog: pytest.LogCaptureFixture, pattern: str) -> None:
@@ -582,7 +582,7 @@ def test_a_first_step_says_where_it_is_and_no_other_does(soon, caplog):
     assert places == [
         "forward, layer 1 of 2 (blocks.0), 1 s into this forward",
         "forward, layer 2 of 2 (blocks.1), 1 s into this forward",
-        "forward, what is in no layer, after layer 2 of 2 (blocks.1), 1 s into this forward",
+        "forward, non-layer modules, after layer 2 of 2 (blocks.1), 1 s into this forward",
         "backward, layer 2 of 2 (blocks.1), 1 s into this backward",
         "backward, layer 1 of 2 (blocks.0), 1 s into this backward",
         "the update of all layers, 1 s so far",
@@ -614,14 +614,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         for _ in range(seconds):
             now += 1.0
             for each in list(at):
-                each.say()
+                each.log_if_due()
 
-    def looks_at(each: whereabouts.Whereabouts, *, looks: bool) -> None:
-        (at.add if looks else at.discard)(each)
+    def register(each: stall_log.StallLog, *, active: bool) -> None:
+        (at.add if active else at.discard)(each)
 
     clock = types.SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
-    monkeypatch.setattr(whereabouts, "time", clock)
-    monkeypatch.setattr(whereabouts._Lookout, "set", looks_at)
+    monkeypatch.setattr(stall_log, "time", clock)
+    monkeypatch.setattr(stall_log._StallThread, "register", register)
     return passes
 
 
@@ -680,7 +680,7 @@ def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
     attached(model)
     model(torch.ones(2, 1)).backward()
     first, second = "layer 1 of 2 (blocks.0)", "layer 2 of 2 (blocks.1)"
-    forward = [(first, (10, 20, 30, 40)), (second, (50, 60, 70, 80)), (f"what is in no layer, after {second}", (90,))]
+    forward = [(first, (10, 20, 30, 40)), (second, (50, 60, 70, 80)), (f"non-layer modules, after {second}", (90,))]
     backward = [(second, (10, 20, 30, 40, 50, 60)), (first, (70, 80, 90, 100, 110, 120))]
     assert [record.getMessage() for record in caplog.records] == [
         f"{sweep}, {place}, {seconds} s into this {sweep}"
@@ -707,10 +707,10 @@ def test_an_update_that_failed_is_not_said_to_go_on(soon, caplog):
 def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch):
     def wait_until_none() -> None:
         end = time.monotonic() + 60.0
-        while watchers() and time.monotonic() < end:
+        while stall_threads() and time.monotonic() < end:
             time.sleep(0.01)
 
-    monkeypatch.setattr(whereabouts, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(stall_log, "INTERVAL_S", 0.2)
     wait_until_none()
     started: list[threading.Thread] = []
     start = threading.Thread.start
@@ -731,7 +731,7 @@ def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch):
     gc.collect()
     assert gone() is None
     wait_until_none()
-    assert not watchers()
+    assert not stall_threads()
 
 
 def test_a_wait_for_the_device_says_so_again_and_again(soon, caplog):
@@ -741,16 +741,16 @@ def test_a_wait_for_the_device_says_so_again_and_again(soon, caplog):
 
     stream.wait(point(Until(caplog, 2)), "gradients are there", host=True)
     assert_lines(caplog, r"waiting for the device, \d+ s so far: gradients are there")
-    for thread in watchers():
+    for thread in stall_threads():
         thread.join(60.0)  # it ends a moment after the wait
     threads: list[threading.Thread] = []
-    stream.wait(point(lambda: threads.extend(watchers()), True), "gradients are there", host=True)
-    assert not watchers() and not threads  # there is none for a point that has been reached
+    stream.wait(point(lambda: threads.extend(stall_threads()), True), "gradients are there", host=True)
+    assert not stall_threads() and not threads  # there is none for a point that has been reached
 
 
 def test_a_wait_for_an_update_says_so_again_and_again(soon, caplog):
     background, task = worker.Worker(), worker.Task("the update of blocks.3")
     background.submit(task, Until(caplog, 2))
-    task.wait("a layer is used when it is updated")
+    task.wait(wait_reasons.WEIGHTS_UPDATED)
     assert_lines(caplog, r"waiting for the update of blocks.3, \d+ s so far")
     background.close()

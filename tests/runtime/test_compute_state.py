@@ -1,14 +1,15 @@
-"""The recompute runs under the forward's autocast settings, in whichever thread."""
+"""The recompute runs under the forward's autocast settings, in any thread, and generators are restored."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from hf_l2l.runtime.compute_state import AutocastState
+from hf_l2l.runtime.compute_state import AutocastState, RngState, get_rng_state, rng_state_kept, set_rng_state
 from hf_l2l.runtime.stream import HOST
 
 
@@ -78,3 +79,71 @@ def test_a_refilled_weight_is_cast_anew():
                 results.append(nn.functional.linear(x, leaf))
     for weight, result in zip((first, second), results, strict=True):
         assert torch.equal(result, nn.functional.linear(x.bfloat16(), weight.bfloat16()))
+
+
+def test_settings_entered_in_another_thread_leave_the_cache_of_this_one():
+    """Else the weight would be cast twice here, and its two gradients summed in fp32 instead of bf16."""
+
+    def gradient(work: Callable[[], None]) -> torch.Tensor:
+        weight, x = nn.Parameter(torch.linspace(-1, 1, 64 * 64).view(64, 64)), torch.linspace(-2, 3, 512).view(8, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = nn.functional.linear(x, weight)
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            second = nn.functional.linear(2 * x, weight)
+        (first.float().square().sum() + second.float().square().sum()).backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    with torch.autocast("cpu", torch.bfloat16):
+        state = AutocastState.current(HOST)
+
+    def enter() -> None:
+        with state.entered():
+            pass
+
+    def enter_a_region() -> None:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            pass
+
+    expected = gradient(lambda: None)
+    assert torch.equal(gradient(enter), expected)
+    assert not torch.equal(gradient(enter_a_region), expected)  # why `entered` is no region of torch.autocast
+
+
+# ---- generators
+
+
+def test_equal_rng_states():
+    assert get_rng_state(HOST).device is None
+    first, second = get_rng_state(HOST), get_rng_state(HOST)
+    assert first == second
+    torch.rand(1)
+    assert get_rng_state(HOST) != first
+    host, device = torch.zeros(4), torch.ones(4)
+    assert RngState(host, device) == RngState(host.clone(), device.clone())
+    assert RngState(host, device) != RngState(host, device + 1)
+    assert RngState(host, device) != RngState(host + 1, device)
+    assert RngState(host, device) != RngState(host, None)
+    assert RngState(host, None) != RngState(host, device)
+    assert RngState(host, None) != "a state"
+
+
+def test_a_state_can_be_set_again():
+    state = get_rng_state(HOST)
+    first = torch.rand(4)
+    set_rng_state(state, HOST)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_generators_come_back_whatever_is_drawn():
+    before = get_rng_state(HOST)
+    with rng_state_kept(HOST):
+        torch.rand(4)
+        assert get_rng_state(HOST) != before
+    assert get_rng_state(HOST) == before
+    with pytest.raises(KeyError), rng_state_kept(HOST):
+        torch.rand(4)
+        raise KeyError
+    assert get_rng_state(HOST) == before

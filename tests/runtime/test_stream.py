@@ -1,4 +1,4 @@
-"""Views where host and device are one memory, copies elsewhere; generators and autocast settings that come back."""
+"""Views where host and device are one memory, copies elsewhere; points and waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.stream import HOST, RngState
+from hf_l2l.runtime.stream import HOST
+from memory_switches import forced_copies
 from training import tiny_bert
 
 
@@ -27,7 +28,7 @@ def test_an_upload_to_the_host_is_a_detached_view():
 
 def test_a_forced_upload_is_a_detached_copy():
     master = nn.Parameter(torch.randn(3))
-    with stream.forced_copies():
+    with forced_copies():
         up = stream.upload(master, HOST)
     assert not same_memory(up, master)
     assert torch.equal(up, master) and up.is_leaf and not up.requires_grad
@@ -36,19 +37,19 @@ def test_a_forced_upload_is_a_detached_copy():
 def test_a_download_from_the_host_is_the_tensor_itself():
     tensor = torch.randn(3)
     assert stream.download(tensor) is tensor
-    with stream.forced_copies():
+    with forced_copies():
         down = stream.download(tensor)
     assert not same_memory(down, tensor) and torch.equal(down, tensor)
 
 
 def test_forced_copies_end_with_their_context():
     assert stream.shares_host_memory(HOST)
-    with pytest.raises(KeyError), stream.forced_copies():
+    with pytest.raises(KeyError), forced_copies():
         assert not stream.shares_host_memory(HOST)
         raise KeyError
     assert stream.shares_host_memory(HOST)
-    with stream.forced_copies():
-        with stream.forced_copies():
+    with forced_copies():
+        with forced_copies():
             pass
         assert not stream.shares_host_memory(HOST)
 
@@ -70,9 +71,8 @@ def test_a_device_whose_generator_cannot_be_put_back_is_refused_at_attach(missin
     monkeypatch.delattr(torch.cuda, missing)
     model = tiny_bert()
     before = {name: list(vars(module)) for name, module in model.named_modules()}
-    with pytest.raises(
-        ValueError, match=rf"generator can be read and set.*got cuda:0: torch.cuda has no {missing}\); set device to"
-    ):
+    rule = rf"generator whose state can be read and set.*got cuda:0: torch.cuda has no {missing}\); set device to"
+    with pytest.raises(ValueError, match=rule):
         attach_l2l(model, L2LConfig(device="cuda:0"))
     assert {name: list(vars(module)) for name, module in model.named_modules()} == before
 
@@ -109,40 +109,6 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
 def test_the_host_has_no_device_module():
     assert stream.device_module(HOST) is None
     assert stream.device_module(torch.device("cuda", 0)) is torch.cuda
-    assert stream.get_rng_state(HOST).device is None
-
-
-def test_equal_rng_states():
-    first, second = stream.get_rng_state(HOST), stream.get_rng_state(HOST)
-    assert first == second
-    torch.rand(1)
-    assert stream.get_rng_state(HOST) != first
-    host, device = torch.zeros(4), torch.ones(4)
-    assert RngState(host, device) == RngState(host.clone(), device.clone())
-    assert RngState(host, device) != RngState(host, device + 1)
-    assert RngState(host, device) != RngState(host + 1, device)
-    assert RngState(host, device) != RngState(host, None)
-    assert RngState(host, None) != RngState(host, device)
-    assert RngState(host, None) != "a state"
-
-
-def test_a_state_can_be_set_again():
-    state = stream.get_rng_state(HOST)
-    first = torch.rand(4)
-    stream.set_rng_state(state, HOST)
-    assert torch.equal(torch.rand(4), first)
-
-
-def test_generators_come_back_whatever_is_drawn():
-    before = stream.get_rng_state(HOST)
-    with stream.rng_state_kept(HOST):
-        torch.rand(4)
-        assert stream.get_rng_state(HOST) != before
-    assert stream.get_rng_state(HOST) == before
-    with pytest.raises(KeyError), stream.rng_state_kept(HOST):
-        torch.rand(4)
-        raise KeyError
-    assert stream.get_rng_state(HOST) == before
 
 
 # ---- points in the work of a stream

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from families import attached, batch_for, bert, gradients, train_once
-from hf_l2l.runtime import stream
+from memory_switches import forced_copies
 
 REFUSAL = "a model under L2L serves one thread at a time"
 
@@ -67,7 +67,7 @@ def test_a_call_from_another_thread_is_refused(where):
 def test_a_backward_in_another_thread_is_refused_while_a_layer_runs():
     model = attached(bert())
     loss = model.train()(**batch_for(model)).loss
-    with stream.forced_copies():
+    with forced_copies():
         [error] = call_inside(model, model.bert.encoder.layer[0].output, loss.backward)
     assert REFUSAL in str(error)
 

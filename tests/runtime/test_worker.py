@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_l2l import EngineFailedError
-from hf_l2l.runtime import stall_log as whereabouts
+from hf_l2l.runtime import stall_log
 from hf_l2l.runtime.worker import Task, Worker, default_num_threads
 
 
@@ -134,7 +134,7 @@ def quick_switches():
     sys.setswitchinterval(before)
 
 
-def test_of_many_who_wait_one_is_told_of_the_failure_as_it_was(quick_switches):
+def test_of_many_waits_one_raises_the_failure_itself(quick_switches):
     for _ in range(100):
         worker, go, start = Worker(2), threading.Event(), threading.Barrier(4)
         told: list[type] = []
@@ -289,7 +289,7 @@ def test_threads_end_with_the_worker(count):
 def test_a_forked_process_is_told_soon(worker):
     """Whatever the thread that says where a program is held at that moment."""
     task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
-    with whereabouts._Lookout.lock:
+    with stall_log._StallThread.lock:
         child = os.fork()
         if child == 0:
             try:
@@ -307,7 +307,7 @@ def test_a_forked_process_is_told_soon(worker):
     assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
-def test_who_waits_for_a_thread_that_is_gone_is_told(worker, monkeypatch):
+def test_a_wait_for_a_dead_thread_raises(worker, monkeypatch):
     """As in a forked process, which has the model but not the thread."""
     task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
     monkeypatch.setattr(worker, "_process", -1)

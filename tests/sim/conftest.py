@@ -16,7 +16,7 @@ enable_simulated_accelerator()
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_other_modules() -> Iterator[None]:
-    """Models of other test modules are gone, with their page-locked memory, and so are copies nobody waited for."""
+    """Models of other test modules are gone, with their page-locked memory, and so are copies without a wait."""
     torch.sim.synchronize()
     for _ in range(10):
         gc.collect()

@@ -12,7 +12,7 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine import slots as transit
+from hf_l2l.engine import slots
 from tests.runtime.test_threads import REFUSAL, in_another_thread
 from training import tiny_bert
 
@@ -157,13 +157,13 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
     attached(model, device="sim")
     train_once(model, batch_for(model))
     filled: list[int] = []
-    fill = transit.WeightSlots._fill
+    fill = slots.WeightSlots._fill
 
     def logged(slots: Any, unit: Any) -> Any:
         filled.append(index[unit.module])
         return fill(slots, unit)
 
-    monkeypatch.setattr(transit.WeightSlots, "_fill", logged)
+    monkeypatch.setattr(slots.WeightSlots, "_fill", logged)
     train_once(model, batch_for(model))
     assert filled == [0, 1, 2, 3, 4, 5, 3]
     with torch.no_grad():

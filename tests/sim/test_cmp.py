@@ -12,7 +12,7 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
-from hf_l2l.runtime import stream
+from memory_switches import poisoned_releases
 from tests.engine.test_cmp import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
 from tests.optim.test_bf16_state import trained
 from training import settled_memory
@@ -21,7 +21,7 @@ from training import settled_memory
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """What is read after it was given back is NaN, in every test here."""
-    with stream.poisoned_releases():
+    with poisoned_releases():
         yield
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import compute_state
 from hf_l2l.testing import sim_stream
 from training import assert_same_run, inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
 
@@ -81,14 +81,14 @@ def test_recompute_draws_what_the_forward_drew(ubatch_size, monkeypatch):
 @pytest.mark.parametrize("forgotten", ["host", "device"])
 def test_forgetting_a_restore_is_noticed(forgotten, monkeypatch):
     """The test above can fail: without either restore the gradients are others."""
-    restore = stream.set_rng_state
+    restore = compute_state.set_rng_state
 
-    def partly(state: stream.RngState, device: torch.device) -> None:
-        now = stream.get_rng_state(device)
+    def partly(state: compute_state.RngState, device: torch.device) -> None:
+        now = compute_state.get_rng_state(device)
         host = now.host if forgotten == "host" else state.host
-        restore(stream.RngState(host, now.device if forgotten == "device" else state.device), device)
+        restore(compute_state.RngState(host, now.device if forgotten == "device" else state.device), device)
 
-    monkeypatch.setattr(stream, "set_rng_state", partly)
+    monkeypatch.setattr(compute_state, "set_rng_state", partly)
     assert not same(*noisy_gradients(None))
 
 
@@ -96,9 +96,9 @@ def test_generators_stand_after_backward_where_forward_left_them():
     model = attached(tiny_bert(dropout=0.3), device="sim", ubatch_size=3)
     model.train()
     loss = model(**batch_for(model)).loss
-    before = stream.get_rng_state(SIM)
+    before = compute_state.get_rng_state(SIM)
     loss.backward()
-    assert stream.get_rng_state(SIM) == before
+    assert compute_state.get_rng_state(SIM) == before
 
 
 def peak_of_step(layers: int, **options: object) -> int:
@@ -142,7 +142,7 @@ def test_the_slots_alone_stay_on_the_device_between_steps():
     try:
         detach_l2l(model)
         assert torch.sim.memory_allocated() == before  # at once, and not when garbage is collected
-        assert eps.model is model  # whoever still holds the EPS holds nothing on the device
+        assert eps.model is model  # a reference to the EPS keeps nothing on the device
     finally:
         gc.enable()
 

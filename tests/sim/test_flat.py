@@ -38,7 +38,7 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         host_bytes=sum(tensor_bytes(tensors) for tensors in host_tensors(model, [optimizer]).values()),
         tensors=sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
         # The thread that says where a first step is ends by itself some seconds later.
-        threads=sum(thread.name != "hf_l2l whereabouts" for thread in threading.enumerate()),
+        threads=sum(thread.name != "hf_l2l stall log" for thread in threading.enumerate()),
         descriptors=len(os.listdir("/proc/self/fd")),
         streams=len(sim_race.ORDER.issued),
     )

@@ -1,4 +1,4 @@
-"""Masters and gradients in page-locked memory: the same objects, the same bits, given back when nobody needs them."""
+"""Masters and gradients in page-locked memory: the same objects, the same bits, freed when unused."""
 
 from __future__ import annotations
 
@@ -460,7 +460,7 @@ def test_the_warning_comes_with_the_gradients_where_masters_fit():
         assert not any(g.is_pinned() for g in grads(model))
 
 
-def test_a_device_that_registers_nothing_is_not_asked_and_nobody_is_warned(monkeypatch):
+def test_a_device_without_page_locking_is_not_asked_and_causes_no_warning(monkeypatch):
     monkeypatch.setattr("hf_l2l.runtime.stream.can_page_lock", lambda device: False)
     model = on_sim(tiny_bert(), stash="host", ubatch_size=3)
     train_once(model, batch_for(model))
@@ -516,7 +516,7 @@ def test_a_gradient_that_the_user_keeps_keeps_its_values(keep: Callable[[torch.T
     del kept
     model.zero_grad()
     train_once(model, batch_for(model))
-    assert weight.grad.data_ptr() == address, "nobody holds it any more"
+    assert weight.grad.data_ptr() == address, "its memory is free again"
 
 
 def set_by_user(grad: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:

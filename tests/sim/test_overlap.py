@@ -13,33 +13,34 @@ from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine import slots as transit
+from hf_l2l.engine import slots
 from hf_l2l.model.stacks import parameter_bytes
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import sim_copies, sim_stream
+from memory_switches import poisoned_releases
 from training import tiny_bert
 
 WAITS = (
-    "a layer computes when its weights have arrived",
-    "a slot is filled when the layer that was in it has computed",
-    "masters may be written once a call has returned",
-    "gradients leave when they are complete",
-    "gradients are summed in a slot when those that were in it have left",
-    "every gradient is there when backward returns",
-    "a layer is updated when its gradients have landed",
-    "what a failed backward has sent lands before anything else",
-    "a layer's input leaves when it is complete",
-    "a layer's input has left when the layer ends",
-    "rows are fetched when their memory has no other use",
-    "rows are recomputed when they have arrived",
-    "stash memory is given back when no copy uses it",
+    wait_reasons.WEIGHTS_UPLOADED,
+    wait_reasons.WEIGHT_SLOT_FREE,
+    wait_reasons.MASTERS_READ,
+    wait_reasons.GRADIENTS_COMPUTED,
+    wait_reasons.GRADIENT_SLOT_FREE,
+    wait_reasons.ALL_GRADIENTS_DOWNLOADED,
+    wait_reasons.LAYER_GRADIENTS_DOWNLOADED,
+    wait_reasons.FAILED_DOWNLOADS_FINISHED,
+    wait_reasons.INPUT_COMPUTED,
+    wait_reasons.INPUT_STASHED,
+    wait_reasons.ROWS_MEMORY_FREE,
+    wait_reasons.ROWS_UPLOADED,
+    wait_reasons.STASH_COPIES_FINISHED,
 )
 
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """What is read after it was given back is NaN, in every test here."""
-    with stream.poisoned_releases():
+    with poisoned_releases():
         yield
 
 
@@ -215,13 +216,13 @@ class Log:
         index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
         self.entries: list[tuple[str, int]] = []
         for kind, name in (("fill", "_fill"), ("use", "weights")):
-            original = getattr(transit.WeightSlots, name)
+            original = getattr(slots.WeightSlots, name)
 
             def logged(slots: Any, unit: Any, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
                 self.entries.append((kind, index[unit.module]))
                 return original(slots, unit, **kw)
 
-            monkeypatch.setattr(transit.WeightSlots, name, logged)
+            monkeypatch.setattr(slots.WeightSlots, name, logged)
 
     def filled(self) -> list[int]:
         return [layer for kind, layer in self.entries if kind == "fill"]

@@ -16,6 +16,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.timeline import ROWS, Timeline
 from hf_l2l.report.trace_file import TraceFile
 from hf_l2l.report.wait_time import Averages
+from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
 from tests.sim.test_overlap import steps
 from tests.sim.test_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
@@ -152,9 +153,9 @@ def test_waits_of_a_step_bound_by_the_link(tmp_path):
     assert averages.download_s == pytest.approx(4.0 + norm_s) and norm_s < 0.1  # of the first layer's gradients
     assert averages.bound == "link"
     waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
-    weights = "a layer computes when its weights have arrived"
+    weights = wait_reasons.WEIGHTS_UPLOADED
     assert waits[:12] == [(weights, 4.0), *[(weights, 2.0)] * 11]
-    assert waits[12] == ("every gradient is there when backward returns", round(4.0 + norm_s, 6))
+    assert waits[12] == (wait_reasons.ALL_GRADIENTS_DOWNLOADED, round(4.0 + norm_s, 6))
     computing = [span for span in rows["compute"]]
     for _, start, end in rows["waits"]:
         assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)
@@ -255,8 +256,8 @@ def test_the_computation_does_not_wait_where_the_worker_does(monkeypatch, tmp_pa
 
     monkeypatch.setattr(Timeline, "waits", telling)
     steps(tiny_bert(), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
-    assert "every gradient is there when backward returns" in told
-    assert "a layer is updated when its gradients have landed" not in told
+    assert wait_reasons.ALL_GRADIENTS_DOWNLOADED in told
+    assert wait_reasons.LAYER_GRADIENTS_DOWNLOADED not in told
 
 
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
@@ -294,7 +295,7 @@ def test_looking_changes_no_bit(options, tmp_path):
     assert_same_bits(steps(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
 
 
-def test_nobody_looks_without_being_asked_to(monkeypatch):
+def test_nothing_is_recorded_without_a_request(monkeypatch):
     timed: list[bool] = []
     event = torch.sim.Event
 

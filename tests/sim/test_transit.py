@@ -18,7 +18,7 @@ from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.slots import WeightSlots
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.gradients import Gradients
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import page_locked_bytes, sim_copies
 from training import settled_memory, tiny_bert
 
@@ -228,7 +228,7 @@ def test_an_error_in_a_layers_own_hook_is_raised_by_that_backward(monkeypatch):
     wait, left = stream.wait, [2]
 
     def fail(event: Any, why: str, *, host: bool = False) -> None:
-        if why == "gradients are summed in a slot when those that were in it have left":
+        if why == wait_reasons.GRADIENT_SLOT_FREE:
             left[0] -= 1
             if left[0] == 0:
                 raise Interrupted

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from hf_l2l.runtime import stream
+from memory_switches import poisoned_releases
 from update_cases import OPTIMIZERS, Run, accelerate_loop, assert_same, raw_loop, trainer_loop
 
 COUNTS = [3, pytest.param(100, marks=pytest.mark.slow)]
@@ -19,7 +19,7 @@ AT_ONCE = {"num_threads": 2}
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """What is read after it was given back is NaN, in every test here."""
-    with stream.poisoned_releases():
+    with poisoned_releases():
         yield
 
 

@@ -15,11 +15,12 @@ from torch import nn
 
 from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l
-from hf_l2l.engine import slots as transit
+from hf_l2l.engine import slots
 from hf_l2l.eps import gradients, updates
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.worker import Task
 from hf_l2l.testing import sim_stream
+from memory_switches import poisoned_releases
 from training import settled_memory
 from update_cases import (
     Toy,
@@ -39,7 +40,7 @@ SEEDS = [seed if seed < 5 else pytest.param(seed, marks=pytest.mark.slow) for se
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """What is read after it was given back is NaN, in every test here."""
-    with stream.poisoned_releases():
+    with poisoned_releases():
         yield
 
 
@@ -70,8 +71,8 @@ def test_when_the_worker_runs_changes_no_bit(seed, mode):
 
 
 WAITS = (
-    "weights are used when they have been updated",
-    "an optimizer's state is used when all updates are finished",
+    wait_reasons.WEIGHTS_UPDATED,
+    wait_reasons.ALL_UPDATES_FINISHED,
 )
 """Of the host for the worker; those for the device are in `test_sim_overlap.WAITS`."""
 
@@ -93,7 +94,7 @@ def test_every_wait_for_the_worker_is_needed(why, monkeypatch):
             assert_same(raw_loop("sim", "deferred", "AdamW", steps=2), expected)
     monkeypatch.undo()
     assert why in found
-    time.sleep(0.5)  # until what nobody waited for is over
+    time.sleep(0.5)  # until the task without a wait has ended
 
 
 # ---- faults
@@ -109,14 +110,14 @@ def master_of(model: nn.Module, index: int) -> torch.Tensor:
 
 @contextmanager
 def fault_in_upload(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    fill = transit.WeightSlots._fill
+    fill = slots.WeightSlots._fill
 
     def broken(self: Any, unit: Any) -> Any:
         if unit.module is model.blocks[index]:
             raise FaultError("no upload")
         return fill(self, unit)
 
-    patch.setattr(transit.WeightSlots, "_fill", broken)
+    patch.setattr(slots.WeightSlots, "_fill", broken)
     yield
 
 

@@ -1,0 +1,66 @@
+"""Host memory: what is still available, within the limits of control groups, and what this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+
+def available_host_bytes() -> int:
+    """Host memory that can still be allocated: available in the system, within the limits of the control groups."""
+    available = [int(psutil.virtual_memory().available)]
+    for folder, limit, usage in _control_groups():
+        left = _left_in_group(folder / limit, folder / usage)
+        if left is not None:
+            available.append(left)
+    return min(available)
+
+
+def _control_groups(
+    membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[Path, str, str]]:
+    """Control groups that may limit this process, from its own up: folder, and file names of limit and usage."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = mounted, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            yield root / folder, limit, usage
+
+
+def _left_in_group(limit: Path, usage: Path) -> int | None:
+    try:
+        text, used = limit.read_text().strip(), int(usage.read_text())
+    except (OSError, ValueError):
+        return None
+    if not text.isdigit():  # "max": no limit
+        return None
+    # Cached pages of files count as used, but are released when memory is needed.
+    try:
+        stat = dict(line.split() for line in (usage.parent / "memory.stat").read_text().splitlines())
+        cached = int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        cached = 0
+    return int(text) - used + cached
+
+
+def own_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Bytes of memory that this process holds, without mapped files. Page-locked memory of this package is shared
+    memory, and counts."""
+    try:
+        lines = [line.split() for line in status.read_text().splitlines()]
+    except OSError:  # not Linux
+        memory = psutil.Process().memory_info()
+        return int(memory.rss - getattr(memory, "shared", 0))
+    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))

@@ -1,0 +1,101 @@
+"""The summary that training logs at its start: layers, shell, device, updates, memory and the expected bottleneck."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_l2l.config import L2LConfig, Mode, update_mode
+from hf_l2l.model.precision import Precision, computing_dtype
+from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.report.memory_estimate import MemoryEstimate, kinds_text
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
+
+
+def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
+    """The text of the summary: what will run, where and why."""
+    device = stream.execution_device(config.device)
+    mode = update_mode(config.eps_update, device)
+    stacks = find_stacks(model, config.layer_classes)
+    lines = [f"***** Layer-to-layer execution of {type(model).__name__} *****"]
+    for stack in stacks:
+        sizes = stack.layer_bytes
+        lines.append(
+            f"  Layers = {len(sizes)} x {'/'.join(stack.class_names)} at {stack.path or 'the model'} "
+            f"({size_text(sum(sizes))}, largest {size_text(max(sizes))})"
+        )
+    layers = [layer for stack in stacks for layer in stack.layers]
+    shell = {p for m in shell_modules(model, layers) for p in m._parameters.values() if p is not None}
+    places: dict[torch.Tensor, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        places.setdefault(p, []).append(name)
+    ties = [" = ".join(names) for names in places.values() if len(names) > 1]
+    frozen = [p for p in places if not p.requires_grad]
+    lines += [
+        f"  Shell = {len(shell)} parameters outside the layers ({size_text(tensor_bytes(shell))})",
+        f"  Tied = {'; '.join(ties) or 'none'}",
+        f"  Frozen = {len(frozen)} of {len(places)} parameters ({size_text(tensor_bytes(frozen))})",
+        f"  Device = {device}",
+        f"  Micro-batches = {_ubatch_text(config)}",
+        f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
+        f"  Update = {_UPDATES[mode]}",
+        f"  Precision = {_precision_text(config, device)}",
+        f"  Host memory = {kinds_text(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
+        "parameter)",
+        f"  Device memory = {_device_text(config, device, need)}",
+        f"  Link = {_link_text(model, config, device, layers, need)}",
+        f"  Bound by = what l2l_bound says in the logs: {_BOUNDS[mode]}",
+    ]
+    return "\n".join(lines)
+
+
+_UPDATES: dict[Mode, str] = {
+    "serial": "serial: the optimizer updates all layers on the host, in step()",
+    "deferred": "deferred: the host updates layer by layer in the background, under the next forward",
+    "eager": "eager: the host updates layer by layer in the background, during the backward",
+}
+
+
+_BOUNDS: dict[Mode, str] = {
+    "serial": "nothing hides the update",
+    "deferred": "the next forward hides the update as far as it lasts, but for the shell and the first layer",
+    "eager": "the backward hides the update, but for the shell and the first layer",
+}
+"""The bottleneck as far as it is known before the run."""
+
+
+def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) -> str:
+    if not stream.shares_host_memory(device):
+        return (
+            f"shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of 2 layers, gradients of "
+            f"{config.gradient_slots}), and activations"
+        )
+    weights = "masters" if computing_dtype(config.cmp, device) is None else "16-bit copies"
+    return f"the host's, where layers compute with the {weights}: activations come on top"
+
+
+def _link_text(
+    model: nn.Module, config: L2LConfig, device: torch.device, layers: list[nn.Module], need: MemoryEstimate
+) -> str:
+    if stream.shares_host_memory(device):
+        return "none: host and device are one, nothing travels"
+    precision = Precision(model, computing_dtype(config.cmp, device))
+    weights = tensor_bytes(on_meta(p, precision.of(p)) for layer in layers for p in layer.parameters())
+    return (
+        f"up to {size_text(weights)} of weights of layers in each forward and again in each backward, "
+        f"{size_text(need.gradients)} of gradients back"
+    )
+
+
+def _precision_text(config: L2LConfig, device: torch.device) -> str:
+    dtype = computing_dtype(config.cmp, device)
+    computes = "as the masters are, or as autocast says" if dtype is None else f"{dtype}, over fp32 masters"
+    kept = f"; gradients wait in {config.grad_dtype}, moments in {config.moment_dtype}"
+    return f"{computes}{kept if dtype is not None or '16' in config.grad_dtype + config.moment_dtype else ''}"
+
+
+def _ubatch_text(config: L2LConfig) -> str:
+    if config.ubatch_size is None:
+        return "the whole device batch at once (ubatch_size=None)"
+    return f"{config.ubatch_size} rows at a time (ubatch_size={config.ubatch_size})"

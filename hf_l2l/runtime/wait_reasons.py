@@ -1,0 +1,36 @@
+"""Why the engine waits: one sentence per wait, passed to `stream.wait`, `Task.wait` and `Timeline.waiting_for_eps`.
+
+Logs and traces show the sentence. Tests leave out one wait at a time, by its constant, to show that it is needed.
+"""
+
+from __future__ import annotations
+
+# ---- weights of a layer
+
+WEIGHTS_UPLOADED = "a layer computes after its weights have been uploaded"
+WEIGHT_SLOT_FREE = "a weight slot is refilled after the layer in it has computed"
+MASTERS_READ = "masters may be written after the uploads from them have finished"
+COPIES_READ = "memory of 16-bit copies is reused after the copies in it have been uploaded"
+
+# ---- gradients
+
+GRADIENTS_COMPUTED = "gradients are downloaded after they have been computed"
+GRADIENT_SLOT_FREE = "gradients are accumulated in a slot after those in it have been downloaded"
+ALL_GRADIENTS_DOWNLOADED = "backward returns after all gradients have been downloaded"
+FAILED_DOWNLOADS_FINISHED = "memory of a failed backward is reused after its downloads have finished"
+GRADIENT_DOWNLOADED = "a gradient is read after it has been downloaded"
+
+# ---- the stash
+
+INPUT_COMPUTED = "a layer's input is downloaded to the stash after it has been computed"
+INPUT_STASHED = "a layer ends after its input has been downloaded to the stash"
+ROWS_UPLOADED = "rows are recomputed after they have been uploaded from the stash"
+ROWS_MEMORY_FREE = "rows are uploaded from the stash after their device memory has become free"
+STASH_COPIES_FINISHED = "stash memory is released after all copies from and to it have finished"
+
+# ---- updates
+
+LAYER_GRADIENTS_DOWNLOADED = "a layer is updated after its gradients have been downloaded"
+WEIGHTS_UPDATED = "weights are used after their update has finished"
+ALL_UPDATES_FINISHED = "optimizer state is used after all updates have finished"
+ALL_LAYERS_UPDATED = "a step ends after all layers have been updated"
