@@ -16,6 +16,7 @@ PACKAGE = ROOT / "hf_l2l"
 
 TORCH, HF = {"torch"}, {"torch", "accelerate", "transformers"}
 FLOORS: dict[str, set[str]] = {
+    "compat": TORCH,
     "runtime": TORCH,
     "config": TORCH,
     "optim": TORCH,

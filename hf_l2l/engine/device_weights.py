@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_l2l.compat import is_in_checkpoints, keeps_statistics, without_interception
 from hf_l2l.eps.masters import Master, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.compat import is_in_checkpoints, keeps_statistics, without_interception
 
 OnGradient = Callable[[int, torch.Tensor], None]
 """Called in a backward when a gradient has reached a leaf: the number of its parameter in the unit, and the leaf."""

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_l2l.compat import in_whole_backward, without_interception
 from hf_l2l.engine.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import FUNCTIONAL_CALL, LayerCall
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.model.batch_dims import NoConsistentSplit
 from hf_l2l.runtime.backward_callbacks import ONE_THREAD, Backwards
-from hf_l2l.runtime.compat import in_whole_backward, without_interception
 from hf_l2l.runtime.compute_state import RngState
 
 

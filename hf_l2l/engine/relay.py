@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_l2l.compat import in_whole_backward
 from hf_l2l.config import L2LConfig
 from hf_l2l.engine.device_weights import DeviceWeights, uploaded
 from hf_l2l.engine.layer_call import InputGradients, LayerCall, without_caches
@@ -32,7 +33,6 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import Ubatch
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
-from hf_l2l.runtime.compat import in_whole_backward
 from hf_l2l.runtime.tensors import flatten
 
 Tensors = Sequence[torch.Tensor]

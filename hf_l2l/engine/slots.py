@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hf_l2l.compat import without_interception
 from hf_l2l.engine.device_weights import DeviceWeights, OnGradient
 from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
-from hf_l2l.runtime.compat import without_interception
 
 
 class _Slot:
@@ -163,7 +163,7 @@ class GradientSlots:
         self.device = device
         self.slots = [_GradientSlot(0, device) for _ in range(count)]
         self._errors = HookErrors()
-        self._unit: MasterUnit
+        self._unit: MasterUnit | None = None
         """The layer that computes."""
         self._views: dict[int, torch.Tensor] = {}
         """The number of its parameters -> the place of the sum."""
@@ -189,7 +189,11 @@ class GradientSlots:
         sums = self._sums = [None] * len(weights.leaves)
         for leaf in weights.leaves:
             leaf.grad = None  # of a backward that failed
-        yield sums
+        try:
+            yield sums
+        finally:
+            # Leaves refer to this object in a way that Python's collector does not follow, so it refers to no module.
+            self._unit, self._sums, self._views = None, [], {}
         self._errors.raise_first()
 
     def add(self, number: int, leaf: torch.Tensor) -> None:
@@ -209,6 +213,7 @@ class GradientSlots:
                 stream.wait(self.slots[0].left, wait_reasons.GRADIENT_SLOT_FREE)
             place = self._views.get(number)
             if place is None:  # in shared memory it is to stay: nothing leaves from here
+                assert self._unit is not None, "gradients come while a layer computes"
                 with without_interception():
                     place = torch.empty_like(self._unit.parameters[number], requires_grad=False)
             self._sums[number] = place.copy_(gradient)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_l2l.compat import mixes_rows
 from hf_l2l.engine.model_call import ModelCall, Replay, Replayed
 from hf_l2l.model.batch_dims import (
     BatchDims,
@@ -24,7 +25,6 @@ from hf_l2l.model.batch_dims import (
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.runtime import compute_state, stream
-from hf_l2l.runtime.compat import mixes_rows
 from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
 Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -119,9 +119,7 @@ class Splitter:
                 root.weights.masters_back(),
                 _buffers_kept(root.weights.unit.modules),
             ):
-                compute_state.set_rng_state(
-                    root.rng, self.device
-                )  # drops the same layers, under LayerDrop
+                compute_state.set_rng_state(root.rng, self.device)  # drops the same layers, under LayerDrop
                 root.forward(*args, **kwargs)
         except Replayed as reached:
             return reached.shapes

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master, Update
 from hf_l2l.optim.layerwise_step import hyperparameters_of
-from hf_l2l.runtime.compat import without_interception
 from hf_l2l.runtime.worker import Worker
 
 

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hf_l2l.compat import current_backward, leaf_variable, without_interception
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
-from hf_l2l.runtime.compat import current_backward, leaf_variable, without_interception
 from hf_l2l.runtime.flat_memory import Room, elements, is_dense
 
 Sums = Sequence[tuple[Master, torch.Tensor]]

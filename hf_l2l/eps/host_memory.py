@@ -15,9 +15,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.compat import version_kept, without_interception
 from hf_l2l.runtime.flat_memory import Layout, Pages, Room, rooms_in
 from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from hf_l2l.compat import with_gradient_hooks, without_interception
 from hf_l2l.eps.pending import Pending, let_go
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.stacks import shell_modules
@@ -19,7 +20,6 @@ from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import wait_reasons
-from hf_l2l.runtime.compat import with_gradient_hooks, without_interception
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task

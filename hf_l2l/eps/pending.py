@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.runtime.compat import without_interception
+from hf_l2l.compat import without_interception
 
 
 class Pending:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_interception
 from hf_l2l.config import Mode, MomentDtype
 from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sum, Sums
@@ -34,7 +35,6 @@ from hf_l2l.optim.layerwise_check import CLOSURE, can_split
 from hf_l2l.optim.layerwise_step import Part, Places, SplitStep, parameters_of, places_of
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.compat import call_step_hook_last, has_later_step_hook, without_interception
 from hf_l2l.runtime.observer import aside
 from hf_l2l.runtime.worker import Modes, Task, Worker
 

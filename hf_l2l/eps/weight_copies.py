@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import can_hold, hold
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.compat import without_interception
 from hf_l2l.runtime.flat_memory import Layout
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_l2l.runtime.compat import active_collector
+from hf_l2l.compat import active_collector
 
 _LAYER_LEVEL = ("hidden_states", "_hidden_states_layers")
 """Keys collected from hooks on layers themselves, which see the joined output and need no help."""

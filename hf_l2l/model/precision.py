@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_l2l.compat import is_in_checkpoints, keeps_statistics
 from hf_l2l.config import Cmp, GradDtype
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.compat import is_in_checkpoints, keeps_statistics
 from hf_l2l.runtime.tensors import map_tensors
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hf_l2l.compat import tables_of, without_interception
 from hf_l2l.model.precision import Precision
-from hf_l2l.runtime.compat import tables_of, without_interception
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
 

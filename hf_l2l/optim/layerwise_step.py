@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from hf_l2l.compat import drop_step_hooks
 from hf_l2l.optim.bf16_state import Rounding, widened
-from hf_l2l.runtime.compat import drop_step_hooks
 
 _OF_THE_PARAMETERS = ("params", "param_names")
 """What a group holds one of per parameter; the rest are hyper-parameters."""

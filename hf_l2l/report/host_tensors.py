@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_l2l.compat import without_interception
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.compat import without_interception
 
 
 def host_tensors(

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from hf_l2l.runtime.compat import call_at_end_of_backward, current_backward
+from hf_l2l.compat import call_at_end_of_backward, current_backward
 
 _FAILED_BACKWARD_ENDS_WITHIN_S = 1.0
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_l2l.compat import without_interception
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.compat import without_interception
 
 
 class Pages(mmap.mmap):

@@ -11,7 +11,7 @@ from torch import nn
 
 from families import batch_for
 from hf_l2l import L2LConfig, NonFiniteError, attach_l2l
-from hf_l2l.runtime.compat import without_interception
+from hf_l2l.compat import without_interception
 from training import l2l_trainer, tiny_bert
 
 LAYER = "bert.encoder.layer"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_l2l.compat import without_interception
 from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
-from hf_l2l.runtime.compat import without_interception
 
 
 class Counting(Pending):
