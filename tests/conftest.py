@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 # The tests never look for a Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,7 +19,7 @@ import transformers
 from _pytest.mark.expression import Expression
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_l2l.runtime import observer
+from hf_l2l.runtime.observer import OBSERVERS
 
 
 def pytest_report_header() -> str:
@@ -28,11 +27,11 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh() -> Iterator[None]:
     """A seed for every test, and no device chosen or watched by an earlier one: accelerate keeps its state for the
     process, and a model that has not been collected its trace."""
     torch.manual_seed(0)
-    monkeypatch.setattr(observer, "_observers", WeakValueDictionary())
+    OBSERVERS.clear()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -82,6 +82,8 @@ class ModelCall:
     """What leads to the masters in its graph; None without a graph."""
     layer_calls: list[LayerCall] = field(default_factory=list)
     """Those made so far."""
+    at_end: Callable[[ModelCall], None] | None = None
+    """Called when the call has returned or failed."""
     replay: Replay | None = None
     """Set while the beginning of the call is replayed to find batch dimensions."""
     thread: int = field(default_factory=threading.get_ident)

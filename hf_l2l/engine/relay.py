@@ -33,7 +33,7 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import Ubatch
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
-from hf_l2l.runtime.tensors import flatten
+from hf_l2l.runtime.tensors import flatten, is_cache
 
 Tensors = Sequence[torch.Tensor]
 
@@ -171,7 +171,6 @@ class Relay:
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that was called from outside -> the layers that were called in it last time, in that order."""
         self.splitter = Splitter(config.ubatch_size, device)
-        shell.after_layers = self._end_forward
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -182,19 +181,20 @@ class Relay:
             return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            args, kwargs = without_caches(layer, args, kwargs)
         arguments, spec = flatten((args, kwargs))
+        if torch.is_grad_enabled() and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
+            arguments, spec = flatten(without_caches(layer, args, kwargs))
         call = LayerCall.of(self.eps.masters.unit(layer), forward, arguments, spec, self.device, self.eps.copies)
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
-        if not root.layer_calls:
+        if root.at_end is None:  # this is its first layer
+            root.at_end = self._end_forward
             self.stash.start_forward()
             if self._slots is not None:
                 self._slots.forget()
         with self.eps.timeline.at(layer):
-            call.split = self.splitter.split_for(root, layer, arguments, spec, tensors, call.execute_once)
+            call.split = self.splitter.split_for(root, call.unit, arguments, spec, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)

@@ -38,8 +38,6 @@ class Shell:
         self.device = device
         self.eps = eps
         self.one_thread = OneThread(eps.backwards)
-        self.after_layers: Callable[[ModelCall], None] | None = None
-        """Called when a call in which layers ran has returned or failed."""
         self._call: ModelCall | None = None
 
     @property
@@ -98,8 +96,8 @@ class Shell:
                     yield call
             finally:
                 self._call = None
-                if call.layer_calls and self.after_layers is not None:
-                    self.after_layers(call)
+                if call.at_end is not None:
+                    call.at_end(call)
 
     def _replayed(self, rng: compute_state.RngState, forward: Callable[[], Any]) -> Any:
         with compute_state.rng_state_kept(self.device):

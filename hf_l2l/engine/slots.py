@@ -68,12 +68,11 @@ class _WeightSlot(_Slot):
             leaves = self._leaves[unit] = _Leaves(unit, self.memory, self._on_gradient)
         return leaves
 
-    def holds(self, unit: MasterUnit) -> bool:
-        """Whether what lies here are the weights of `unit` as they are now."""
-        if self.unit is not unit:
-            return False
-        unit.wait()  # an update changes the versions
-        return self.versions == unit.versions()
+    def is_current(self) -> bool:
+        """Whether what lies here are the weights of the layer as they are now."""
+        assert self.unit is not None, "asked of a slot in which a layer lies"
+        self.unit.wait()  # an update changes the versions
+        return self.versions == self.unit.versions()
 
 
 class WeightSlots:
@@ -125,7 +124,10 @@ class WeightSlots:
             stream.wait(slot.arrived, wait_reasons.MASTERS_READ, host=True)
 
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
-        return next((slot for slot in self.slots if slot.holds(unit)), None)
+        for slot in self.slots:
+            if slot.unit is unit and slot.is_current():
+                return slot
+        return None
 
     def _fill(self, unit: MasterUnit) -> _WeightSlot:
         slot = self.slots[-1]

@@ -24,6 +24,7 @@ from hf_l2l.model.batch_dims import (
     ubatches,
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
@@ -46,7 +47,7 @@ class Splitter:
     def split_for(
         self,
         root: ModelCall,
-        layer: nn.Module,
+        unit: LayerUnit,
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
         tensors: Sequence[torch.Tensor],
@@ -59,7 +60,7 @@ class Splitter:
             leaves, spec: the layer's arguments, flattened; `tensors` are the tensors among them.
             execute: runs the layer once on other tensors, without a trace.
         """
-        rows = root.rows
+        layer, rows = unit.module, root.rows
         if self.ubatch_size is None or rows is None or rows <= self.ubatch_size:
             return None
         reason = cannot_split(leaves)
@@ -67,7 +68,7 @@ class Splitter:
             if not any(is_cache(leaf) for leaf in leaves):  # generation brings caches: that is as it should be
                 self._say(layer, reason)
             return None
-        key = call_key(layer, spec, leaves, rows), CapturedOutputs().keys
+        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys
         if key not in self._known:
             try:
                 _refuse_batch_statistics(layer)

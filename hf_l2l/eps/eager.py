@@ -102,7 +102,7 @@ class EagerStep:
         assert update is not None, "it was begun in the backward of this step"
         update.in_step = master.guards_grad = False
         if update.task.done:  # otherwise the worker ends it
-            master.end_update()
+            Master.end_update([master])
 
     @contextmanager
     def failing(self) -> Iterator[None]:

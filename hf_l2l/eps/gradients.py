@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.compat import current_backward, leaf_variable, without_interception
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters
-from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
+from hf_l2l.eps.pending import Pending, can_hold, hold, hold_all, let_go, pending_of, settle
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
-from hf_l2l.runtime.flat_memory import Room, elements, is_dense
+from hf_l2l.runtime.flat_memory import Room, elements
 
 Sums = Sequence[tuple[Master, torch.Tensor]]
 """Masters, and a gradient sum for each."""
@@ -69,6 +69,7 @@ class Gradients:
         with self.lane.entered(), without_interception():
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
             with stream.span(self.device, "download", of):
+                stream.keep_until_done(self.device, [g for _, g in sums if g.layout is torch.strided])
                 totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
                 self._send_norms(totals)
@@ -98,9 +99,9 @@ class Gradients:
         Args:
             nodes: those that would add to the gradients of masters; none of them has run in this backward.
         """
-        if not self.lane.is_stream:
-            return
         with without_interception():
+            if not self.lane.is_stream or all([p.grad is None for p in self.masters.parameters]):
+                return
             for node in nodes:
                 p = leaf_variable(node)
                 if p.grad is not None:
@@ -118,15 +119,14 @@ class Gradients:
 
         False if it did not go that way, and is in `p.grad` already.
         """
-        grad = master.parameter.grad
+        grad, like = master.parameter.grad, master.gradient_like
         total = grad if master.arriving is None else master.arriving
-        like = master.gradient_like if total is None else total
         # Sparse ones, and a gradient of another kind that the user put there, are added on the host.
-        if like.dtype != master.gradient_like.dtype or not _alike(gradient, like, total):
+        is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
+        if not is_plain or (total is not None and not _is_like(total, like)):
             self._publish()
             self._add_to_grad(master, gradient.to(stream.HOST))
             return False
-        stream.keep_until_done(gradient)
         if master.arriving is None:
             self._arriving.append(master)
         if total is None:
@@ -150,20 +150,26 @@ class Gradients:
 
         At once: what stays on the device until the backward is over grows with depth.
         """
-        for dtype in {gradient.dtype: None for _, gradient in totals}:
-            alike = [(master, gradient) for master, gradient in totals if gradient.dtype == dtype]
-            norms = torch.stack(torch._foreach_norm([gradient for _, gradient in alike]))
+        by_dtype: dict[torch.dtype, tuple[list[Master], list[torch.Tensor]]] = {}
+        for master, gradient in totals:
+            masters, gradients = by_dtype.setdefault(gradient.dtype, ([], []))
+            masters.append(master)
+            gradients.append(gradient)
+        for masters, gradients in by_dtype.values():
+            norms = torch.stack(torch._foreach_norm(gradients))
             landing = self._room(norms.numel() * norms.element_size()).tensor_like(norms)
             landing.copy_(norms, non_blocking=True)
-            self._norms.append(([master for master, _ in alike], landing))
+            self._norms.append((masters, landing))
 
     def _room(self, num_bytes: int) -> Room:
-        """Host memory that is free."""
-        for room in self._rooms:
+        """Host memory that is free: mostly that which the same norms had in the last backward."""
+        number = len(self._norms)
+        for room in self._rooms[number : number + 1]:
             if room.num_bytes >= num_bytes and room.is_free:
                 return room
-        self._rooms += self.memory.new_rooms(1, num_bytes)
-        return self._rooms[-1]
+        (room,) = self.memory.new_rooms(1, num_bytes)
+        self._rooms[number : number + 1] = [room]
+        return room
 
     def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], stream.Point | None]:
         """Take the sums of `masters` before they are in `p.grad`, which is None from now on.
@@ -217,13 +223,15 @@ class Gradients:
                     self._add_to_grad(master, total)
             for master, gradient in of_losses:
                 self._add_to_grad(master, gradient)
+            known: list[tuple[torch.Tensor, Pending]] = []
             for masters, landing in norms:
                 for master, norm in zip(masters, landing.clone().unbind(), strict=True):
                     grad = master.parameter.grad
                     if grad is None:  # it has been updated in this backward
                         master.taken_norm = norm
-                    elif can_hold(grad) and master not in shared:
-                        hold(grad, Sum(norm, grad._version))
+                    elif master not in shared:
+                        known.append((grad, Sum(norm, grad._version)))
+            hold_all(known)
 
     def _add_to_grad(self, master: Master, gradient: torch.Tensor) -> None:
         """Make `gradient` (host) the gradient of the parameter, or add it to that; without interception."""
@@ -363,12 +371,12 @@ def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return norm
 
 
-def _alike(gradient: torch.Tensor, like: torch.Tensor, total: torch.Tensor | None) -> bool:
-    """Whether a gradient can be written over a host tensor `like` this, the `total` if there is one, element by
-    element in the order of memory."""
+def _is_like(total: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether a gradient `like` this can be added to `total` element by element in the order of memory."""
     return (
-        gradient.layout is like.layout is torch.strided
-        and gradient.stride() == like.stride()
-        and is_dense(like)
-        and (total is None or (total.device == stream.HOST and can_hold(total)))
+        total.layout is torch.strided
+        and total.dtype == like.dtype
+        and total.stride() == like.stride()
+        and total.device == stream.HOST
+        and can_hold(total)
     )

@@ -59,7 +59,7 @@ class HostMemory:
         """That would be registered if nothing had been refused, with the gradients that training will need."""
         masters = self.masters.all()
         to_come = [
-            tensor_bytes([m.gradient_like]) for m in masters if m.parameter.requires_grad and _gradient_room(m) is None
+            tensor_bytes([m.gradient_like]) for m in masters if m.parameter.requires_grad and m.gradient_room is None
         ]
         taken = sum(len(pages) for pages in list(self._pages))
         return taken + sum(m.refused_bytes for m in masters) + sum(to_come)
@@ -121,12 +121,13 @@ class HostMemory:
         if self._changes_seen == self.masters.changes:
             return
         masters = self.masters.all()
-        missing = {m for m in masters if m.parameter.requires_grad and _gradient_room(m) is None}
+        missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
         groups = self._groups(missing) if missing else []
         for unit in self.progress(groups, "Taking page-locked memory for gradients"):
             layout = Layout(m.gradient_like for m in unit)
-            for master, room in zip(unit, rooms_in(self._new_pages(layout.num_bytes), layout), strict=True):
-                master.gradient_room = room
+            rooms = rooms_in(self._new_pages(layout.num_bytes), layout)
+            for master, room, piece in zip(unit, rooms, layout.pieces, strict=True):
+                master.gradient_room, master.gradient_piece = room, piece
         self._changes_seen = self.masters.changes
         self.warn_once()
 
@@ -144,9 +145,9 @@ class HostMemory:
 
     def gradient_like(self, master: Master) -> torch.Tensor:
         """A host tensor for the gradient of `master`: always the same memory, unless a tensor there still lives."""
-        room = _gradient_room(master)
-        if room is not None and room.is_free:
-            return room.tensor_like(master.gradient_like)
+        room, piece = master.gradient_room, master.gradient_piece
+        if room is not None and piece is not None and room.is_free:
+            return room.tensor_of(piece)
         return torch.empty_like(master.gradient_like, device=stream.HOST)
 
     def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
@@ -187,12 +188,6 @@ class HostMemory:
                 _move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
-
-
-def _gradient_room(master: Master) -> Room | None:
-    """The one that was taken, unless the parameter has grown since: embeddings are resized."""
-    room = master.gradient_room
-    return room if room is not None and room.num_bytes >= tensor_bytes([master.gradient_like]) else None
 
 
 def _move(master: torch.Tensor, to: torch.Tensor) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks, without_interception
-from hf_l2l.eps.pending import Pending, let_go
+from hf_l2l.eps.pending import Pending, can_hold, let_go, let_go_all
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import wait_reasons
-from hf_l2l.runtime.flat_memory import Room
+from hf_l2l.runtime.flat_memory import Piece, Room
 from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task
 
@@ -58,6 +58,7 @@ class Master(Pending):
         self.parameter = parameter
         self.name = "a parameter"
         self.dtype = parameter.dtype
+        self.can_be_held = can_hold(parameter)
         self.part = 0
         """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
         self.update: Update | None = None
@@ -67,6 +68,8 @@ class Master(Pending):
         """A tensor with dtype, shape and strides of its gradient on the host; its values are not read."""
         self.gradient_room: Room | None = None
         """Registered memory for its gradient."""
+        self.gradient_piece: Piece | None = None
+        """Which tensor lies there."""
         self.arriving: torch.Tensor | None = None
         """The host tensor that will be its `grad` when this backward is over, or be added to it; or that is its
         `grad` already and gets more."""
@@ -117,11 +120,15 @@ class Master(Pending):
             "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
         )
 
-    def end_update(self) -> None:
-        """The update has succeeded and the step is over: an ordinary parameter again, unless it has a copy."""
-        self.update, self.guards_grad = None, False
-        if not self.copy_is_right:
-            let_go(self.parameter, self)
+    @staticmethod
+    def end_update(masters: Iterable[Master]) -> None:
+        """An update has succeeded and its step is over: ordinary parameters again, unless they have copies."""
+        ordinary: list[tuple[torch.Tensor, Pending]] = []
+        for master in masters:
+            master.update, master.guards_grad = None, False
+            if not master.copy_is_right:
+                ordinary.append((master.parameter, master))
+        let_go_all(ordinary)
 
 
 class MasterUnit(LayerUnit):
@@ -186,6 +193,7 @@ class Masters:
                 master.name, master.part, master.dtype = name, parts.get(parameter, 0), parameter.dtype
                 if master.gradient_like.shape != parameter.shape:
                     master.gradient_like = on_meta(parameter, self.precision.of_gradient(parameter))
+                    master.gradient_room = None
         if torch.is_grad_enabled():  # without, other tensors may stand in their places for one call
             self._records = {p: m for p, m in self._records.items() if p in names or m.is_updating}
         for unit in self._units.values():

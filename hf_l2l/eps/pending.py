@@ -109,12 +109,32 @@ def hold(tensor: torch.Tensor, pending: Pending) -> None:
     held.__class__ = _HELD.get(type(tensor), type(tensor))
 
 
+def hold_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
+    """`hold` each tensor, or leave one alone that cannot be held."""
+    for held, pending in pairs:
+        kind = type(held)
+        if kind in _HELD:
+            held.__dict__["_l2l_pending"] = pending
+            held.__class__ = _HELD[kind]
+        elif kind in _ORDINARY:
+            held.__dict__["_l2l_pending"] = pending
+
+
 def let_go(tensor: torch.Tensor, pending: Pending | None = None) -> None:
     """Make `tensor` an ordinary one again; with `pending`, only if that is what it is held for."""
     held: Any = tensor
     if type(tensor) in _ORDINARY and (pending is None or pending_of(tensor) is pending):
         held.__dict__.pop("_l2l_pending", None)
         held.__class__ = _ORDINARY[type(tensor)]
+
+
+def let_go_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
+    """`let_go` of each tensor, if it is held for this."""
+    for held, pending in pairs:
+        kind = type(held)
+        if kind in _ORDINARY and held.__dict__.get("_l2l_pending") is pending:
+            del held.__dict__["_l2l_pending"]
+            held.__class__ = _ORDINARY[kind]
 
 
 def pending_of(tensor: torch.Tensor) -> Pending | None:

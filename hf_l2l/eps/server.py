@@ -8,7 +8,7 @@ leave behind (`gradients`), holds them in `p.grad` until the optimizer has used 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -130,7 +130,8 @@ class EagerParamServer:
 
     def receive_in_hook(self, master: Master, gradient: torch.Tensor) -> None:
         """`receive` for hooks of autograd; an exception is raised later."""
-        with self.backwards.errors, self.updates.eager.failing(), RaisedIn("the download of", master.name):
+        half_updated = self.updates.eager.failing() if self.updates.mode == "eager" else nullcontext()
+        with self.backwards.errors, half_updated, RaisedIn("the download of", master.name):
             self.receive([(master, gradient)])
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sum, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import can_hold, hold, let_go, settle
+from hf_l2l.eps.pending import Pending, hold_all, let_go, let_go_all, settle
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
@@ -221,8 +221,8 @@ class Updates:
                 widen_all(optimizer)
                 entry.is_widened = True
             return
-        sums = [(master, gradient) for master, gradient in sums if can_hold(master.parameter)]
-        self._wait_for(master for master, _ in sums)
+        sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
+        self._wait_for([master for master, _ in sums])
         with self.worker.failing_with_errors():  # half a step must not be taken for one
             with without_interception():
                 for master, _ in sums:
@@ -274,9 +274,7 @@ class Updates:
                 rounding = Rounding.of(optimizer) if self._rounds else None
                 entry.places = places = entry.places or places_of(optimizer)
                 step = SplitStep(optimizer, {m.parameter: gradient for m, gradient in sums}, places, rounding)
-                factors = {
-                    m.parameter: factor for m, gradient in sums if (factor := _taken_factor(gradient)) is not None
-                }
+                factors = _taken_factors(sums)
                 modes = self._modes if in_step else Modes.current()
                 for what, masters in self.masters.parts(gradients):
                     unseen = [norms[m] for m in masters if m in norms] if norms is not None else []
@@ -285,7 +283,7 @@ class Updates:
                     part = step.part([m.parameter for m in masters])
                     for master in masters:
                         master.update, master.guards_grad = update, in_step
-                        hold(master.parameter, master)
+                    hold_all([(m.parameter, m) for m in masters])
                     if in_step:
                         self.eager.begin(optimizer, masters)
                     run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
@@ -304,7 +302,7 @@ class Updates:
         """The gradients of one call have been received; update the masters for which there will be no more."""
         if self.mode != "eager":
             return
-        complete = [m for m in self.eager.complete(masters) if can_hold(m.parameter)]
+        complete = [m for m in self.eager.complete(masters) if m.can_be_held]
         if complete and not self.optimizers:
             raise RuntimeError(
                 "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
@@ -342,12 +340,18 @@ class Updates:
         self.worker.close()
 
 
-def _taken_factor(gradient: torch.Tensor) -> torch.Tensor | None:
-    """The number that `gradient` is still to be multiplied by, which the caller sees to from now on."""
-    pending = gradient.__dict__.get("_l2l_pending")
-    if pending is not None:
-        let_go(gradient)
-    return pending.factor if isinstance(pending, Sum) else None
+def _taken_factors(sums: Sums) -> dict[torch.Tensor, torch.Tensor]:
+    """Parameter -> the number that its gradient is still to be multiplied by, which the caller sees to from now on."""
+    factors: dict[torch.Tensor, torch.Tensor] = {}
+    held: list[tuple[torch.Tensor, Pending]] = []
+    for master, gradient in sums:
+        pending = gradient.__dict__.get("_l2l_pending")
+        if pending is not None:
+            held.append((gradient, pending))
+        if isinstance(pending, Sum) and pending.factor is not None:
+            factors[master.parameter] = pending.factor
+    let_go_all(held)
+    return factors
 
 
 def carry_out(
@@ -379,5 +383,4 @@ def carry_out(
         copies.renew(masters)
     update.made = True
     if not update.in_step:
-        for master in masters:
-            master.end_update()
+        Master.end_update(masters)

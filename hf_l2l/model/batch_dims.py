@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime.tensors import is_cache, is_opaque, leaves_of, map_tensors, narrow
 
 
@@ -149,7 +149,7 @@ def doubled(args: Any, rows: int) -> Any:
     )
 
 
-def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:
+def call_key(unit: LayerUnit, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:
     """A key that is equal for layer calls that split alike.
 
     It consists of the classes of the layer and of all modules in it (other outputs are captured of dense layers than
@@ -159,8 +159,8 @@ def call_key(layer: nn.Module, spec: pytree.TreeSpec, leaves: Sequence[Any], row
 
     def kind(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor):
-            return leaf.dtype, tuple((size == 1, size == rows) for size in leaf.shape)
+            return leaf.dtype, tuple([(size == 1, size == rows) for size in leaf.shape])
         # Numbers may differ between calls; flags and strings decide what is computed.
         return (type(leaf), leaf) if isinstance(leaf, bool | str) else type(leaf)
 
-    return tuple(type(m) for m in layer.modules()), layer.training, spec, tuple(kind(leaf) for leaf in leaves)
+    return unit.classes, unit.module.training, spec, tuple([kind(leaf) for leaf in leaves])

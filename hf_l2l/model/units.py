@@ -35,6 +35,7 @@ class LayerUnit:
         self.module = module
         self.name = name
         self.modules = list(modules)
+        self.classes = tuple([type(each) for each in self.modules])
         self.parameters: list[nn.Parameter] = []
         """Each once, in the order of `nn.Module.parameters`."""
         self.places: list[Place] = []

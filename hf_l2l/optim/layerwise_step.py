@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,6 +27,8 @@ _OF_THE_PARAMETERS = ("params", "param_names")
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, FunctionType, MethodType)
 """Of these, a copy is no other thing; a method is taken for what it does, and not for what it belongs to."""
+
+_NUMBERS = (bool, int, float, type(None))
 
 Places = dict[torch.Tensor, tuple[tuple[int, int], str | None]]
 """Master -> the number of its group, and its own number there; and its name, for an optimizer that has names."""
@@ -89,19 +92,17 @@ class SplitStep:
         self._state = optimizer.state
         self._places = places = places_of(optimizer) if places is None else places
         self._base = _another(optimizer, [], defaultdict(dict), places)
-        self._groups = [
-            {key: _snapshot(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
-            for group in optimizer.param_groups
-        ]
+        self._groups = [_snapshots(group) for group in optimizer.param_groups]
         self._shares: dict[torch.Tensor, _Share] = {}
         # In group order and before any part runs: the state dict then has the order of one whole step.
-        for p in sorted((p for p in gradients if p in places), key=lambda p: places[p][0]):
+        found = [(*places[p], p) for p in gradients if p in places]
+        for place, name, p in sorted(found, key=itemgetter(0)):
             has_state = p in self._state
-            self._shares[p] = _Share(gradients[p], *places[p], self._state.setdefault(p, {}), has_state)
+            self._shares[p] = _Share(gradients[p], place, name, self._state.setdefault(p, {}), has_state)
 
     def part(self, masters: Iterable[torch.Tensor]) -> Part:
         """The update of those of `masters` that have a gradient in this step and are in no part yet."""
-        return Part(self, {p: share for p in masters if (share := self._shares.pop(p, None)) is not None})
+        return Part(self, [(p, share) for p in masters if (share := self._shares.pop(p, None)) is not None])
 
     def run(self, masters: Iterable[torch.Tensor]) -> None:
         """Carry out such a part at once; see `Part.run`."""
@@ -115,19 +116,17 @@ class SplitStep:
 class Part:
     """The update of some masters, to be run once, on any thread."""
 
-    def __init__(self, step: SplitStep, shares: dict[torch.Tensor, _Share]) -> None:
+    def __init__(self, step: SplitStep, shares: list[tuple[torch.Tensor, _Share]]) -> None:
         # Prepared where it is made: that may be while the part before it runs.
         self._step = step
-        self._shares = sorted(shares.items(), key=lambda item: item[1].place)
-        self._stand_ins = [_stand_in(master) for master, _ in self._shares]
+        by_place = {share.place: (master, share) for master, share in shares}
+        self._shares = [by_place[place] for place in sorted(by_place)]
+        self._stand_ins = _stand_ins([master for master, _ in self._shares])
         groups: dict[int, dict[str, Any]] = {}
         for (_, share), stand_in in zip(self._shares, self._stand_ins, strict=True):
             number = share.place[0]
             if number not in groups:
-                groups[number] = {
-                    "params": [],
-                    **{key: _snapshot(value) for key, value in step._groups[number].items()},
-                }
+                groups[number] = {"params": [], **_snapshots(step._groups[number])}
             group = groups[number]
             group["params"].append(stand_in)
             if share.name is not None:
@@ -204,11 +203,12 @@ def _is_immutable(value: Any) -> bool:
     return value is None or isinstance(value, _IMMUTABLE)
 
 
-def _stand_in(master: torch.Tensor) -> torch.Tensor:
-    """What the optimizer gets for a master: it shares its memory and version counter, and has no gradient yet."""
-    tensor = master.detach().requires_grad_(master.requires_grad)
-    vars(tensor).update(vars(master))  # some optimizers go by tags on the parameters
-    return tensor
+def _stand_ins(masters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the optimizer gets for each master: it shares its memory and version counter, and has no gradient yet."""
+    tensors = [master.detach().requires_grad_(master.requires_grad) for master in masters]
+    for tensor, master in zip(tensors, masters, strict=True):
+        vars(tensor).update(vars(master))  # some optimizers read tags on the parameters
+    return tensors
 
 
 @torch.no_grad()
@@ -231,6 +231,15 @@ def _give_gradients(
         stand_in.grad = gradient
     if scaled:
         torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
+
+
+def _snapshots(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group as they are now."""
+    return {
+        key: value if type(value) in _NUMBERS else _snapshot(value)
+        for key, value in group.items()
+        if key not in _OF_THE_PARAMETERS
+    }
 
 
 def _snapshot(value: Any) -> Any:

@@ -25,7 +25,7 @@ from hf_l2l.report.device_clock import DeviceClock, Mark
 from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
 from hf_l2l.report.wait_time import Averages, Waits
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.observer import HERE, observe, observer_of, stop_observing
+from hf_l2l.runtime.observer import HERE, OBSERVERS, observe, stop_observing
 from hf_l2l.runtime.stall_log import StallLog
 
 STEPS, COMPUTE, HOST_UPDATE, SECOND_UPDATE, WAITS = "steps", "compute", "host update", "host update 2", "waits"
@@ -99,11 +99,11 @@ class Timeline:
     @property
     def is_watched(self) -> bool:
         """Whether the timeline is recorded."""
-        return observer_of(self.device) is self
+        return OBSERVERS.get(self.device) is self
 
     def watch(self) -> None:
         """Record from the next step on what `averages` returns; discard earlier records and the current step."""
-        before = observer_of(self.device)
+        before = OBSERVERS.get(self.device)
         if before is not self and isinstance(before, Timeline) and before._trace is not None:
             before.collect()
             warnings.warn(
@@ -142,7 +142,7 @@ class Timeline:
 
     def start_forward(self) -> None:
         """A call enters the model. With gradients enabled it begins a step, unless one has begun."""
-        observer = observer_of(self.device)
+        observer = OBSERVERS.get(self.device)
         if isinstance(observer, Timeline):  # this one, or that of another model on the device
             observer.collect()
             if not observer._noted:  # no recorded span refers to the old base

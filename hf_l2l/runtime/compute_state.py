@@ -24,8 +24,8 @@ class AutocastState:
     @classmethod
     def current(cls, device: torch.device) -> AutocastState:
         """The settings for `device` and for the host, as they are now."""
-        types = {device.type, HOST.type}
-        return cls(tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)))
+        types = sorted({device.type, HOST.type})
+        return cls(tuple([(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]))
 
     @property
     def enabled_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -41,16 +41,18 @@ class AutocastState:
         # Not `torch.autocast`: the end of a thread's outermost region clears the cache of cast weights of all threads.
         # The forward of another thread would then cast a weight twice, and sum its two gradients in another dtype.
         before = AutocastState(
-            tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.settings)
+            tuple([(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.settings])
         )
         cache_before = torch.is_autocast_cache_enabled()
-        self._set()
+        if self != before:
+            self._set()
         torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
             torch.set_autocast_cache_enabled(cache_before)
-            before._set()
+            if self != before:
+                before._set()
 
     def _set(self) -> None:
         for device_type, enabled, dtype in self.settings:

@@ -70,13 +70,17 @@ class Room:
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An uninitialised host tensor over this memory with the dtype, shape and strides of `tensor`."""
+        return self.tensor_of(Layout([tensor]).pieces[0])
+
+    def tensor_of(self, piece: Piece) -> torch.Tensor:
+        """An uninitialised host tensor over this memory, of the kind that `piece` says."""
         with torch.inference_mode(False):
-            if tensor.numel() == 0:
-                return torch.empty_like(tensor, device=stream.HOST)
+            if 0 in piece.shape:
+                return torch.empty(piece.shape, dtype=piece.dtype)
             memory = torch.frombuffer(self._view, dtype=torch.uint8)
             self._storage = StorageWeakRef(memory.untyped_storage())
-            stream.released(memory)  # by the tensor that was here before
-            return shaped_like(memory, tensor)
+            flat = memory[: piece.stop - piece.start].view(piece.dtype)
+            return flat.view(piece.shape) if piece.stride is None else flat.as_strided(piece.shape, piece.stride)
 
 
 def rooms_in(pages: Pages, layout: Layout) -> list[Room]:
@@ -87,7 +91,7 @@ def rooms_in(pages: Pages, layout: Layout) -> list[Room]:
 _ALIGNMENT = 256  # bytes, as of a separate allocation on any device: how kernels round may depend on alignment
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Where one tensor lies in a piece of memory, and what it is."""
 
     start: int
@@ -102,14 +106,14 @@ class Layout:
     """The places of some tensors in a piece of memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.pieces: list[_Piece] = []
+        self.pieces: list[Piece] = []
         """In the order of the tensors."""
         self.num_bytes = 0
         with without_interception():
             for tensor in tensors:
                 stride = tensor.stride() if is_dense(tensor) else None
                 stop = self.num_bytes + _num_bytes(tensor)
-                self.pieces.append(_Piece(self.num_bytes, stop, tensor.dtype, tensor.shape, stride))
+                self.pieces.append(Piece(self.num_bytes, stop, tensor.dtype, tensor.shape, stride))
                 self.num_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:

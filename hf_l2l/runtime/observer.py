@@ -25,23 +25,19 @@ class Observer(Protocol):
         waits for that work."""
 
 
-_observers: WeakValueDictionary[torch.device, Observer] = WeakValueDictionary()
-
-
-def observer_of(device: torch.device) -> Observer | None:
-    """The observer of `device`, if it has one."""
-    return _observers.get(device)
+OBSERVERS: WeakValueDictionary[torch.device, Observer] = WeakValueDictionary()
+"""Device -> its observer, as long as that lives."""
 
 
 def observe(device: torch.device, observer: Observer) -> None:
     """Make `observer` the only observer of `device`, for as long as it lives."""
-    _observers[device] = observer
+    OBSERVERS[device] = observer
 
 
 def stop_observing(device: torch.device, observer: Observer) -> None:
     """Remove `observer`, if it is the one of `device`."""
-    if _observers.get(device) is observer:
-        del _observers[device]
+    if OBSERVERS.get(device) is observer:
+        del OBSERVERS[device]
 
 
 class _Here(threading.local):

@@ -10,14 +10,15 @@ If a device has an observer (see `observer`), points carry times, and each wait 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_l2l.runtime.observer import HERE, observer_of
+from hf_l2l.runtime.observer import HERE, OBSERVERS
 from hf_l2l.runtime.stall_log import StallLog
 
 HOST = torch.device("cpu")
@@ -83,6 +84,7 @@ def download(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(HOST, copy=True)
 
 
+@cache
 def device_module(device: torch.device) -> ModuleType | None:
     """The torch module of a device type (`torch.cuda`, ...), None for the host."""
     if device.type == "cpu":
@@ -93,7 +95,11 @@ def device_module(device: torch.device) -> ModuleType | None:
 
 def _streams(device: torch.device) -> ModuleType | None:
     """The torch module of a device type if it has streams, as `torch.cuda` has."""
-    module = device_module(device)
+    return None if device.type == "cpu" else _with_streams(device_module(device))
+
+
+@cache
+def _with_streams(module: ModuleType | None) -> ModuleType | None:
     return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
 
 
@@ -115,7 +121,7 @@ class Point(NamedTuple):
 
 def span(device: torch.device, row: str, of: object) -> AbstractContextManager[None]:
     """In the block, the current stream gets copies ("upload", "download") or a "norm" of `of`, a module or a name."""
-    observer = observer_of(device)
+    observer = OBSERVERS.get(device)
     if observer is None or shares_host_memory(device):
         return nullcontext()
     return observer.span(row, of, exposed=HERE.on_compute_stream)
@@ -126,7 +132,7 @@ def record(device: torch.device) -> Point | None:
     module = _streams(device)
     if module is None:
         return None
-    timed = observer_of(device) is not None
+    timed = OBSERVERS.get(device) is not None
     event = module.Event(enable_timing=True) if timed else module.Event()
     event.record(module.current_stream(device))
     return Point(event, module, device, HERE.row, timed)
@@ -145,7 +151,7 @@ def wait(point: Point | None, why: str, *, host: bool = False) -> None:
     assert why, "every wait has a reason"
     if point is None:
         return
-    observer = observer_of(point.device)
+    observer = OBSERVERS.get(point.device)
     if observer is not None and HERE.on_compute_stream and not HERE.is_aside:  # a lane that waits delays nothing
         observer.waits(point, why)
     if not host:
@@ -168,11 +174,8 @@ class Lane:
         self.row = row
         self._module = _streams(device)
         self._stream = self._module.Stream(device=device) if beside and self._module is not None else None
-
-    @property
-    def is_stream(self) -> bool:
+        self.is_stream = self._module is not None
         """Whether anything can wait for it. If not, copies must not be asynchronous."""
-        return self._module is not None
 
     @contextmanager
     def entered(self, row: str | None = None) -> Iterator[None]:
@@ -194,14 +197,16 @@ class Lane:
             return record(self.device)
 
 
-def keep_until_done(tensor: torch.Tensor) -> None:
-    """Delay the reuse of the memory of `tensor`, once freed, until the current stream has done its work of that time.
+def keep_until_done(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    """Delay the reuse of the memory of `tensors`, once freed, until the current stream has done its work of that time.
 
     For memory that was allocated in another stream: the allocator does not know of its use in this one.
     """
-    module = _streams(tensor.device)
+    module = _streams(device)
     if module is not None:
-        tensor.record_stream(module.current_stream(tensor.device))
+        current = module.current_stream(device)
+        for tensor in tensors:
+            tensor.record_stream(current)
 
 
 def can_page_lock(device: torch.device) -> bool:

@@ -171,7 +171,7 @@ class Worker:
             Exception: the exception of a task.
             EngineFailedError: if that exception has been raised before.
         """
-        if not self.has_failed:
+        if self._state.failure is None:
             return
         unraised = self._state.take_unraised()
         try:

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import Piece, Room, elements
 
 
 @contextmanager
@@ -28,5 +29,12 @@ def poisoned_releases() -> Iterator[None]:
     def poison(memory: torch.Tensor) -> None:
         memory.fill_(0xFF)  # all bits set is NaN in every floating-point dtype
 
-    with mock.patch.object(stream, "released", poison):
+    def poisoned_tensor(room: Room, piece: Piece) -> torch.Tensor:
+        tensor = tensor_of(room, piece)
+        if tensor.numel():
+            poison(elements(tensor).view(torch.uint8))
+        return tensor
+
+    tensor_of = Room.tensor_of
+    with mock.patch.object(stream, "released", poison), mock.patch.object(Room, "tensor_of", poisoned_tensor):
         yield

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from families import SMALL, bert, llama, t5, vit
-from hf_l2l.engine.splitting import ubatches
 from hf_l2l.model.batch_dims import (
     BatchDims,
     NoConsistentSplit,
@@ -23,8 +22,11 @@ from hf_l2l.model.batch_dims import (
     cannot_split,
     compare_shapes,
     doubled,
+    ubatches,
 )
+from hf_l2l.model.precision import Precision
 from hf_l2l.model.stacks import find_stacks, parameter_bytes, shell_modules
+from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime.tensors import flatten, leaves_of, map_tensors, narrow
 
 
@@ -284,7 +286,8 @@ def test_what_cannot_be_split():
 
 def key(layer: nn.Module, rows: int = 4, **kwargs: object) -> tuple[object, ...]:
     leaves, spec = flatten(((torch.zeros(rows, 3),), kwargs))
-    return call_key(layer, spec, leaves, rows)
+    unit = LayerUnit(layer, layer.modules(), "a layer", Precision(layer))
+    return call_key(unit, spec, leaves, rows)
 
 
 def test_calls_of_one_kind_have_one_key():

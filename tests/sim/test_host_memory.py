@@ -162,10 +162,10 @@ def test_tied_parameters_stay_tied_and_move_once():
     assert model.lm_head.weight is model.transformer.wte.weight
     on_sim(model)
     assert model.lm_head.weight is model.transformer.wte.weight
-    units = memory_of(model)._units(set(model.parameters()))
-    assert (
-        sum(len(unit) for unit in units) == len({t for unit in units for t in unit}) == len(list(model.parameters()))
-    )
+    memory = memory_of(model)
+    groups = memory._groups(set(memory.masters.all()))
+    masters = [master for group in groups for master in group]
+    assert len(masters) == len(set(masters)) == len(list(model.parameters()))
 
 
 def same_tensor(one: nn.Linear, other: nn.Linear) -> None:
