@@ -195,7 +195,7 @@ def train(trainer: Trainer, memory: MemoryCallback) -> dict[str, float]:
         passed_over = set_aside_interrupted(Path(args.output_dir))
         if passed_over:
             logger.warning(
-                "saving was interrupted in %s: training goes on from %s", passed_over, args.resume_from_checkpoint
+                "saving was interrupted in %s: training resumes from %s", passed_over, args.resume_from_checkpoint
             )
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = {**result.metrics, **memory.metrics(), "train_samples": len(trainer.train_dataset)}

@@ -98,7 +98,7 @@ def cpu_with_streams() -> None:
     stream.shares_host_memory = lambda device: False
     stream.page_lock = lambda address, num_bytes, device: True
     stream.page_unlock = lambda address, device: None
-    stream.keep_until_done = lambda tensor: None
+    stream.keep_until_done = lambda device, tensors: None
 
 
 def bert(layers: int) -> nn.Module:

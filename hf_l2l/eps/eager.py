@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import without_interception
-from hf_l2l.eps.masters import Master, Update
+from hf_l2l.eps.masters import Master
 from hf_l2l.optim.layerwise_step import hyperparameters_of
 from hf_l2l.runtime.worker import Worker
 
@@ -93,16 +93,16 @@ class EagerStep:
                 "hyper-parameters must be set before backward with eps_update='eager', which uses them there (they "
                 f"were {used}, and are {hyperparameters_of(optimizer)} in step()); use eps_update='deferred'"
             )
-        for master in self._updated.intersection(masters):
-            self._end_update(master, master.update)
+        ending = self._updated.intersection(masters)
         self._updated.difference_update(masters)
-
-    @staticmethod
-    def _end_update(master: Master, update: Update | None) -> None:
-        assert update is not None, "it was begun in the backward of this step"
-        update.in_step = master.guards_grad = False
-        if update.task.done:  # otherwise the worker ends it
-            Master.end_update([master])
+        updates = {master.update for master in ending}
+        for update in updates:
+            if update is not None:  # the worker sets it to None as soon as `in_step` is False
+                update.in_step = False
+        for master in ending:
+            master.guards_grad = False
+        # Those that are not over are ended by the worker.
+        Master.end_update([m for m in ending if (update := m.update) is None or update.task.done])
 
     @contextmanager
     def failing(self) -> Iterator[None]:

@@ -236,12 +236,12 @@ def check_script_options(given: dict[str, Any]) -> None:
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | None:
-    """The folder of the checkpoint that training goes on from; "True" asks for the last one of output_dir."""
+    """The folder of the checkpoint that training resumes from; "True" asks for the last one of output_dir."""
     asked = args.resume_from_checkpoint
     last, interrupted = last_checkpoints(Path(args.output_dir))
     if asked is None or str(asked).lower() == "false":
         if args.do_train and last is not None:
-            logger.warning("training starts anew, over %s; --resume_from_checkpoint True goes on from it", last)
+            logger.warning("training starts anew, over %s; --resume_from_checkpoint True resumes from it", last)
         return None
     if str(asked).lower() == "true":
         if last is None and interrupted:

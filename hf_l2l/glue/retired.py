@@ -53,7 +53,7 @@ SWITCHES = {"group_by_length": "group_by_length", "adafactor": "adafactor"}
 """Retired switches -> the value that their successor has when they are on."""
 
 NEEDLESS = {
-    "overwrite_output_dir": "output_dir is written to whatever lies in it, and training goes on from a checkpoint in "
+    "overwrite_output_dir": "output_dir is written to whatever lies in it, and training resumes from a checkpoint in "
     "it only with --resume_from_checkpoint",
     "save_safetensors": "checkpoints are always safetensors",
     "use_mps_device": "mps is used where it is there",

@@ -157,7 +157,10 @@ class Timeline:
         self._end_sweep()
         if self._in_first_step:  # called in a hook of `optimizer.step()`, which may fail
             self._sweep = "update", StallLog()
-            self._sweep[1].set_phase("the update of all layers, {seconds} so far", call=sys._getframe(2).f_code)
+            step = sys._getframe(1)
+            while step.f_back is not None and step.f_globals.get("__name__", "").startswith("hf_l2l."):
+                step = step.f_back
+            self._sweep[1].set_phase("the update of all layers, {seconds} so far", call=step.f_code)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
