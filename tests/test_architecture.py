@@ -112,7 +112,8 @@ def test_folders_are_small_and_say_what_lives_there(folder):
 @pytest.mark.parametrize("name", SHIMS)
 def test_paths_in_pickles_stay(name):
     tree = tree_of(PACKAGE / f"{name}.py")
-    assert own_imports(tree) == {"hf"} and len(tree.body) == 4  # a docstring, imports, __all__
+    kinds = [type(statement).__name__ for statement in tree.body]
+    assert own_imports(tree) == {"hf"} and set(kinds) == {"Expr", "ImportFrom", "Assign"}  # and nothing is defined
 
 
 @pytest.mark.parametrize("file", sorted((PACKAGE / "testing").glob("*.py")), ids=named)
@@ -318,3 +319,28 @@ def test_missing_docstrings_are_found():
 )
 def test_paths_are_found(text, leads):
     assert bool(OUTSIDE.findall(text)) == leads
+
+
+PRIVATE = (
+    "torch._C",
+    "_is_checkpoint_valid",
+    "_execution_engine",
+    "_unsafe_preserve_version_counter",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_NormBase",
+    "_BatchNorm",
+    "_non_persistent_buffers_set",
+    "_active_collector",
+)
+"""Private names of torch and transformers, which `compat.py` has for the others."""
+
+
+@pytest.mark.parametrize("file", [f for f in ENGINE if f.stem != "compat"], ids=named)
+def test_private_names_of_libraries_are_in_one_file(file):
+    assert [name for name in PRIVATE if name in file.read_text()] == []
+
+
+def test_the_file_of_private_names_says_what_replaces_each():
+    text = (PACKAGE / "compat.py").read_text()
+    assert all(name.removeprefix("torch.") in text for name in PRIVATE) and "2.11 to 2.13" in text

@@ -23,7 +23,7 @@ from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
-from hf_l2l.optim.loss_scale import EpsScaler, LossScale
+from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
@@ -90,6 +90,8 @@ class EagerParamServer:
             is_accumulating=is_accumulating,
         )
         self.vote = Vote(self.masters, loss_scale)
+        if loss_scale is not None:
+            loss_scale.may_step = self.may_step
 
     @property
     def lane(self) -> stream.Lane:
@@ -216,10 +218,10 @@ class EagerParamServer:
         return self.vote.result(norm, self.updates.steps + 1, self.updates.optimizers)
 
     @property
-    def scaler(self) -> EpsScaler | None:
+    def scaler(self) -> LossScale | None:
         """What an `Accelerator` may take for its `scaler`, so that schedulers wait where a step is skipped; None
         without a loss scale."""
-        return None if self.loss_scale is None else EpsScaler(self.loss_scale, self.may_step)
+        return self.loss_scale
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:

@@ -125,8 +125,10 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     @property
     def eps(self) -> EagerParamServer | None:
-        """The EPS of the current model, which is attached if necessary; None for a model without a layer stack."""
-        return self._attach()
+        """The EPS of the current model, which training, evaluation and prediction attach; None before that, and for a
+        model without a layer stack."""
+        attached = attachment_of(self.model)
+        return None if attached is None else attached.eps
 
     def l2l_summary(self) -> str:
         """A summary of what runs layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
@@ -327,12 +329,12 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Overridden because the norms are already known, and scaling is part of the update in the background."""
-        eps = self._attach()
+        eps = self.eps
         return super()._clip_grad_norm(model) if eps is None else eps.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Overridden because an eager update has already used the gradients."""
-        eps = self._attach() if grad_norm is None else None
+        eps = self.eps if grad_norm is None else None
         return super()._get_grad_norm(model, grad_norm=grad_norm) if eps is None else eps.grad_norm()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -50,22 +50,26 @@ def with_gradients_times(factor: Callable[[], float], value: Any) -> Any:
 
 
 class LossScale:
-    """The factor of now, and what it will be after the next step.
+    """The loss scale, with the interface of `torch.amp.GradScaler`, which `Accelerator` asks for as its `scaler`.
 
-    With growth and backoff 1 it stays what it is, and only the vote is left: a step is skipped, or not.
+    With growth and backoff 1 it stays what it is, and only the vote is left: a step is made, or skipped and counted.
+    Losses and gradients are scaled inside the engine, so that for a program `scale` and `unscale_` do nothing.
     """
 
     def __init__(
         self, initial: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
     ) -> None:
         self.value = initial
+        """What gradients are multiplied by on the device now."""
         self.growth = growth
         self.backoff = backoff
         self.interval = interval
         self.steps = 0
-        """Made in a row since it changed."""
+        """Made in a row since the value changed."""
         self.skipped = 0
-        """Steps, in all."""
+        """Steps skipped, in all."""
+        self.may_step: Callable[[], bool] = lambda: True
+        """Whether the gradients of this step are finite; the EPS sets it to its own vote."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -84,8 +88,37 @@ class LossScale:
             self.value, self.steps = self.value * self.growth, 0
         return True
 
+    # ---- the interface of torch.amp.GradScaler
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs as they are: the engine scales their gradients."""
+        return outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: gradients on the host are not scaled."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer's step, or one that finds no gradients and that no patch of `optimizer.step` sees.
+
+        Accelerate takes a step that does not call the optimizer's `step` for a skipped one; schedulers then wait.
+        """
+        if self.may_step():
+            return optimizer.step(*args, **kwargs)
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    def update(self) -> None:
+        """Do nothing: the scale has changed with the vote."""
+
+    def get_scale(self) -> float:
+        """The loss scale now."""
+        return self.value
+
+    def is_enabled(self) -> bool:
+        """True: steps are voted on."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as `torch.amp.GradScaler` has it, with the number of skipped steps."""
+        """What a checkpoint keeps of it: the keys of `torch.amp.GradScaler`, and the number of skipped steps."""
         return {
             "scale": self.value,
             "growth_factor": self.growth,
@@ -96,46 +129,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, or that of a `GradScaler`; growth, backoff and interval stay what the options say."""
-        if self.is_dynamic:  # one that stays what it is may be given that of an fp16 run
+        """Continue from `state`, or from that of a `GradScaler`; growth, backoff and interval stay as configured."""
+        if self.is_dynamic:  # a fixed one may be given the state of an fp16 run
             self.value, self.steps = state["scale"], state["_growth_tracker"]
         self.skipped = state.get("skipped", 0)
-
-
-class EpsScaler:
-    """Stands in for `torch.amp.GradScaler` where Accelerate has one: losses and gradients are scaled elsewhere.
-
-    Accelerate takes a step that does not call the optimizer's `step` for a skipped one, and schedulers then wait.
-    """
-
-    def __init__(self, scale: LossScale, may_step: Callable[[], bool]) -> None:
-        self._scale = scale
-        self._may_step = may_step
-
-    def scale(self, outputs: Any) -> Any:
-        """The outputs, whose gradients the engine multiplies by itself."""
-        return outputs
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: gradients on the host are not scaled."""
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, or one that finds no gradients, unseen by whoever has patched it."""
-        if self._may_step():
-            return optimizer.step(*args, **kwargs)
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    def update(self) -> None:
-        """Nothing: the scale has changed with the vote."""
-
-    def get_scale(self) -> float:
-        """The factor of now."""
-        return self._scale.value
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return self._scale.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self._scale.load_state_dict(state)

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from families import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.hf.attach import bound_method
+from hf_l2l.hf.hooks import bound_method
 from training import l2l_trainer, tiny_bert
 
 
@@ -201,7 +201,7 @@ def test_pickles_that_name_bound_method_can_be_loaded():
     layer.forward = Replaced()
     other = copy.deepcopy(layer)
     assert other.forward(torch.ones(2)).shape == (2,)
-    assert bound_method.__module__ == "hf_l2l.hf.attach"
+    assert bound_method.__module__ == "hf_l2l.hf.hooks"
 
 
 @pytest.mark.parametrize("by", ["deepcopy", "pickle"])

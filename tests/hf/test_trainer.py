@@ -447,6 +447,8 @@ def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
     tiny_bert().save_pretrained(tmp_path / "model")
     args = arguments(hf.TrainingArguments, tmp_path)
     made = mixed(Loading, first)(str(tmp_path / "model"), args, train_dataset=rows())
+    assert made.eps is None  # reading it attaches nothing
+    made.create_optimizer()
     assert made.eps is not None
     with pytest.raises(ValueError, match="fp16_full_eval cannot be used with L2L"):
         args = arguments(hf.TrainingArguments, tmp_path, fp16_full_eval=True)

@@ -396,7 +396,7 @@ def test_a_training_log_on_the_clock(tmp_path):
     """Waits, tokens and what bounds a step, in virtual seconds."""
     with virtual_clock(Machine(4, 1, 1e-3, 1.0, 1e-3).costs()) as clock:
         trainer = l2l_trainer(tmp_path, max_steps=2, eps_update="serial")
-        with engine_on_clock(clock, trainer.eps):
+        with engine_on_clock(clock, attach_l2l(trainer.model, trainer._l2l_config())):
             trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     # Each row of the data has 8 tokens, 8 rows are a batch.

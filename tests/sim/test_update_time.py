@@ -131,8 +131,7 @@ def run_on_clock(folder: Path, mode: str) -> _Moments:
     )
     with virtual_clock(slow) as clock:
         moments.clock = clock
-        assert made.eps is not None
-        with engine_on_clock(clock, made.eps):
+        with engine_on_clock(clock, attach_l2l(model, made._l2l_config())):
             made.train()
     return moments
 

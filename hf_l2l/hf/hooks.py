@@ -1,0 +1,118 @@
+"""The Accelerate hook of layer-to-layer execution, and what it puts in the place of a module's own methods.
+
+It sits on every module. On a layer it hands calls to the relay, which runs all ubatches of the device batch through
+it; on any other module to the shell, which brings the non-layer modules to the device if the call comes from outside.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from accelerate.hooks import ModelHook
+from torch import nn
+
+from hf_l2l.runtime import stream
+
+
+class Runner(Protocol):
+    """Runs the calls of hooked modules: the relay for layers, the shell for non-layer modules."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+class Replacement:
+    """Stands in for a bound method of a module."""
+
+    __slots__ = ("module", "original")  # no dict: transformers would copy it when it wraps the object
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.module = module
+        self.original = original
+
+
+def bound_method(module: nn.Module, name: str) -> types.MethodType:
+    """The method `name` of a module's class, bound to it. Pickles of attached models from before 0.1.0 use it."""
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class _Forward(Replacement):
+    __slots__ = ("runner",)
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], runner: Runner) -> None:
+        super().__init__(module, original)
+        self.runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.run(self.module, self.original, args, kwargs)
+
+
+class _PlainState(Replacement):
+    """Stands in for `Module.__getstate__`: a deep copy or pickle has no hook, and has the forward from before the
+    model was attached. Accelerate's own forward cannot be pickled, and hooks refer to locks and threads."""
+
+    __slots__ = ()
+    left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__")
+
+    def __call__(self) -> Any:
+        state = self.original()
+        if not isinstance(state, dict):
+            return state
+        plain = {k: v for k, v in state.items() if k not in self.left_out}
+        module: Any = self.module
+        forward = module._old_forward.original
+        if forward != bound_method(module, "forward"):  # the instance had a forward of its own
+            plain["forward"] = forward
+        return plain
+
+
+class L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
+    """Passes calls of a module to a runner, and guards the module while it is attached."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self.runner = runner
+        self.device = device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        replaced: Any = module
+        if not isinstance(replaced._old_forward, _Forward):  # transformers adds the hook again to resized embeddings
+            replaced._old_forward = _Forward(module, replaced._old_forward, self.runner)
+            replaced._apply = _MoveGuard(module, replaced._apply, self.device)
+            replaced.__getstate__ = _PlainState(module, replaced.__getstate__)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        replaced: Any = module
+        for name in ("_old_forward", "_apply", "__getstate__"):
+            setattr(replaced, name, getattr(replaced, name).original)
+        return module
+
+
+class _MoveGuard(Replacement):
+    """Stands in for `Module._apply`, with which `.to()`, `.cuda()`, `.half()` and the like change parameters."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], device: torch.device) -> None:
+        super().__init__(module, original)
+        self.device = device
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in (next(self.module.parameters(), None), next(self.module.buffers(), None)):
+            if tensor is None:
+                continue
+            asked = fn(torch.empty(0, dtype=tensor.dtype))
+            if asked.dtype != tensor.dtype:
+                raise ValueError(
+                    f"a model under L2L keeps the dtype of its master weights (got a move from {tensor.dtype} to "
+                    f"{asked.dtype}); call hf_l2l.detach_l2l(model) first"
+                )
+            if asked.device not in (stream.HOST, self.device):
+                raise ValueError(
+                    f"a model under L2L lives on the host and runs on {self.device} (got a move to {asked.device}); "
+                    "call hf_l2l.detach_l2l(model) first"
+                )
+            if asked.device == self.device != stream.HOST:
+                return self.module  # the engine uploads layers itself
+        moved: nn.Module = self.original(fn, recurse)
+        return moved
