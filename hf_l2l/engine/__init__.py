@@ -1,4 +1,4 @@
-"""Layer-to-layer execution: the relay (the algorithm), layer calls, splitting, the shell, stash, slots.
+"""Layer-to-layer execution: the relay (the algorithm), calls of the model and its layers, splitting, stash, slots.
 
 Torch only: nothing here imports transformers or accelerate.
 """

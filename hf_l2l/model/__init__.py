@@ -1,4 +1,4 @@
-"""Properties of a model before it runs: layer stacks, batch dimensions, masters, precision, captured outputs.
+"""Properties of a model before it runs: layer stacks, units, batch dimensions, precision, captured outputs.
 
 Modules here schedule nothing; of transformers, they know only class names and its collector of outputs.
 """
