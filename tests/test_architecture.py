@@ -344,3 +344,27 @@ def test_private_names_of_libraries_are_in_one_file(file):
 def test_the_file_of_private_names_says_what_replaces_each():
     text = (PACKAGE / "compat.py").read_text()
     assert all(name.removeprefix("torch.") in text for name in PRIVATE) and "2.11 to 2.13" in text
+
+
+def test_the_picture_of_the_folders_has_every_floor_in_its_order():
+    picture = re.search(r"## Where things go\n\n```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    assert picture is not None
+    shown = re.findall(r"^ *(\w+)(?:/|\.py) {2}", picture[1], re.M)
+    assert shown == [floor for floor in reversed(FLOORS) if floor != "measure"] and "measure.py" in picture[1]
+
+
+WALKS = re.compile(r"^\d+\. .*$", re.M)
+
+
+def test_the_walks_name_what_is_there():
+    """Every file that they point to, and every name in code that the package has."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    walks = "\n".join(WALKS.findall(text))
+    assert len(WALKS.findall(walks)) == 30
+    assert all((PACKAGE / file).is_file() for file in re.findall(r"`(\w+/\w+\.py)`", walks))
+    code = "\n".join(file.read_text() for file in ENGINE)
+    for name in re.findall(r"`((?:[A-Z]\w+\.)?\w+)`", walks):
+        owner, _, attribute = name.rpartition(".")
+        known = rf"\b(def|class) {attribute}\b" if owner or not name.islower() else rf"\b{name}\b"
+        assert re.search(known, code) or name in ("clip_grad_norm_",), name
+        assert not owner or re.search(rf"\bclass {owner}\b", code), name
