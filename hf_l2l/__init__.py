@@ -58,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # transformers' Trainer takes seconds to import: only those who use it wait for it.
+    # transformers' Trainer takes seconds to import: only programs that use it wait for it.
     if name == "L2LTrainer":
         from hf_l2l.hf.trainer import L2LTrainer
 

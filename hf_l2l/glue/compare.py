@@ -166,7 +166,7 @@ def _logged(steps: int) -> str:
 
 def draw(document: dict[str, Any], file: Path) -> None:
     """Draw the loss curves and the memory of both runs into a PNG file."""
-    # Without pyplot: no display is asked for, and nobody's open figures are touched.
+    # Without pyplot: it would ask for a display, and could change figures of the program.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
