@@ -1,6 +1,6 @@
-"""Layer-to-layer execution: the relay (the algorithm), layer calls, splitting, the shell, stash, slots.
+"""Layer-to-layer execution: the relay (the algorithm), layer calls, splitting, non-layer modules, stash, slots.
 
-Torch only: nothing here imports transformers or accelerate.
+Needs torch only: nothing here imports transformers or accelerate.
 """
 
 from __future__ import annotations
