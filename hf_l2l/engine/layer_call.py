@@ -144,7 +144,7 @@ class LayerCall:
         return list(tensors) if ubatch is None or self.split is None else self.split.input_rows(tensors, ubatch)
 
     def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the layer once for the splitter, which compares outputs; no graph is made, and the model does not change.
+        """Run the layer once, without a graph and without changing the model, for the splitter to compare outputs.
 
         The layer runs in training mode if it draws no random numbers, so that rows that influence each other are
         found; otherwise in evaluation mode, since dropout would make equal results differ.

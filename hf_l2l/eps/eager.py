@@ -89,8 +89,8 @@ class EagerStep:
         used = self._used.pop(optimizer, None)
         if used is None and not self._updated.isdisjoint(masters):
             self._fail(
-                "eps_update='eager' has used the gradients with the optimizer that was wrapped in backward (got a step "
-                f"of another {type(optimizer).__name__}); call eps.wrap(optimizer) before backward"
+                "eps_update='eager' has used the gradients with the optimizer that was wrapped before backward (got a "
+                f"step of another {type(optimizer).__name__}); call eps.wrap(optimizer) before backward"
             )
         if used is not None and used != hyperparameters_of(optimizer):
             self._fail(

@@ -328,8 +328,8 @@ _scaling = threading.Lock()
 
 
 class Sum(Pending):
-    """Pending work for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply the
-    sum by before it is used, or a backward that may still add to it."""
+    """What is pending for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply
+    the sum by before it is used, or a backward that may still add to it."""
 
     guards_grad = False
 
@@ -343,7 +343,7 @@ class Sum(Pending):
     ) -> None:
         self.norm = norm
         self.version = version
-        """Version of the sum when its norm was computed: writes of autograd itself to gradients are not intercepted."""
+        """Version of the sum when its norm was computed: writes by autograd itself are not intercepted."""
         self.factor = factor
         self.arrives_at = arrives_at
         self.may_be_scaled = factor is None and arrives_at is None

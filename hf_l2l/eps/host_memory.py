@@ -36,7 +36,7 @@ def unseen(units: Sequence[T], what: str) -> Iterable[T]:
 
 
 class HostMemory:
-    """Allocates the page-locked memory of one engine: masters or their copies, gradients, and the stash on the host."""
+    """Allocates the page-locked memory of one engine: for masters or copies, gradients, and a stash on the host."""
 
     def __init__(self, device: torch.device, masters: Masters, progress: Progress = unseen) -> None:
         self.device = device
@@ -144,7 +144,7 @@ class HostMemory:
         return groups
 
     def gradient_like(self, master: Master) -> torch.Tensor:
-        """A host tensor for the gradient of `master`: in the same memory each time, unless a tensor there still lives."""
+        """A host tensor for the gradient of `master`: the same memory each time, unless a tensor there still lives."""
         room, piece = master.gradient_room, master.gradient_piece
         if room is not None and piece is not None and room.is_free:
             return room.tensor_of(piece)
