@@ -60,7 +60,7 @@ class Master(Pending):
         self.dtype = parameter.dtype
         self.can_be_held = can_hold(parameter)
         self.part = 0
-        """The number of its layer, from 1, in the order of the model; 0 in a non-layer module. Tied: the first layer."""
+        """The number of its layer (the first one, if tied) in the order of the model, from 1; 0 if in no layer."""
         self.update: Update | None = None
         """Its update that is under way or has failed, or the eager update of this step."""
 

@@ -79,7 +79,7 @@ class Updates:
         """`is_accumulating` returns True in a backward if another one follows before the step."""
         self._rounds = moment_dtype == "bf16"
         self.in_parts = self._rounds or masters.precision.gradients == "16bit"
-        """True if gradients or state are kept in 16 bits: updates then convert them to fp32, layer by layer."""
+        """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
         self.steps = 0
         """Steps of the first optimizer so far, including skipped ones."""
         self.mode = mode
@@ -126,9 +126,9 @@ class Updates:
         return entry
 
     def _retire_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Retire optimizers whose trainable masters `optimizer` all has, and optimizers without masters of the model.
+        """Retire optimizers whose trainable masters all belong to `optimizer`, too, or that have none of the model.
 
-        A program that makes a new optimizer may keep the old one alive; a vote must not wait for that one's step.
+        A program that makes a new optimizer may keep the old one alive; a step must not wait for that one.
         """
         own, of_model = set(parameters_of(optimizer)), set(self.masters.model.parameters())
         for other in self.optimizers:
@@ -266,8 +266,8 @@ class Updates:
         norms: Mapping[Master, torch.Tensor] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Submit updates of the masters in `sums` to the worker, one per layer. They wait for the point `landed`, after
-        which the sums have been downloaded, and check that the `norms` of their gradients are finite."""
+        """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the point `landed`,
+        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite."""
         entry = self._entries[optimizer]
         gradients = dict(sums)
         with self.worker.failing_with_errors():
@@ -343,7 +343,7 @@ class Updates:
 
 
 def _taken_factors(sums: Sums) -> dict[torch.Tensor, torch.Tensor]:
-    """Parameter -> the pending factor of its gradient; the gradients are let go, so that the caller must scale them."""
+    """Parameter -> the pending factor of its gradient. The gradients are let go, so the caller must scale them."""
     factors: dict[torch.Tensor, torch.Tensor] = {}
     held: list[tuple[torch.Tensor, Pending]] = []
     for master, gradient in sums:

@@ -58,29 +58,29 @@ class Copies:
         with without_interception(), torch.no_grad(), torch.inference_mode(False):
             if not self.precision.keeps_copies:
                 return self._made(unit, stage)
-            sent: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
             for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
                 if dtype == p.dtype:
-                    sent.append(p)
+                    sources.append(p)
                     continue
                 copy = master.copy
                 if copy is None or not master.copy_is_right or master.copy_version != p._version:
                     copy = self._renewed(master, dtype)
-                sent.append(copy)
-            return sent
+                sources.append(copy)
+            return sources
 
     def _made(self, unit: MasterUnit, stage: Stage | None) -> list[torch.Tensor]:
         short = [number for number, p in enumerate(unit.parameters) if unit.likes[number] is not p]
-        sent: list[torch.Tensor] = list(unit.parameters)
+        sources: list[torch.Tensor] = list(unit.parameters)
         if stage is None:
             for number in short:
-                sent[number] = sent[number].to(unit.dtypes[number])
-            return sent
+                sources[number] = sources[number].to(unit.dtypes[number])
+            return sources
         layout = Layout(unit.likes[number] for number in short)
         memory = stage.memory(self._memory, layout.num_bytes)
         for number, view in zip(short, layout.views(memory), strict=True):
-            sent[number] = view.copy_(sent[number])
-        return sent
+            sources[number] = view.copy_(sources[number])
+        return sources
 
     def _renewed(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """Renew the copy of a master for which no update is under way; the master is held for it."""
