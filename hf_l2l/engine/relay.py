@@ -110,7 +110,7 @@ def _backward(
     call: LayerCall, outputs: Tensors, gradients: Sequence[torch.Tensor | None], ubatch: Ubatch | None
 ) -> None:
     """Run backward from the outputs of one ubatch, with the rows of `gradients` that belong to it."""
-    call.check_number(outputs, len(gradients), "let it return the same with and without gradients")
+    call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
     roots, root_gradients = [], []
     for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if gradient is None or not output.requires_grad:
@@ -242,11 +242,11 @@ class Relay:
         ):
             backward_sweep(call, inputs, gradients, weights)
             summed = [(m, total) for m, total in zip(call.unit.masters, sums, strict=False) if total is not None]
-            left = weights.take_gradients()
+            in_leaves = weights.take_gradients()
         # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
             with RaisedIn("the download of", call.unit.name):
-                self.eps.receive([*summed, *left], call.unit.trained_masters)
+                self.eps.receive([*summed, *in_leaves], call.unit.trained_masters)
             if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 

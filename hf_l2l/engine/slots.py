@@ -30,7 +30,7 @@ class _Slot:
         with torch.inference_mode(False):
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # The allocator may hand out memory that work on the compute stream still uses.
-        self.left = stream.record(device)
+        self.freed = stream.record(device)
 
 
 class _Leaves:
@@ -56,7 +56,7 @@ class _WeightSlot(_Slot):
         """The layer; None while the slot holds no usable weights."""
         self.versions: list[int] = []
         """Versions of its masters when their upload began."""
-        self.arrived: stream.Point | None = None
+        self.uploaded: stream.Point | None = None
         self.stage = Stage()
         self._on_gradient = on_gradient
         self._leaves: WeakKeyDictionary[MasterUnit, _Leaves] = WeakKeyDictionary()
@@ -105,13 +105,13 @@ class WeightSlots:
         """The device weights of `unit`, which stay in their slot during the block."""
         slot = self._holding(unit) or self._fill(unit)
         self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the slot in use comes first
-        stream.wait(slot.arrived, wait_reasons.WEIGHTS_UPLOADED)
+        stream.wait(slot.uploaded, wait_reasons.WEIGHTS_UPLOADED)
         leaves = slot.leaves_of(unit)
         try:
             chosen = leaves.trained if requires_grad else leaves.fixed
             yield DeviceWeights(unit, chosen, self.device, self.copies.precision)
         finally:
-            slot.left = stream.record(self.device)
+            slot.freed = stream.record(self.device)
 
     def prefetch(self, unit: MasterUnit) -> None:
         """Start to upload `unit` into the slot that is not in use."""
@@ -121,7 +121,7 @@ class WeightSlots:
     def settle(self) -> None:
         """Make the host wait until all uploads have finished."""
         for slot in self.slots:
-            stream.wait(slot.arrived, wait_reasons.MASTERS_READ, host=True)
+            stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
 
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
         for slot in self.slots:
@@ -133,7 +133,7 @@ class WeightSlots:
         slot = self.slots[-1]
         # First: this waits for an update of the masters, before the lane gets any work.
         sources = self.copies.of_unit(unit, slot.stage)
-        if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters for one
+        if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters, for example
             self.settle()
             stage, slot = slot.stage, _WeightSlot(unit.layout.num_bytes, self.device, self._on_gradient)
             self.slots[-1], slot.stage = slot, stage
@@ -141,7 +141,7 @@ class WeightSlots:
         slot.versions = unit.versions()
         # Autograd refuses views that were created under inference mode.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered(), without_interception():
-            stream.wait(slot.left, wait_reasons.WEIGHT_SLOT_FREE)
+            stream.wait(slot.freed, wait_reasons.WEIGHT_SLOT_FREE)
             stream.released(slot.memory)
             views = slot.leaves_of(unit).views
             try:
@@ -149,7 +149,7 @@ class WeightSlots:
                     for view, host in zip(views, sources, strict=True):
                         view.copy_(host, non_blocking=self.lane.is_stream)
             finally:  # also after an error: copies that were submitted before it are waited for
-                slot.arrived = slot.stage.left = stream.record(self.device)
+                slot.uploaded = slot.stage.left = stream.record(self.device)
         slot.unit = unit
         return slot
 
@@ -213,7 +213,7 @@ class GradientSlots:
                 return
             if self._is_empty:
                 self._is_empty = False
-                stream.wait(self.slots[0].left, wait_reasons.GRADIENT_SLOT_FREE)
+                stream.wait(self.slots[0].freed, wait_reasons.GRADIENT_SLOT_FREE)
             place = self._views.get(number)
             if place is None:  # where memory is shared, there is no download: the sum itself becomes p.grad
                 assert self._unit is not None, "gradients are added while a layer computes"
@@ -226,7 +226,7 @@ class GradientSlots:
         slot = self.slots.pop(0)
         with lane.entered():
             stream.released(slot.memory)
-            slot.left = stream.record(self.device)
+            slot.freed = stream.record(self.device)
         self.slots.append(slot)
 
 

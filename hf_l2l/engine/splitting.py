@@ -46,7 +46,7 @@ class Splitter:
         self.ubatch_size = ubatch_size
         self.device = device
         self._known: dict[object, tuple[BatchDims, BatchDims] | None] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def split_for(
         self,
@@ -71,7 +71,7 @@ class Splitter:
         reason = cannot_split(leaves)
         if reason is not None:
             if not any(is_cache(leaf) for leaf in leaves):  # a cache is expected in generation: no warning
-                self._say(layer, reason)
+                self._warn_once(layer, reason)
             return None
         key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys
         if key not in self._known:
@@ -80,20 +80,20 @@ class Splitter:
                 self._known[key] = self._learn(root, spec, tensors, rows, execute)
             except NoConsistentSplit as error:
                 self._known[key] = None
-                self._say(layer, str(error))
+                self._warn_once(layer, str(error))
         known = self._known[key]
         if known is None:
             return None
         inputs, outputs = known
         if not inputs.fits(tensors, rows):
-            self._say(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
+            self._warn_once(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
             return None
         return Split(rows, ubatches(rows, self.ubatch_size), inputs, outputs)
 
-    def _say(self, layer: nn.Module, reason: str) -> None:
+    def _warn_once(self, layer: nn.Module, reason: str) -> None:
         name = type(layer).__name__
-        if name not in self._said:
-            self._said.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(
                 f"ubatch_size={self.ubatch_size} has no effect on calls of {name}: {reason}. They run with the whole "
                 "device batch at once; lower the device batch if that does not fit",

@@ -31,7 +31,7 @@ class _Fetched(NamedTuple):
 
     kept: torch.Tensor
     rows: torch.Tensor
-    arrived: stream.Point | None
+    uploaded: stream.Point | None
 
 
 class Stash:
@@ -117,7 +117,7 @@ class Stash:
         if kept.device == self.device:
             return kept
         fetched = self._ahead.pop(_key(kept), None) or self._start_fetch(kept)
-        stream.wait(fetched.arrived, wait_reasons.ROWS_UPLOADED)
+        stream.wait(fetched.uploaded, wait_reasons.ROWS_UPLOADED)
         return fetched.rows
 
     def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:

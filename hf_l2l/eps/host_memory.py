@@ -134,11 +134,11 @@ class HostMemory:
     def _groups(self, masters: set[Master]) -> list[list[Master]]:
         """Group `masters` as they are copied: layer by layer, and each master of the non-layer modules by itself."""
         groups: list[list[Master]] = []
-        left = set(masters)
+        remaining = set(masters)
         by_layer = (self.masters.unit(layer).masters for layer in self.masters.layers)
         for candidates in (*by_layer, *([m] for m in self.masters.all())):
-            group = [m for m in candidates if m in left]
-            left.difference_update(group)  # a tied master belongs to its first layer
+            group = [m for m in candidates if m in remaining]
+            remaining.difference_update(group)  # a tied master belongs to its first layer
             if group:
                 groups.append(group)
         return groups

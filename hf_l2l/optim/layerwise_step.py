@@ -91,7 +91,7 @@ class SplitStep:
         self._rounding = rounding
         self._state = optimizer.state
         self._places = places = places_of(optimizer) if places is None else places
-        self._base = _another(optimizer, [], defaultdict(dict), places)
+        self._base = _hookless_copy(optimizer, [], defaultdict(dict), places)
         self._groups = [_snapshots(group) for group in optimizer.param_groups]
         self._shares: dict[torch.Tensor, _Share] = {}
         # In group order and before any part runs: the state dict then has the order of one whole step.
@@ -146,7 +146,7 @@ class Part:
         if not shares:
             return
         pairs = list(zip(shares, stand_ins, strict=True))
-        _give_gradients(shares, stand_ins, factors or {})
+        _set_gradients(shares, stand_ins, factors or {})
         rounding = self._step._rounding
         # Some optimizers check whether a parameter is in the state: before its first step, it must not be.
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -154,7 +154,7 @@ class Part:
             if share.has_state:
                 wide = rounding is not None and master.dtype == torch.float32
                 state[stand_in] = widened(share.state) if wide else share.state
-        optimizer = _another(self._step._base, self._groups, state, self._step._places)
+        optimizer = _hookless_copy(self._step._base, self._groups, state, self._step._places)
         self._groups = []
         self._step._step(optimizer)
         for (master, share), stand_in in pairs:
@@ -170,7 +170,7 @@ class Part:
                 share.state.update(made)
 
 
-def _another(
+def _hookless_copy(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: defaultdict[torch.Tensor, Any],
@@ -212,7 +212,7 @@ def _stand_ins(masters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _give_gradients(
+def _set_gradients(
     shares: Iterable[tuple[torch.Tensor, _Share]],
     stand_ins: Iterable[torch.Tensor],
     factors: Mapping[torch.Tensor, torch.Tensor],

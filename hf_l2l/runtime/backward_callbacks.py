@@ -138,7 +138,7 @@ class _End:
     def __init__(self, backwards: Backwards, task: int) -> None:
         self._backwards = weakref.ref(backwards)
         self._task = task
-        self._dropped = weakref.finalize(self, _tell_failed, self._backwards, task)
+        self._dropped = weakref.finalize(self, _report_failure, self._backwards, task)
         self._dropped.atexit = False
 
     def __call__(self) -> None:
@@ -148,7 +148,7 @@ class _End:
             backwards.over(self._task, failed=False)
 
 
-def _tell_failed(backwards: weakref.ref[Backwards], task: int) -> None:
+def _report_failure(backwards: weakref.ref[Backwards], task: int) -> None:
     alive = backwards()
     if alive is not None:
         alive.over(task, failed=True)

@@ -92,7 +92,7 @@ class Recorder:
         self._issue(line, "compute", name, flops / self.costs.flop_per_s)
 
     def copy(self, line: Line, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-        """Issue a copy between host and device; the host waits unless it is non-blocking and its memory page-locked."""
+        """Issue a copy between host and device; the host waits unless it is non-blocking, with page-locked memory."""
         lane, host = ("upload", source) if source.device.type == "cpu" else ("download", target)
         # What travels has the target's type and is not a view that repeats elements, as with CUDA.
         num_bytes = target.numel() * target.element_size()
