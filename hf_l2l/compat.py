@@ -1,7 +1,7 @@
-"""Private names of torch and transformers that the package uses: the only place that calls them.
+"""Private names of torch and transformers that the package uses; no other module uses any.
 
-Each has the versions in which it was seen (torch 2.11 to 2.13, transformers 5.17 to 5.23 where nothing else is said)
-and what would replace it if it went.
+The docstring of each function names them, and says what would replace them if they were removed. All exist in torch
+2.11 to 2.13 and transformers 5.17 to 5.23, unless the docstring gives other versions.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from torch.utils.hooks import RemovableHandle
 without_interception: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Inside, operations on tensors of a subclass run without its `__torch_function__`.
 
-`torch._C.DisableTorchFunctionSubclass`; else a metadata record beside each tensor, which the package mostly has."""
+`torch._C.DisableTorchFunctionSubclass`; else metadata would be read from records, which exist for most tensors."""
 
 in_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 """Whether the backward under way computes all gradients, not only those of `inputs=` or `torch.autograd.grad`.
 
-`torch.autograd._is_checkpoint_valid`, which reentrant checkpointing goes by; else a flag set by the anchor node."""
+`torch.autograd._is_checkpoint_valid`, which reentrant checkpointing uses; else a flag set by the anchor node
+(`model_call`)."""
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is inside of, -1 outside.
 
-`torch._C._current_graph_task_id`, which FSDP goes by; else a thread-local set by the relay's nodes."""
+`torch._C._current_graph_task_id`, which FSDP uses; else a thread-local set by the relay's nodes."""
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let torch call `callback` when the backward under way is over; a failed one drops it without calling it.
+    """Make torch call `callback` when the current backward is over; a failed one drops it without calling it.
 
     `Variable._execution_engine.queue_callback`, as in DDP and FSDP; else a hook on the root of the graph.
     """
@@ -43,26 +44,26 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside, changes of `tensor` in place do not count as a new version.
+    """Inside, changes of `tensor` in place do not change its version.
 
-    `torch.autograd.grad_mode._unsafe_preserve_version_counter`, as in FSDP2; else refusing to attach a model of which
-    a graph lives.
+    `torch.autograd.grad_mode._unsafe_preserve_version_counter`, as in FSDP2; else attaching a model would be refused
+    while a graph of it lives.
     """
     return cast(AbstractContextManager[None], _unsafe_preserve_version_counter(tensor))
 
 
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `parameters` on whose gradients hooks were registered.
+    """The tensors of `parameters` that have gradient hooks.
 
-    `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`; nothing public tells.
+    `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`; no public function returns them.
     """
     with without_interception():
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether `module` is a norm with running statistics (`torch.nn.modules.batchnorm._NormBase`), which its kernels
-    write without a new version."""
+    """Whether `module` is a norm with running statistics (`torch.nn.modules.batchnorm._NormBase`), which kernels write
+    without changing their version."""
     return isinstance(module, _NormBase)
 
 
@@ -72,7 +73,7 @@ def mixes_rows(module: nn.Module) -> bool:
 
 
 def is_in_checkpoints(module: nn.Module, buffer: str) -> bool:
-    """Whether the state dict of `module` has its buffer of this name (`Module._non_persistent_buffers_set`)."""
+    """Whether the buffer with this name is in the state dict of `module` (`Module._non_persistent_buffers_set`)."""
     non_persistent: Any = module._non_persistent_buffers_set
     return all(buffer != name for name in non_persistent)
 
@@ -80,28 +81,28 @@ def is_in_checkpoints(module: nn.Module, buffer: str) -> bool:
 def has_later_step_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> bool:
     """Whether a hook that runs before `optimizer.step()` was registered after this one.
 
-    `Optimizer._optimizer_step_pre_hooks`, a dict in the order of calls; nothing public tells.
+    `Optimizer._optimizer_step_pre_hooks`, a dict in the order of calls; no public function returns it.
     """
     last: int = next(reversed(optimizer._optimizer_step_pre_hooks))
     return last != hook.id
 
 
 def call_step_hook_last(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
-    """Let this hook run after all others that are registered now."""
+    """Make this hook run after all others that are registered now (`Optimizer._optimizer_step_pre_hooks`)."""
     cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(hook.id)
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The `step` of an optimizer's class without the hooks that torch keeps for all optimizers.
+    """The `step` of an optimizer's class, without torch's hooks for all optimizers.
 
-    `step.hooked` and `__wrapped__`, set by `Optimizer.profile_hook_step`; else those hooks run in trials, too.
+    `step.hooked` and `__wrapped__`, set by `Optimizer.profile_hook_step`; else those hooks would run in trials, too.
     """
     step: Any = type(optimizer).step
     return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def active_collector() -> Any:
-    """transformers' context variable with the collector of the running model, None where that module is not in use.
+    """transformers' context variable with the collector of the running model; None if its module is not imported.
 
     `transformers.utils.output_capturing._active_collector`; without it, captured outputs would not be split.
     """
@@ -110,17 +111,17 @@ def active_collector() -> Any:
 
 
 def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
-    """The leaf that an `AccumulateGrad` node adds to (`node.variable`; not in the stubs)."""
+    """The leaf to whose gradient an `AccumulateGrad` node adds (`node.variable`; not in the type stubs)."""
     return cast(torch.Tensor, cast(Any, node).variable)
 
 
 def tables_of(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """Where a module keeps its parameters, its submodules and its buffers (`_parameters`, `_modules`, `_buffers`)."""
+    """The tables of a module's parameters, submodules and buffers (`_parameters`, `_modules`, `_buffers`)."""
     return module._parameters, module._modules, module._buffers
 
 
 def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Leave `optimizer`, which shares its attributes with another one, without hooks of its step.
+    """Give `optimizer`, which shares its attributes with another one, empty tables of step hooks of its own.
 
     `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`.
     """

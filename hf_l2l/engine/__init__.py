@@ -1,6 +1,6 @@
 """Layer-to-layer execution: the relay (the algorithm), calls of the model and its layers, splitting, stash, slots.
 
-Torch only: nothing here imports transformers or accelerate.
+Needs torch only: nothing here imports transformers or accelerate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How the weights and buffers of modules trade places with device copies.
+"""Swaps the weights and buffers of modules for their device copies during a call.
 
-A module tree keeps its own parameters, the fp32 masters in host memory. For the time of a call the tensors its modules
-read are replaced by copies on the execution device; afterwards the masters stand in their places again, whatever
-happened. Used by `relay` for layers, whose copies `slots` makes, and by `shell` for everything else.
+The parameters of the model are the fp32 masters in host memory. During a call, copies on the execution device replace
+them in the modules' tables; after the call the masters are restored, even if the call raised. `relay` uses this for
+layers, whose copies `slots` makes, and `shell` for the non-layer modules.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream
 
 OnGradient = Callable[[int, torch.Tensor], None]
-"""Called in a backward when a gradient has reached a leaf: the number of its parameter in the unit, and the leaf."""
+"""Called in a backward when a leaf has got a gradient, with the number of its parameter in the unit, and the leaf."""
 
 
 class DeviceWeights:
     """Device copies of the parameters of one unit.
 
-    The copies are leaves: after a backward through them each `grad` is the sum of what arrived (arXiv:2002.05645,
+    The copies are leaves of the graph: after backwards through them, each `grad` is a gradient sum (arXiv:2002.05645,
     algorithm 2: gradients are summed over the ubatches on the device).
     """
 
     def __init__(
         self, unit: MasterUnit, leaves: list[torch.Tensor], device: torch.device, precision: Precision
     ) -> None:
-        """With one leaf per parameter of `unit`, in its order."""
+        """`leaves` has one leaf per parameter of `unit`, in the order of the unit."""
         self.unit = unit
         self.leaves = leaves
         self.device = device
         self.precision = precision
 
     def take_gradients(self) -> list[tuple[Master, torch.Tensor]]:
-        """Masters, and the gradient sums that are left with their leaves; the leaves have none any more."""
+        """Take the gradient sums out of the leaves: pairs of master and sum, in the dtype of the master."""
         taken: list[tuple[Master, torch.Tensor]] = []
         for master, leaf in zip(self.unit.masters, self.leaves, strict=True):
             gradient = leaf.grad
@@ -53,10 +53,10 @@ class DeviceWeights:
 
     @contextmanager
     def resident(self, *, keep_buffers: bool = True) -> Iterator[None]:
-        """Let the modules read the device copies instead of the masters.
+        """Inside, the modules read the device copies instead of the masters.
 
-        Buffers come along. What the modules write into them goes back to the host when `keep_buffers` is True (a
-        forward), and is thrown away otherwise (a recompute, whose writes have already happened once).
+        Buffers are copied, too. Writes of the modules into them are copied back to the host if `keep_buffers` is True
+        (a forward), and discarded otherwise (a recompute, whose writes have already been made by the forward).
         """
         places, leaves, parameters = self.unit.places, self.leaves, self.unit.parameters
         buffers = self.buffers = _DeviceBuffers(
@@ -74,17 +74,17 @@ class DeviceWeights:
 
     @contextmanager
     def masters_back(self) -> Iterator[None]:
-        """Inside `resident`, let the modules read the masters and the host's buffers for a while."""
+        """Within `resident`: inside, the modules read the masters and the host's buffers again."""
         masters = [(table, name, self.unit.parameters[number]) for table, name, number in self.unit.places]
-        lent: list[tuple[dict[str, Any], str, Any]] = [*masters, *(copy.place for copy in self.buffers.copies)]
-        standing = [table.get(name) for table, name, _ in lent]
+        on_host: list[tuple[dict[str, Any], str, Any]] = [*masters, *(copy.place for copy in self.buffers.copies)]
+        on_device = [table.get(name) for table, name, _ in on_host]
         try:
-            for table, name, tensor in lent:
+            for table, name, tensor in on_host:
                 table[name] = tensor
             yield
         finally:
-            for (table, name, _), stood in zip(lent, standing, strict=True):
-                table[name] = stood
+            for (table, name, _), replaced in zip(on_host, on_device, strict=True):
+                table[name] = replaced
 
 
 def uploaded(
@@ -95,11 +95,11 @@ def uploaded(
     requires_grad: bool,
     on_gradient: OnGradient | None = None,
 ) -> DeviceWeights:
-    """Upload what travels for the parameters of `unit`, in the order of the program."""
-    sent = copies.of_unit(unit)
-    # Copies made under inference mode could never be trained with.
+    """Upload the weights of `unit`, on the compute stream: its masters, or their 16-bit copies."""
+    sources = copies.of_unit(unit)
+    # Autograd refuses tensors that were created under inference mode.
     with torch.inference_mode(False), torch.no_grad(), without_interception():
-        leaves = [stream.upload(tensor, device) for tensor in sent]
+        leaves = [stream.upload(tensor, device) for tensor in sources]
         if requires_grad:
             for number in unit.trained:
                 leaf = leaves[number].requires_grad_()
@@ -109,7 +109,7 @@ def uploaded(
 
 
 class _BufferPlace(NamedTuple):
-    """Where a module keeps one buffer, which may be None."""
+    """The table and the name under which a module keeps one buffer, and that buffer, which may be None."""
 
     table: dict[str, Any]
     name: str
@@ -117,6 +117,8 @@ class _BufferPlace(NamedTuple):
 
 
 class _BufferCopy(NamedTuple):
+    """The device copy of one buffer, and what tells whether the module has written to it."""
+
     place: _BufferPlace
     copy: torch.Tensor | None
     version: int
@@ -132,18 +134,18 @@ class _DeviceBuffers:
         self.keep = keep
         self.precision = precision
         self.copies: list[_BufferCopy] = []
-        # A kept buffer in shared memory is written where it lies: there is nothing to trade.
+        # Where memory is shared, the modules write to the buffers themselves, so that no copies are needed.
         if not modules or (keep and stream.shares_host_memory(device) and not precision.is_mixed):
             return
         made: dict[torch.Tensor | None, torch.Tensor | None] = {None: None}
         with torch.inference_mode(False), torch.no_grad():
             for module in modules:
-                # Batch norm kernels write running statistics without telling the version counter.
+                # Batch norm kernels write running statistics without changing the version counter.
                 unseen = keeps_statistics(module) and module.training
                 for name, buffer in module._buffers.items():
                     if buffer not in made:
                         assert buffer is not None
-                        # As transformers loads a checkpoint in 16 bits: what is in none keeps its dtype.
+                        # As transformers loads a checkpoint in 16 bits: buffers that are in none keep their dtype.
                         short = is_in_checkpoints(module, name)
                         dtype = precision.of(buffer) if short else buffer.dtype
                         made[buffer] = buffer.detach().to(device, dtype, copy=True)
@@ -155,7 +157,7 @@ class _DeviceBuffers:
             table[name] = copy
 
     def restore(self) -> None:
-        """Put the host buffers back, with what the call wrote or assigned when that is to be kept."""
+        """Restore the host buffers; with `keep`, with the values that the call wrote or assigned."""
         if not self.copies:
             return
         with torch.no_grad():
@@ -169,7 +171,7 @@ class _DeviceBuffers:
                 elif copy is not None and (unseen or copy._version != version):
                     buffer.copy_(copy)
                     if copy.dtype != buffer.dtype:
-                        self.precision.keep(buffer)  # what is written to may add up small numbers
+                        self.precision.keep(buffer)  # it may accumulate small numbers, which 16 bits would round away
 
 
 def _version(tensor: torch.Tensor | None) -> int:

@@ -1,4 +1,8 @@
-"""One layer call taken apart: its tensor arguments and their gradients, everything else about it, and its outputs."""
+"""The record of one layer call: its arguments, its outputs, and what is needed to run it again on some of its rows.
+
+Tensor arguments are separated from all others, so that the call can be split into ubatches, and recomputed in the
+backward sweep with `InputGradients` as leaves.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,16 @@ from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, is_cache, tensors_within
 
 FUNCTIONAL_CALL = (
-    "torch.func.functional_call, which replaces them for one call, is for torch.no_grad() only under L2L: write the "
-    "values into the parameters, or train this model without L2L"
+    "torch.func.functional_call, which replaces them for one call, works under torch.no_grad() only with L2L: write "
+    "the values into the parameters, or train this model without L2L"
 )
 
 
 @dataclass(slots=True)
 class LayerCall:
-    """One call of one layer: how to run it on some rows, and what it returns.
+    """One call of one layer: how to run it on some rows, and the structure of its outputs.
 
-    Holds no tensors but generator states.
+    It holds no tensors except generator states.
     """
 
     unit: MasterUnit
@@ -46,27 +50,27 @@ class LayerCall:
     autocast: AutocastState
     copies: Copies
     before: LayerCall | None = None
-    """The call before, which is the next one of the backward sweep."""
+    """The previous call, which is the next one of the backward sweep."""
     fetched_in_forward: MasterUnit | None = None
-    """The layer that travels while this one computes in the forward sweep."""
+    """The layer that is uploaded while this one computes in the forward sweep."""
     fetched_in_backward: MasterUnit | None = None
-    """The one in the backward sweep."""
+    """The layer that is uploaded while this one computes in the backward sweep."""
     in_graph: bool = False
-    """Whether a backward can reach it."""
+    """True if a backward can reach this call."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """Its tensor arguments in the stash, as long as its graph lives."""
+    """Its tensor arguments in the stash, which live as long as its graph."""
     split: Split | None = None
     rng: list[RngState | None] = field(default_factory=list)
-    """Per ubatch, the generators before it ran; None where it drew nothing."""
+    """Per ubatch, the state of the generators before it ran; None if it drew no random numbers."""
     versions: list[int] = field(default_factory=list)
-    """Of the layer's parameters, as the forward found them."""
+    """Versions of the layer's parameters at its forward."""
     captured_keys: tuple[str, ...] | None = None
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
     """The outputs, flattened; tensors are replaced by None."""
     output_positions: list[int] = field(default_factory=list)
     output_kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
-    """Of the tensor outputs, with all rows."""
+    """Shapes and dtypes of the tensor outputs, with all rows."""
 
     @classmethod
     def of(
@@ -78,7 +82,7 @@ class LayerCall:
         device: torch.device,
         copies: Copies,
     ) -> LayerCall:
-        """A call with these flattened arguments, under the autocast settings of now."""
+        """Record a call with these flattened arguments, under the current autocast settings."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
         return cls(unit, forward, static, positions, spec, device, AutocastState.current(device), copies)
@@ -90,7 +94,7 @@ class LayerCall:
 
     @property
     def input_dims(self) -> Sequence[int | None]:
-        """Per tensor argument, the dimension that is cut into ubatches."""
+        """Per tensor argument, the dimension that is split into ubatches; None for an argument without rows."""
         return (None,) * len(self.tensor_positions) if self.split is None else self.split.inputs.dims
 
     @property
@@ -99,11 +103,11 @@ class LayerCall:
         return [None] if self.split is None else self.split.ubatches
 
     def remember(self, kept: Sequence[torch.Tensor]) -> None:
-        """Remember what stands in the stash for the tensor arguments of a call that becomes a node of the graph."""
+        """Record that this call becomes a node of the graph, with its tensor arguments `kept` in the stash."""
         self.in_graph, self.kept = True, [weakref.ref(tensor) for tensor in kept]
 
     def kept_rows(self, turn: int) -> list[torch.Tensor]:
-        """The parts of the stash that ubatch number `turn` needs for itself; none if there is no such ubatch."""
+        """The rows in the stash that ubatch number `turn` alone needs; none if there is no such ubatch."""
         kept = [each() for each in self.kept]
         alive = [tensor for tensor in kept if tensor is not None]
         if turn >= len(self.ubatches) or not kept or len(alive) < len(kept):
@@ -112,7 +116,7 @@ class LayerCall:
         return rows if turn == 0 else [t for t, dim in zip(rows, self.input_dims, strict=True) if dim is not None]
 
     def execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the layer's own forward on these tensor arguments and return its tensor outputs."""
+        """Run the layer's original forward on these tensor arguments and return its tensor outputs."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensor_positions, tensors, strict=True):
             leaves[position] = tensor
@@ -126,7 +130,7 @@ class LayerCall:
         return [outputs[i] for i in self.output_positions]
 
     def assemble(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the layer returns, from its tensor outputs; what was captured inside goes to the model's collector."""
+        """Build the layer's return value from its tensor outputs, and pass captured ones to the model's collector."""
         assert self.output_spec is not None
         leaves = list(self.output_leaves)
         for position, tensor in zip(self.output_positions, outputs, strict=True):
@@ -136,14 +140,14 @@ class LayerCall:
         return output
 
     def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch | None) -> list[torch.Tensor]:
-        """Views of the rows `ubatch` of the tensor arguments."""
+        """Views of the tensor arguments that have only the rows of `ubatch`."""
         return list(tensors) if ubatch is None or self.split is None else self.split.input_rows(tensors, ubatch)
 
     def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the layer once without a graph or a trace: how the splitter learns about its outputs.
+        """Run the layer once, without a graph and without changing the model, for the splitter to compare outputs.
 
-        In training mode where the layer draws no random numbers, so that what rows do to each other shows; otherwise
-        in evaluation mode, since dropout would make results differ that are the same.
+        The layer runs in training mode if it draws no random numbers, so that rows that influence each other are
+        found; otherwise in evaluation mode, since dropout would make equal results differ.
         """
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
         with (
@@ -153,7 +157,7 @@ class LayerCall:
             weights.resident(keep_buffers=False),
         ):
             before = compute_state.get_rng_state(self.device)
-            outputs = self.execute([t.clone() for t in tensors])  # a layer may write into what it is given
+            outputs = self.execute([t.clone() for t in tensors])  # a layer may write into its arguments
             if compute_state.get_rng_state(self.device) == before:
                 return outputs
             del outputs
@@ -162,11 +166,11 @@ class LayerCall:
 
     @contextmanager
     def refusing_writes_to_arguments(self) -> Iterator[None]:
-        """Inside, the layer runs without a graph: what it wrote into an argument would reach others without gradients.
+        """Refuse tensors that the layer writes into its arguments: it runs without a graph, so they have no gradients.
 
         Raises:
             ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
-                knows are made anew for each call, and key-value caches are dropped.)
+                flattens are new for each call, and key-value caches are dropped.)
         """
         before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if leaf is not None}  # None: a tensor
         yield
@@ -176,9 +180,9 @@ class LayerCall:
                 a is not b or version != later for (a, version), (b, later) in zip(contents, now, strict=True)
             ):
                 raise ValueError(
-                    "a layer that trains must not write tensors into its arguments, since no gradient would come back "
-                    f"from there (a {type(self.layer).__name__} wrote to {self._argument_name(position)!r}); train "
-                    "this model without L2L, or configured so that its layers share nothing but what they return"
+                    "a layer that trains must not write tensors into its arguments, since such tensors would get no "
+                    f"gradient (a {type(self.layer).__name__} wrote to {self._argument_name(position)!r}); train this "
+                    "model without L2L, or configure it so that its layers share only the tensors that they return"
                 )
 
     def _argument_name(self, position: int) -> str:
@@ -188,7 +192,7 @@ class LayerCall:
         return next((name for name, value in named.items() if position in pytree.tree_leaves(value)), str(position))
 
     def check_number(self, outputs: Sequence[torch.Tensor], expected: int, remedy: str) -> None:
-        """Raise RuntimeError if the layer returned other outputs than it did, or than one of its kind did."""
+        """Raise RuntimeError if the layer did not return the `expected` number of tensors."""
         if len(outputs) != expected:
             raise RuntimeError(
                 f"a layer must return the same number of tensors in all its ubatches, and when it is recomputed (a "
@@ -197,7 +201,7 @@ class LayerCall:
             )
 
     def check_weights_unchanged(self) -> None:
-        """Raise RuntimeError if a weight was changed since the forward, which a recompute would not notice."""
+        """Raise RuntimeError if a weight has changed since the forward: the recompute would give other activations."""
         name = type(self.layer).__name__
         if not self.unit.has_its_parameters():
             raise RuntimeError(
@@ -213,7 +217,7 @@ class LayerCall:
 
 
 class InputGradients:
-    """Leaves for the tensor arguments of one layer call, ubatch by ubatch, and the gradients that reach them."""
+    """Makes leaves of the tensor arguments of one layer call, ubatch by ubatch, and collects their gradients."""
 
     def __init__(self, call: LayerCall, stash: Stash, kept: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
         self.call = call
@@ -221,19 +225,19 @@ class InputGradients:
         self.kept = kept
         self.needed = needed
         self.total: list[torch.Tensor | None] = [None] * len(kept)
-        # What has no rows is one leaf for all ubatches: its gradient sums up by itself.
+        # An argument without rows is one leaf for all ubatches: autograd sums its gradient.
         self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
 
     def _leaf(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         return self.stash.fetch(tensor).detach().requires_grad_(self.needed[index])
 
     def leaves(self, ubatch: Ubatch | None) -> list[torch.Tensor]:
-        """The arguments of one ubatch, on the device, as leaves of a new graph."""
+        """The tensor arguments of one ubatch, on the device, as leaves of a new graph."""
         rows = self.call.input_rows(self.kept, ubatch)
         return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
 
     def fetch_after(self, turn: int) -> None:
-        """Start to fetch what comes after ubatch number `turn`: the next one, or the first of the next layer."""
+        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer."""
         if not self.stash.travels:
             return
         following = self.call.kept_rows(turn + 1)
@@ -242,7 +246,7 @@ class InputGradients:
         self.stash.fetch_ahead(following)
 
     def collect(self, leaves: Sequence[torch.Tensor], ubatch: Ubatch | None) -> None:
-        """Take the gradients of one ubatch's leaves to their rows of the total."""
+        """Copy the gradients of one ubatch's leaves to their rows of `total`."""
         for i, leaf in enumerate(leaves):
             if leaf.grad is None:
                 continue
@@ -262,7 +266,7 @@ def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
 
 @contextmanager
 def _evaluating(layer: nn.Module) -> Iterator[None]:
-    """Put a layer in evaluation mode for a while."""
+    """Set a layer to evaluation mode for the block."""
     modules = [m for m in layer.modules() if m.training]
     try:
         for module in modules:
@@ -277,7 +281,7 @@ def without_caches(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     """Arguments of a layer without key-value caches: a recompute would write into them a second time.
 
     Raises:
-        ValueError: if a cache already holds tokens, which the layer would then not see.
+        ValueError: if a cache already holds tokens, which the layer would not read any more.
     """
 
     def dropped(leaf: Any) -> Any:

@@ -1,4 +1,7 @@
-"""A call of the model: what its layers and non-layer modules share while it runs, and which threads may make one."""
+"""A call of the model: the state that its layers and non-layer modules share, and the check for one thread at a time.
+
+`Replay` runs the beginning of a call again, to find batch dimensions; `anchor_of` connects its graph to the masters.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from hf_l2l.runtime.compute_state import RngState
 
 
 class OneThread:
-    """Lets one thread at a time use a model; another one is refused and does not wait."""
+    """Lets one thread at a time use a model; calls of other threads raise at once, instead of waiting."""
 
     def __init__(self, backwards: Backwards) -> None:
         self._backwards = backwards
@@ -31,10 +34,10 @@ class OneThread:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Inside, this thread's call of the model runs.
+        """Run this thread's call of the model inside.
 
         Raises:
-            RuntimeError: if a call of another thread is inside the model, or its backward is under way.
+            RuntimeError: if a call of the model, or its backward, is running in another thread.
         """
         with _refusing(self._model):
             me = threading.get_ident()
@@ -44,11 +47,11 @@ class OneThread:
 
     @contextmanager
     def in_layer(self) -> Iterator[None]:
-        """Inside, this thread runs a layer, forwards or backwards: a backward in one thread and a forward in another
-        one meet here.
+        """Run a forward or backward of a layer inside. `in_model` does not see a backward that begins while another
+        thread's forward runs; this does.
 
         Raises:
-            RuntimeError: if another thread does.
+            RuntimeError: if another thread runs a layer.
         """
         with _refusing(self._layer):
             yield
@@ -66,39 +69,39 @@ def _refusing(lock: threading.Lock) -> Iterator[None]:
 
 @dataclass
 class ModelCall:
-    """A call that entered the model from outside, as long as it runs."""
+    """A call of the model by the program, while it runs. `module` is the model, or the part of it that is called."""
 
     module: nn.Module
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int | None
-    """Rows of its batch, None where it is not to be split."""
+    """Number of rows of its batch; None if the batch is not to be split."""
     weights: DeviceWeights
-    """Of the non-layer modules, on the device."""
+    """Weights of the non-layer modules, on the device."""
     rng: RngState
-    """The generators as the call found them, to replay its beginning."""
+    """State of the generators when the call began, to replay its beginning."""
     anchor: torch.Tensor | None
-    """What leads to the masters in its graph; None without a graph."""
+    """The tensor that connects its graph to the masters (see `anchor_of`); None without a graph."""
     layer_calls: list[LayerCall] = field(default_factory=list)
-    """Those made so far."""
+    """The layer calls made so far."""
     at_end: Callable[[ModelCall], None] | None = None
     """Called when the call has returned or failed."""
     replay: Replay | None = None
     """Set while the beginning of the call is replayed to find batch dimensions."""
     thread: int = field(default_factory=threading.get_ident)
-    """The one that called."""
+    """The thread that made the call."""
 
 
 class Replayed(BaseException):
-    """Ends a replay at the layer call that is looked for. No error, so that no model handles it as one."""
+    """Ends a replay at the layer call that is looked for. A BaseException, so that no model handles it as an error."""
 
     def __init__(self, shapes: list[torch.Size]) -> None:
         self.shapes = shapes
 
 
 class Replay:
-    """The beginning of a model call, run again with its batch doubled: layers return zeros, without being run."""
+    """Runs the beginning of a model call again with its batch doubled; layers are not run, but return zeros."""
 
     def __init__(self, call: ModelCall, spec: pytree.TreeSpec) -> None:
         self.earlier = list(call.layer_calls)
@@ -106,20 +109,20 @@ class Replay:
         self.next = 0
 
     def next_outputs(self, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the next layer call returns: zeros of the right shapes.
+        """Return zeros with the shapes of the outputs of the next layer call.
 
         Raises:
-            Replayed: with the shapes of its tensor arguments, where it is the call that is looked for.
-            NoConsistentSplit: if the model does other things when its batch is doubled.
+            Replayed: if it is the call that is looked for; with the shapes of its tensor arguments.
+            NoConsistentSplit: if the model calls its layers differently when its batch is doubled.
         """
         if self.next == len(self.earlier):
             if spec != self.spec:
-                raise NoConsistentSplit("it is given other arguments when the model's batch is doubled")
+                raise NoConsistentSplit("it gets different arguments when the model's batch is doubled")
             raise Replayed([t.shape for t in tensors])
         call = self.earlier[self.next]
         self.next += 1
         if call.split is None:
-            raise NoConsistentSplit(f"an earlier layer ({type(call.layer).__name__}) runs whole")
+            raise NoConsistentSplit(f"an earlier layer ({type(call.layer).__name__}) cannot be split")
         device = next((t.device for t in tensors), None)
         zeros = []
         for (shape, dtype), dim in zip(call.output_kinds, call.split.outputs.dims, strict=True):
@@ -131,17 +134,17 @@ class Replay:
 
 
 def anchor_of(gradients: Gradients) -> torch.Tensor:
-    """A tensor without elements that requires a gradient, and comes from the masters that are trained.
+    """A tensor without elements that requires a gradient, with a node in the graph that leads to the trained masters.
 
     Raises:
-        ValueError: if other tensors than parameters stand in their places.
+        ValueError: if a trained parameter has been replaced by a tensor that is no `nn.Parameter`.
     """
     with without_interception():
         trained = [p for p in gradients.masters.parameters if p.requires_grad]
     strange = [p for p in trained if not isinstance(p, nn.Parameter)]
     if strange:
         raise ValueError(
-            "the weights of a model that trains under L2L must be its own parameters, where gradients arrive (got a "
+            "the weights of a model that trains under L2L must be its own parameters, which get the gradients (got a "
             f"{type(strange[0]).__name__} of shape {list(strange[0].shape)} in place of one); {FUNCTIONAL_CALL}"
         )
     itself = torch.empty(0, requires_grad=True)
@@ -151,11 +154,12 @@ def anchor_of(gradients: Gradients) -> torch.Tensor:
 
 
 class _Anchor(torch.autograd.Function):
-    """A tensor without elements that comes from the masters, for the graph of a call.
+    """The node that connects the graph of a call to the masters.
 
-    Copies of the masters compute, so that nothing else in the graph leads to them. A whole backward takes no gradient
-    from here; one that asks for those of masters by name comes here, and would be left without. All layers of the call
-    have run backwards by then, and nothing has been added to a gradient by autograd itself.
+    Layers compute with copies of the masters, so no other node leads to them. A whole backward gets no gradient from
+    this node. A backward with `inputs=` that names masters reaches it, too, and raises, since it would find no
+    gradients. When it runs, all layers of the call have run backward, and autograd itself has not yet added anything
+    to a gradient of a master.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The relay: layers run one after the other, each with all ubatches of the device batch before the next.
 
 This is algorithm 2 of arXiv:2002.05645 (algorithm 3 of the first text). A layer call becomes one node of the autograd
-graph. Its forward uploads the layer, runs every ubatch without a graph and stashes what it was given; its backward
+graph. Its forward uploads the layer, runs every ubatch without a graph and stashes the layer's inputs; its backward
 uploads the layer again and, per ubatch, recomputes, runs backward and sums the weight gradients on the device, then
 sends the sums to the EPS. Autograd itself calls the nodes from the last layer to the first: the backward sweep.
 
@@ -46,8 +46,8 @@ def forward_sweep(
     Args:
         call: the layer call.
         tensors: its tensor arguments, with all rows, on the device.
-        weights: the layer's, on the device.
-        for_backward: remember what a recompute needs beside the tensors: generator states, versions of the weights.
+        weights: the layer's weights, on the device.
+        for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
 
     Returns:
         The layer's tensor outputs, with all rows.
@@ -78,38 +78,39 @@ def backward_sweep(
     gradients: Sequence[torch.Tensor | None],
     weights: DeviceWeights,
 ) -> None:
-    """Recompute one layer ubatch by ubatch and run backward through it; the sums of its weight gradients are left
-    with `weights`.
+    """Recompute one layer ubatch by ubatch and run backward through it.
+
+    Weight gradients are summed in the leaves of `weights`, or where their hooks sum them.
 
     Args:
         call: the layer call.
-        inputs: hands out its tensor arguments, and collects their gradients.
-        gradients: of the layer's tensor outputs, with all rows.
-        weights: the layer's, on the device.
+        inputs: gives the call's tensor arguments as leaves, and collects their gradients.
+        gradients: the gradients of the layer's tensor outputs, with all rows.
+        weights: the layer's weights, on the device.
     """
     with (
-        # After backward the generators stand where forward left them.
+        # The recompute must not change the random numbers that the program draws after backward.
         compute_state.rng_state_kept(call.device),
         torch.enable_grad(),
         weights.resident(keep_buffers=False),
     ):
         for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
-            leaves = inputs.leaves(ubatch)  # first: what was not fetched ahead goes before what is
+            leaves = inputs.leaves(ubatch)  # first: rows needed now are uploaded before rows needed later
             inputs.fetch_after(turn)
             if rng is not None:
                 compute_state.set_rng_state(rng, call.device)
-            with call.autocast.entered():  # and not around the backward, which autocast would round
+            with call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
             _backward(call, outputs, gradients, ubatch)
             inputs.collect(leaves, ubatch)
-            del leaves, outputs  # one ubatch's activations at a time
+            del leaves, outputs  # so that the device holds the activations of one ubatch at a time
 
 
 def _backward(
     call: LayerCall, outputs: Tensors, gradients: Sequence[torch.Tensor | None], ubatch: Ubatch | None
 ) -> None:
-    """Run backward from the outputs of one ubatch, with its rows of their gradients."""
-    call.check_number(outputs, len(gradients), "let it return the same with and without gradients")
+    """Run backward from the outputs of one ubatch, with the rows of `gradients` that belong to it."""
+    call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
     roots, root_gradients = [], []
     for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if gradient is None or not output.requires_grad:
@@ -133,7 +134,7 @@ class _RelayNode(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.relay = call, relay
-        # An unsplit call is fetched whole, so that all of it may travel.
+        # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
         with relay.stash.keeping(tensors, has_rows) as kept:
             call.remember(kept)
@@ -147,9 +148,9 @@ class _RelayNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         timeline = ctx.relay.eps.timeline
         with ctx.relay.eps.backwards.joined(), timeline.inside("backward"), timeline.at(ctx.call.layer):
-            if torch.is_grad_enabled():  # autograd is to record this backward
+            if torch.is_grad_enabled():  # autograd would record this backward
                 raise RuntimeError(
-                    "L2L computes first derivatives only, since a layer's graph is gone after its backward (got "
+                    "L2L computes first derivatives only, since a layer's graph is freed in its backward (got "
                     "create_graph=True); leave it out, or train this model without L2L"
                 )
             inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
@@ -169,15 +170,15 @@ class Relay:
         self._slots: WeightSlots | None = None
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
-        """The module that was called from outside -> the layers that were called in it last time, in that order."""
+        """The module that the program calls -> the layers that its last call called, in that order."""
         self.splitter = Splitter(config.ubatch_size, device)
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `forward`, the original forward of `layer`, layer to layer."""
+        """Run a call of `layer`, whose original forward is `forward`, in the relay."""
         if self.shell.call is not None:
             return self._run(self.shell.call, layer, forward, args, kwargs)
-        with self.shell.entered(layer, forward, args, kwargs) as root:  # the layer itself is called from outside
+        with self.shell.entered(layer, forward, args, kwargs) as root:  # the program calls the layer itself
             return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -188,7 +189,7 @@ class Relay:
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
-        if root.at_end is None:  # this is its first layer
+        if root.at_end is None:  # this is the first layer of the call
             root.at_end = self._end_forward
             self.stash.start_forward()
             if self._slots is not None:
@@ -208,16 +209,16 @@ class Relay:
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)
-        # No backward asks for a layer below the lowest that trains.
+        # No backward reaches a layer below the lowest one that trains.
         lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
         below = fetched_in_backward(called, number, lowest)
         call.fetched_in_backward = None if below is None else below.unit
-        # An output must require a gradient even if no input does (frozen embeddings, LoRA): the anchor makes it so.
+        # An output must require a gradient even if no input does (frozen embeddings, LoRA), hence the anchor as input.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
-        """Run one layer forwards; the next one travels meanwhile."""
+        """Run the forward of one layer, overlapped with the upload of the next one."""
         with (
             RaisedIn("the forward of", call.unit.name),
             self.shell.one_thread.in_layer(),
@@ -228,23 +229,26 @@ class Relay:
             return forward_sweep(call, tensors, weights, for_backward=for_backward)
 
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run one layer backwards; the one before it arrives meanwhile, and gradients of the one after it leave."""
+        """Run the backward of one layer, overlapped with the upload of the previous layer, and with the download of
+        the gradients of the following one."""
         call.check_weights_unchanged()
+        # A backward to an intermediate result ends above the layer before.
+        fetched = call.fetched_in_backward if any(inputs.needed) else None
         with (
             RaisedIn("the backward of", call.unit.name),
             self.shell.one_thread.in_layer(),
             self._weights(call.unit, requires_grad=True) as weights,
-            self._prefetching(call.fetched_in_backward),
+            self._prefetching(fetched),
             self._summing(weights) as sums,
             self.eps.timeline.computes("backward", call.layer),
         ):
             backward_sweep(call, inputs, gradients, weights)
             summed = [(m, total) for m, total in zip(call.unit.masters, sums, strict=False) if total is not None]
-            left = weights.take_gradients()
-        # torch.autograd.grad and backward(inputs=...) ask for the gradients they name, not for those of the weights.
+            in_leaves = weights.take_gradients()
+        # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
             with RaisedIn("the download of", call.unit.name):
-                self.eps.receive([*summed, *left], call.unit.trained_masters)
+                self.eps.receive([*summed, *in_leaves], call.unit.trained_masters)
             if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 
@@ -259,7 +263,7 @@ class Relay:
 
     def _summing(self, weights: DeviceWeights) -> AbstractContextManager[list[torch.Tensor | None]]:
         if stream.shares_host_memory(self.device) and not self.eps.copies.precision.is_mixed:
-            return nullcontext([])  # the gradients of the leaves are in their place already
+            return nullcontext([])  # autograd sums the gradients in the leaves, which are in host memory already
         return self._gradient_slots.summing(weights)
 
     def _weights(self, unit: MasterUnit, *, requires_grad: bool) -> AbstractContextManager[DeviceWeights]:
@@ -274,12 +278,13 @@ class Relay:
 
     @contextmanager
     def _prefetching(self, unit: MasterUnit | None) -> Iterator[None]:
-        """Upload `unit` while the block gives the device the work of another one."""
+        """Upload `unit`, overlapped with the work of another layer, which the block gives to the device."""
         if self._slots is None or unit is None or not self.prefetch:
             yield
             return
-        # A layer may make the host wait for the device, so the upload goes first; but an upload from pageable memory,
-        # or of weights that are being updated, makes it wait, too, and then the device is to have its work before.
+        # Inside the block, a layer may make the host wait for the device, so the upload is submitted first. But an
+        # upload from pageable memory, or of weights that are being updated, blocks the host itself; then the device
+        # gets its work first.
         first = self.eps.memory.is_locked and not unit.is_updating
         if not first:
             yield

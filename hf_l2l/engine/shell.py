@@ -1,8 +1,8 @@
-"""The shell: what is not in a layer (embeddings, pooler, final norm, heads, and their buffers).
+"""The shell: the non-layer modules (embeddings, pooler, final norm, heads) and their buffers.
 
-Hooks on single modules would not do: encoders and losses read weights without calling the module that has them. So the
-module that is entered from outside trades the parameters and buffers of its whole subtree, layers excepted, for device
-copies while the call lasts; what it calls finds them there.
+Their weights and buffers are uploaded at the start of each call of the model by the program. During the call, device
+copies replace those of all non-layer modules below the called module. Hooks on single modules would not be enough,
+since encoders and losses read weights without calling the module that has them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hf_l2l.runtime.tensors import to_device
 
 
 class Shell:
-    """Runs calls that enter a model from outside with the shell's weights on the device.
+    """Runs the program's calls of a model with the weights of the non-layer modules on the device.
 
-    Weights are uploaded for each such call and live as long as its graph, so two forwards before a backward are as
-    right as one. A gradient goes to the EPS when it is complete: a leaf's hook fires once per backward, however often
+    Weights are uploaded for each such call and live as long as its graph, so a program may make two forwards before a
+    backward. The EPS receives a gradient when it is complete: the hook of a leaf runs once per backward, however often
     the weight is tied or used.
     """
 
@@ -42,12 +42,12 @@ class Shell:
 
     @property
     def call(self) -> ModelCall | None:
-        """The call of this thread that is inside the model, if there is one."""
+        """The call of the model that this thread is inside of, if there is one."""
         call = self._call
         return call if call is not None and call.thread == threading.get_ident() else None
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `forward`, the original forward of `module`; calls nested in another one are simply made."""
+        """Call `forward`, the original forward of `module`; a call nested in another one needs no preparation."""
         if self.call is not None:
             return forward(*args, **kwargs)
         with self.entered(module, forward, args, kwargs) as call:
@@ -59,7 +59,7 @@ class Shell:
         return scale if scale is not None and scale.is_dynamic else None
 
     def leaving(self, output: Any) -> Any:
-        """What a call returns to the program, which knows nothing of 16 bits and the scale of gradients inside."""
+        """The return value for the program: with `cmp` in fp32, and its gradients are multiplied by the loss scale."""
         scale = self._scale
         if self.eps.copies.precision.is_mixed:
             output = in_fp32(output)
@@ -67,15 +67,15 @@ class Shell:
 
     @contextmanager
     def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[ModelCall]:
-        """Shell weights and tensor arguments are on the device inside, and the masters back in place afterwards.
+        """Inside, non-layer weights and tensor arguments are on the device; the masters are restored afterwards.
 
         Raises:
-            RuntimeError: if a call from another thread is inside the model, or its backward is under way.
+            RuntimeError: if a call of the model, or its backward, is running in another thread.
         """
         assert self.call is None, "a call is already inside the model"
         with self.one_thread.in_model(), self.eps.timeline.inside("forward"):
             self.eps.start_forward()
-            # First: inside, other tensors stand in the places of the masters.
+            # Before `resident`, inside which device copies replace the masters.
             anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() else None
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
@@ -83,12 +83,12 @@ class Shell:
                 if scale is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
-            with stream.span(self.device, "upload", "what is not in a layer"):
+            with stream.span(self.device, "upload", "non-layer modules"):
                 weights = self._upload(module)
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
-            # A layer that is entered itself has no beginning to replay, so its batch dimensions cannot be found.
+            # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor)
             try:
@@ -106,7 +106,7 @@ class Shell:
 
     def _upload(self, module: nn.Module) -> DeviceWeights:
         masters = self.eps.masters
-        # A layer that is entered itself has no non-layer modules; the relay uploads it.
+        # A layer that the program calls itself has no non-layer modules; the relay uploads it.
         unit = masters.non_layer_unit(module)
         requires_grad = torch.is_grad_enabled()
         weights = uploaded(

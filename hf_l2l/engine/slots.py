@@ -1,8 +1,8 @@
-"""Slots: the device memory that all layers pass through, one after the other, and the copies that fill and empty it.
+"""Slots: device memory that all layers use, one after the other, for their weights and for their gradient sums.
 
-Slots are taken once. Weights arrive on one lane while another layer computes, gradient sums leave on a second one
-("transit buffers", arXiv:2002.05645, section 1.2; double buffers of arXiv:2106.02679, appendix C.2). What lies where
-in a slot is found once per layer, too.
+Slots are allocated once ("transit buffers", arXiv:2002.05645, section 1.2; double buffers of arXiv:2106.02679,
+appendix C.2), and the views of a layer's tensors in a slot are made once per layer. Weights are uploaded on one lane
+while another layer computes; gradient sums are downloaded on a second lane.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ class _Slot:
     """Device memory for one layer, and the point after which it may be written again."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        # Memory made under inference mode could never be trained with.
+        # Autograd refuses tensors over memory that was created under inference mode.
         with torch.inference_mode(False):
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        # The memory may have had another use, whose work on the compute stream goes first.
-        self.left = stream.record(device)
+        # The allocator may hand out memory that work on the compute stream still uses.
+        self.freed = stream.record(device)
 
 
 class _Leaves:
-    """The places of one layer's weights in a slot."""
+    """One layer's weights in a slot."""
 
     def __init__(self, unit: MasterUnit, memory: torch.Tensor, on_gradient: OnGradient) -> None:
         self.views = unit.layout.views(memory)
         self.fixed = [view.detach() for view in self.views]
-        """What the modules read in a forward sweep."""
+        """The tensors that the modules read in a forward sweep."""
         self.trained = list(self.fixed)
-        """What they read in a backward sweep: leaves of its graph."""
+        """The tensors that they read in a backward sweep: leaves of its graph."""
         for number in unit.trained:
             leaf = self.trained[number] = self.views[number].detach().requires_grad_()
             leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
 
 
 class _WeightSlot(_Slot):
-    """A slot, the layer that lies in it, and the point after which it may be read."""
+    """A slot, the layer whose weights it holds, and the point after which they may be read."""
 
     def __init__(self, num_bytes: int, device: torch.device, on_gradient: OnGradient) -> None:
         super().__init__(num_bytes, device)
         self.unit: MasterUnit | None = None
-        """The layer; None while there is nothing to use."""
+        """The layer; None while the slot holds no usable weights."""
         self.versions: list[int] = []
-        """Of its masters, when they were read."""
-        self.arrived: stream.Point | None = None
+        """Versions of its masters when their upload began."""
+        self.uploaded: stream.Point | None = None
         self.stage = Stage()
         self._on_gradient = on_gradient
         self._leaves: WeakKeyDictionary[MasterUnit, _Leaves] = WeakKeyDictionary()
 
     def leaves_of(self, unit: MasterUnit) -> _Leaves:
-        """Where the weights of `unit` lie here, made the first time that it comes."""
+        """The weights of `unit` in this slot, as tensors that are made at its first upload."""
         leaves = self._leaves.get(unit)
         if leaves is None:
             leaves = self._leaves[unit] = _Leaves(unit, self.memory, self._on_gradient)
         return leaves
 
     def is_current(self) -> bool:
-        """Whether what lies here are the weights of the layer as they are now."""
-        assert self.unit is not None, "asked of a slot in which a layer lies"
+        """Whether the slot holds the current weights of its layer."""
+        assert self.unit is not None, "called for slots that hold a layer"
         self.unit.wait()  # an update changes the versions
         return self.versions == self.unit.versions()
 
 
 class WeightSlots:
-    """Two slots for weights: one holds the layer that computes, the other receives the next one meanwhile.
+    """Two slots for weights: one holds the layer that computes, the next layer is uploaded into the other.
 
-    The order of layers is a hint: a layer that was not prefetched is uploaded when it is asked for. What a slot holds
-    is used again as long as its masters have not changed, so the last two layers of the forward sweep stay for the
-    backward sweep. The memory is that of the largest layer.
+    Prefetching is a hint: a layer that was not prefetched is uploaded when its call needs it. Weights in a slot are
+    reused as long as their masters have not changed, so the last two layers of the forward sweep are not uploaded
+    again for the backward sweep. Each slot has the size of the largest layer.
     """
 
     def __init__(
         self, masters: Masters, device: torch.device, copies: Copies, on_gradient: OnGradient, *, overlap: bool = True
     ) -> None:
-        """For the layers of `masters`. Without `overlap` weights travel in the order of computation, on its own
-        stream."""
+        """Allocate slots for the layers of `masters`. Without `overlap`, uploads run on the compute stream, in program
+        order."""
         self.device = device
         self.copies = copies
         self.lane = stream.Lane(device, "upload", beside=overlap)
@@ -96,22 +96,22 @@ class WeightSlots:
         self.slots = [_WeightSlot(num_bytes, device, on_gradient) for _ in range(2)]
 
     def forget(self) -> None:
-        """Let nothing that the slots hold be used again: weights may have been written unseen."""
+        """Never reuse the weights in the slots: the masters may have been written in a way that no version shows."""
         for slot in self.slots:
             slot.unit = None
 
     @contextmanager
     def weights(self, unit: MasterUnit, *, requires_grad: bool) -> Iterator[DeviceWeights]:
-        """The device weights of `unit`, which stay in their slot as long as the block runs."""
+        """The device weights of `unit`, which stay in their slot during the block."""
         slot = self._holding(unit) or self._fill(unit)
-        self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the one in use comes first
-        stream.wait(slot.arrived, wait_reasons.WEIGHTS_UPLOADED)
+        self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the slot in use comes first
+        stream.wait(slot.uploaded, wait_reasons.WEIGHTS_UPLOADED)
         leaves = slot.leaves_of(unit)
         try:
             chosen = leaves.trained if requires_grad else leaves.fixed
             yield DeviceWeights(unit, chosen, self.device, self.copies.precision)
         finally:
-            slot.left = stream.record(self.device)
+            slot.freed = stream.record(self.device)
 
     def prefetch(self, unit: MasterUnit) -> None:
         """Start to upload `unit` into the slot that is not in use."""
@@ -119,9 +119,9 @@ class WeightSlots:
             self._fill(unit)
 
     def settle(self) -> None:
-        """Let the host wait until no upload is on its way."""
+        """Make the host wait until all uploads have finished."""
         for slot in self.slots:
-            stream.wait(slot.arrived, wait_reasons.MASTERS_READ, host=True)
+            stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
 
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
         for slot in self.slots:
@@ -131,34 +131,34 @@ class WeightSlots:
 
     def _fill(self, unit: MasterUnit) -> _WeightSlot:
         slot = self.slots[-1]
-        # First: it waits for an update that is under way, which is not to hold up the lane.
-        sent = self.copies.of_unit(unit, slot.stage)
-        if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters for one
+        # First: this waits for an update of the masters, before the lane gets any work.
+        sources = self.copies.of_unit(unit, slot.stage)
+        if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters, for example
             self.settle()
             stage, slot = slot.stage, _WeightSlot(unit.layout.num_bytes, self.device, self._on_gradient)
             self.slots[-1], slot.stage = slot, stage
-        slot.unit = None  # until all of it is on its way
+        slot.unit = None  # until all copies have been submitted
         slot.versions = unit.versions()
-        # A slot made under inference mode could never be trained with.
+        # Autograd refuses views that were created under inference mode.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered(), without_interception():
-            stream.wait(slot.left, wait_reasons.WEIGHT_SLOT_FREE)
+            stream.wait(slot.freed, wait_reasons.WEIGHT_SLOT_FREE)
             stream.released(slot.memory)
             views = slot.leaves_of(unit).views
             try:
                 with stream.span(self.device, "upload", unit.module):
-                    for view, host in zip(views, sent, strict=True):
+                    for view, host in zip(views, sources, strict=True):
                         view.copy_(host, non_blocking=self.lane.is_stream)
-            finally:  # what was sent before an error is waited for, too
-                slot.arrived = slot.stage.left = stream.record(self.device)
+            finally:  # also after an error: copies that were submitted before it are waited for
+                slot.uploaded = slot.stage.left = stream.record(self.device)
         slot.unit = unit
         return slot
 
 
 class GradientSlots:
-    """Slots for the weight gradients of one layer each: sums over the ubatches, made where they leave from.
+    """Slots for gradient sums: the weight gradients of one layer each, summed over the ubatches on the device.
 
-    With two of them, a layer sums into one while the sums of the layer before leave the other. With one, a layer
-    waits at its first gradient until they have left.
+    With two slots, a layer sums into one while the sums of the layer before are downloaded from the other. With one
+    slot, a layer waits at its first gradient until that download has finished.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -168,18 +168,18 @@ class GradientSlots:
         self._unit: MasterUnit | None = None
         """The layer that computes."""
         self._views: dict[int, torch.Tensor] = {}
-        """The number of its parameters -> the place of the sum."""
+        """The number of a parameter of the layer -> the memory of its gradient sum."""
         self._sums: list[torch.Tensor | None] = []
-        """Per parameter."""
+        """Per parameter of the layer, its gradient sum."""
         self._is_empty = True
-        """Whether no gradient of it has come yet."""
+        """True until the first gradient of the layer is added."""
 
     @contextmanager
     def summing(self, weights: DeviceWeights) -> Iterator[list[torch.Tensor | None]]:
-        """Inside, gradients that reach the leaves of `weights` are summed in a slot and not in `leaf.grad`.
+        """Inside, gradients of the leaves of `weights` are summed in a slot and not in `leaf.grad`.
 
-        Gives the sums per parameter (views of the slot, like the parameter), None for those that no gradient has
-        reached. When the sums have left, `leave` must be told.
+        Yields the sums per parameter (views of the slot, like the parameter), None for parameters without a gradient.
+        After their downloads have been submitted, `leave` must be called.
         """
         slot, unit = self.slots[0], weights.unit
         self._views = {}
@@ -190,18 +190,19 @@ class GradientSlots:
         self._unit, self._is_empty = unit, True
         sums = self._sums = [None] * len(weights.leaves)
         for leaf in weights.leaves:
-            leaf.grad = None  # of a backward that failed
+            leaf.grad = None  # a backward that failed may have left one
         try:
             yield sums
         finally:
-            # Leaves refer to this object in a way that Python's collector does not follow, so it refers to no module.
+            # Hooks of the leaves refer to this object, which Python's garbage collector does not see. A reference from
+            # here to a module would therefore keep the model alive.
             self._unit, self._sums, self._views = None, [], {}
         self._errors.raise_first()
 
     def add(self, number: int, leaf: torch.Tensor) -> None:
-        """A gradient has reached the leaf of parameter `number`: add it to the sum, in the dtype of the master."""
+        """Add the gradient of the leaf of parameter `number` to its sum, in the dtype of the master."""
         gradient = leaf.grad
-        # A sparse one is left to its leaf.
+        # Sparse gradients are summed by autograd, in the leaf.
         if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
             return
         leaf.grad = None
@@ -212,32 +213,32 @@ class GradientSlots:
                 return
             if self._is_empty:
                 self._is_empty = False
-                stream.wait(self.slots[0].left, wait_reasons.GRADIENT_SLOT_FREE)
+                stream.wait(self.slots[0].freed, wait_reasons.GRADIENT_SLOT_FREE)
             place = self._views.get(number)
-            if place is None:  # in shared memory it is to stay: nothing leaves from here
-                assert self._unit is not None, "gradients come while a layer computes"
+            if place is None:  # where memory is shared, there is no download: the sum itself becomes p.grad
+                assert self._unit is not None, "gradients are added while a layer computes"
                 with without_interception():
                     place = torch.empty_like(self._unit.parameters[number], requires_grad=False)
             self._sums[number] = place.copy_(gradient)
 
     def leave(self, lane: stream.Lane) -> None:
-        """All that the slot in use held has been given to `lane`; the next layer takes the other slot."""
+        """All downloads from the slot in use have been submitted to `lane`; the next layer uses the other slot."""
         slot = self.slots.pop(0)
         with lane.entered():
             stream.released(slot.memory)
-            slot.left = stream.record(self.device)
+            slot.freed = stream.record(self.device)
         self.slots.append(slot)
 
 
 class _GradientSlot(_Slot):
-    """A slot, and where each layer's gradient sums lie in it."""
+    """A slot, and the views in it for each layer's gradient sums."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(num_bytes, device)
         self._views: WeakKeyDictionary[MasterUnit, dict[int, torch.Tensor]] = WeakKeyDictionary()
 
     def views_of(self, unit: MasterUnit) -> dict[int, torch.Tensor]:
-        """The number of each trained parameter -> the place of its sum, found the first time that `unit` comes."""
+        """The number of each trained parameter -> the memory of its sum; made at the first backward of `unit`."""
         views = self._views.get(unit)
         if views is None:
             views = self._views[unit] = dict(zip(unit.trained, unit.gradient_layout.views(self.memory), strict=True))

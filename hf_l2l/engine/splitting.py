@@ -1,4 +1,8 @@
-"""Splitting: into which ubatches a layer call is cut, found by probing and checked before it is relied on."""
+"""Splitting: finds how a layer call can be split into ubatches, and checks the result before it is used.
+
+The batch dimensions of the arguments are found by running the beginning of the model's call with its batch doubled.
+Those of the outputs are found, and the independence of rows is checked, by running the layer on two ubatches.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +36,17 @@ Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class Splitter:
-    """Decides, for each layer call of one model, into which ubatches it is cut.
+    """Decides, for each layer call of one model, into which ubatches it is split.
 
-    What is learned is kept per kind of call (`batch_dims.call_key`). A kind that cannot be split runs whole, with
-    one warning.
+    The batch dimensions are found once per kind of call (`batch_dims.call_key`). Calls of a kind that cannot be split
+    run with the whole device batch, with one warning.
     """
 
     def __init__(self, ubatch_size: int | None, device: torch.device) -> None:
         self.ubatch_size = ubatch_size
         self.device = device
         self._known: dict[object, tuple[BatchDims, BatchDims] | None] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def split_for(
         self,
@@ -56,17 +60,18 @@ class Splitter:
         """The split of this call, or None to run it as one ubatch.
 
         Args:
-            root: the running call of the model, whose beginning is replayed when a new kind of layer call appears.
+            root: the running call of the model, whose beginning is replayed for a new kind of layer call.
+            unit: the layer.
             leaves, spec: the layer's arguments, flattened; `tensors` are the tensors among them.
-            execute: runs the layer once on other tensors, without a trace.
+            execute: runs the layer once on other tensors, without changing the model.
         """
         layer, rows = unit.module, root.rows
         if self.ubatch_size is None or rows is None or rows <= self.ubatch_size:
             return None
         reason = cannot_split(leaves)
         if reason is not None:
-            if not any(is_cache(leaf) for leaf in leaves):  # generation brings caches: that is as it should be
-                self._say(layer, reason)
+            if not any(is_cache(leaf) for leaf in leaves):  # a cache is expected in generation: no warning
+                self._warn_once(layer, reason)
             return None
         key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys
         if key not in self._known:
@@ -75,20 +80,20 @@ class Splitter:
                 self._known[key] = self._learn(root, spec, tensors, rows, execute)
             except NoConsistentSplit as error:
                 self._known[key] = None
-                self._say(layer, str(error))
+                self._warn_once(layer, str(error))
         known = self._known[key]
         if known is None:
             return None
         inputs, outputs = known
         if not inputs.fits(tensors, rows):
-            self._say(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
+            self._warn_once(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
             return None
         return Split(rows, ubatches(rows, self.ubatch_size), inputs, outputs)
 
-    def _say(self, layer: nn.Module, reason: str) -> None:
+    def _warn_once(self, layer: nn.Module, reason: str) -> None:
         name = type(layer).__name__
-        if name not in self._said:
-            self._said.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(
                 f"ubatch_size={self.ubatch_size} has no effect on calls of {name}: {reason}. They run with the whole "
                 "device batch at once; lower the device batch if that does not fit",
@@ -105,10 +110,10 @@ class Splitter:
         return inputs, self._check(inputs, tensors, rows, execute)
 
     def _arguments_of_doubled_batch(self, root: ModelCall, spec: pytree.TreeSpec, rows: int) -> list[torch.Size]:
-        """The shapes that this layer call would get if the model's batch were concatenated with itself.
+        """The shapes of this layer call's tensor arguments if the model's batch were concatenated with itself.
 
-        A smaller batch would not do: without its padded rows, a mask becomes None. The replay runs the shell on the
-        host, where the larger batch takes no device memory.
+        A smaller batch may give other arguments: without padded rows, a mask becomes None. The replay runs the
+        non-layer modules on the host, where the larger batch needs no device memory.
         """
         replay = Replay(root, spec)
         args, kwargs = doubled(to_device((root.args, root.kwargs), stream.HOST), rows)
@@ -120,7 +125,7 @@ class Splitter:
                 root.weights.masters_back(),
                 _buffers_kept(root.weights.unit.modules),
             ):
-                compute_state.set_rng_state(root.rng, self.device)  # drops the same layers, under LayerDrop
+                compute_state.set_rng_state(root.rng, self.device)  # so that LayerDrop drops the same layers
                 root.forward(*args, **kwargs)
         except Replayed as reached:
             return reached.shapes
@@ -133,10 +138,10 @@ class Splitter:
         raise NoConsistentSplit("the call is not made again when the model's batch is doubled")
 
     def _check(self, inputs: BatchDims, tensors: Sequence[torch.Tensor], rows: int, execute: Execute) -> BatchDims:
-        """The batch dimensions of the outputs, after two ubatches gave what they give at once.
+        """The batch dimensions of the outputs, after checking that two ubatches give the same results as at once.
 
-        Two and not all, since the whole device batch may not fit. Rows that are laid out otherwise than assumed, or
-        that influence each other, differ here.
+        Two and not all, since the whole device batch may not fit. The results differ if rows are not laid out as
+        assumed, or influence each other.
         """
         assert self.ubatch_size is not None
         few = min(rows, 2 * self.ubatch_size)
@@ -150,12 +155,12 @@ class Splitter:
                 raise NoConsistentSplit(f"{len(at_once)} outputs at once and {len(part)} in ubatches")
             for whole, piece, dim in zip(at_once, part, outputs.dims, strict=True):
                 if not _close(narrow(whole, dim, few, start, stop), piece):
-                    raise NoConsistentSplit("its rows give other results in ubatches than at once")
+                    raise NoConsistentSplit("its rows give different results in ubatches than all at once")
         return outputs
 
 
 def _refuse_batch_statistics(layer: nn.Module) -> None:
-    """Raise NoConsistentSplit for layers whose rows meet in training only, where no check would see it."""
+    """Raise NoConsistentSplit for layers that mix rows in training only: `_check` may run in evaluation mode."""
     for module in layer.modules():
         if mixes_rows(module) and module.training:
             raise NoConsistentSplit(f"it normalizes over the rows of the batch (a {type(module).__name__})")
@@ -163,7 +168,7 @@ def _refuse_batch_statistics(layer: nn.Module) -> None:
 
 @contextmanager
 def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Leave the buffers of `modules` as they were found, whatever is written or assigned inside."""
+    """Restore the buffers of `modules` after the block, whether it wrote to them or replaced them."""
     kept = [(m._buffers, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
     try:
         yield
@@ -180,7 +185,7 @@ def _close(expected: torch.Tensor, result: torch.Tensor) -> bool:
         return False
     if not expected.is_floating_point():
         return torch.equal(expected, result)
-    # Half the digits: the order of sums differs with the number of rows, and autocast rounds inside.
+    # Half the digits must agree: the order of sums depends on the number of rows, and autocast rounds inside.
     precision = torch.bfloat16 if torch.is_autocast_enabled(expected.device.type) else expected.dtype
     finite = expected.isfinite()
     if not torch.equal(finite, result.isfinite()):

@@ -1,12 +1,13 @@
-"""The stash: what a layer call was given, kept until the backward sweep recomputes it.
+"""The stash: keeps the tensor arguments of layer calls until the backward sweep recomputes the layers.
 
 "The forward pass [stashes] away only the output activations [...] in on-chip or off-chip device memory"
 (arXiv:2002.05645, first text, section 3), and `stash="host"` is its equation 4: device memory that does not grow with
-depth. Layer inputs then leave while their layer computes, and come back one micro-batch ahead of their recompute.
+depth. Layer inputs are then downloaded while their layer computes, and uploaded one micro-batch ahead of their
+recompute.
 
-Tensors kept here are handed to autograd's saved tensors, so that they live exactly as long as the graph does: freed by
-the backward that uses them, by a batch that is thrown away, kept by `retain_graph=True`; and a change in place between
-the two sweeps is found out.
+Stashed tensors are saved tensors of autograd, so that they live exactly as long as the graph: a backward that uses
+them frees them, as does discarding the batch; `retain_graph=True` keeps them. Autograd detects changes in place
+between the two sweeps.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from hf_l2l.runtime.tensors import tensor_bytes
 
 
 class _Fetched(NamedTuple):
-    """Rows on their way to the device."""
+    """Rows that are being uploaded, and the point after which they may be used."""
 
     kept: torch.Tensor
     rows: torch.Tensor
-    arrived: stream.Point | None
+    uploaded: stream.Point | None
 
 
 class Stash:
     """Keeps the tensor arguments of layer calls, on the device or in host memory.
 
-    One instance serves one engine. With `place="host"` each layer's own input travels to the host; what several layers
-    are given alike (an attention mask, position embeddings, encoder states) stays on the device, where it exists once
+    One instance serves one engine. With `place="host"` each layer's own input is downloaded; tensors that several
+    layers share (an attention mask, position embeddings, encoder states) stay on the device, where each exists once
     and not once per layer.
     """
 
     def __init__(self, place: StashPlace, device: torch.device, memory: HostMemory, *, rooms: int = 1) -> None:
-        """With room in host memory for `rooms` layer inputs from the first one on, and for more when they come."""
+        """The first layer input allocates host memory for `rooms` of them; later ones allocate more as needed."""
         self.place = place
         self.device = device
         self.lane = stream.Lane(device, "stash download")
@@ -50,20 +51,20 @@ class Stash:
         self._first_rooms = rooms
         self._rooms: list[Room] = []
         self._most_rooms = 0
-        """That were in use at once, ever."""
+        """The most rooms that have been in use at once."""
         self._ahead: dict[tuple[Any, ...], _Fetched] = {}
         self._last: stream.Point | None = None
-        """All that the lane was given."""
-        # Tensors that a layer of this forward has been given, to find those that are given again.
+        """The end of all work submitted to the lane so far."""
+        # Tensor arguments of the layers of this forward, to find those that several layers share.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def travels(self) -> bool:
-        """Whether anything can be fetched ahead."""
+        """Whether rows can be uploaded ahead of their recompute."""
         return self.place == "host" and self.lane.is_stream
 
     def start_forward(self) -> None:
-        """Forget which tensors earlier forwards shared among layers; give back memory that is too small now."""
+        """Forget which tensors the layers of earlier forwards shared, and free the smallest of the surplus rooms."""
         self.settle()
         self._seen = WeakIdKeyDictionary()
         spare = len(self._rooms) - self._most_rooms
@@ -73,9 +74,9 @@ class Stash:
 
     @contextmanager
     def keeping(self, tensors: Sequence[torch.Tensor], batched: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
-        """What stands in the stash for `tensors` once the block, in which the layer computes, is over.
+        """Stash `tensors` while the layer computes in the block; yields the stashed tensors, complete after the block.
 
-        Only those whose rows can be fetched one ubatch at a time travel.
+        Only tensors that are `batched`, whose rows can be uploaded one ubatch at a time, are downloaded.
         """
         if self.place == "device" or stream.shares_host_memory(self.device):
             yield list(tensors)
@@ -89,7 +90,7 @@ class Stash:
         try:
             yield kept
         finally:
-            # From here on the caller may write into them, or free them.
+            # After this wait, the caller may write into the tensors, or free them.
             stream.wait(self._last, wait_reasons.INPUT_STASHED)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,15 +113,15 @@ class Stash:
         return self._rooms[-1]
 
     def fetch(self, kept: torch.Tensor) -> torch.Tensor:
-        """`kept`, or the rows of it that the caller narrowed it to, on the device."""
+        """Stashed rows on the device; `kept` is a stashed tensor, or a view of some of its rows."""
         if kept.device == self.device:
             return kept
         fetched = self._ahead.pop(_key(kept), None) or self._start_fetch(kept)
-        stream.wait(fetched.arrived, wait_reasons.ROWS_UPLOADED)
+        stream.wait(fetched.uploaded, wait_reasons.ROWS_UPLOADED)
         return fetched.rows
 
     def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
-        """Start to fetch what will be asked for next."""
+        """Start to upload the rows that will be fetched next."""
         for tensor in kept:
             if tensor.device != self.device and _key(tensor) not in self._ahead:
                 self._ahead[_key(tensor)] = self._start_fetch(tensor)
@@ -136,7 +137,7 @@ class Stash:
         return _Fetched(kept, rows, self._last)
 
     def settle(self) -> None:
-        """Let the host wait until nothing is on its way, and drop what was fetched and not asked for."""
+        """Make the host wait until all copies have finished, and drop rows that were uploaded but not fetched."""
         stream.wait(self._last, wait_reasons.STASH_COPIES_FINISHED, host=True)
         self._last = None
         self._ahead.clear()
@@ -144,5 +145,5 @@ class Stash:
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Which bytes a tensor is, as long as it lives."""
+    """Identifies the memory and layout of a tensor, as long as it lives."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

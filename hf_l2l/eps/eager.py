@@ -1,8 +1,8 @@
-"""Eager updates: which masters have all the gradients of a step, and what has been used before `optimizer.step()`.
+"""Eager updates: finds the masters that have all gradients of a step, and keeps track of updates before the step.
 
-Both are kept in the records of the masters. Calls of the forward and arrivals of the backward are counted: a layer may
-be called more than once in a step, and a parameter may be tied. Counting errs on one side only: a call whose graph is
-thrown away never arrives, and its masters are updated in `optimizer.step()`.
+The records of the masters count calls in the forward and arrivals of their gradients in the backward, since a layer
+may be called more than once in a step, and a parameter may be tied. Gradients of a call whose graph is discarded never
+arrive; its masters are then updated in `optimizer.step()`, which is late but correct.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hf_l2l.runtime.worker import Worker
 
 
 class EagerStep:
-    """The step that eager updates are in the middle of. Nothing is in it in the other modes."""
+    """The masters already updated in this step, and with which hyper-parameters. It stays empty in other modes."""
 
     def __init__(self, worker: Worker, is_accumulating: Callable[[], bool]) -> None:
-        """With `is_accumulating`: True in a backward if another one follows before the step."""
+        """`is_accumulating` returns True in a backward if another one follows before the step."""
         self.worker = worker
         self._is_accumulating = is_accumulating
         self._accumulates = False
         self._updated: set[Master] = set()
-        """Updated in this step, before `optimizer.step()`."""
+        """Masters that this step updated before `optimizer.step()`."""
         self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
-        """Optimizer -> the hyper-parameters that were used."""
+        """Optimizer -> the hyper-parameters that its updates used."""
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Another micro-step follows the ones inside."""
+        """Inside, backwards are micro-steps that another one follows, so that no update is made."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -42,7 +42,11 @@ class EagerStep:
             self._accumulates = before
 
     def complete(self, masters: Iterable[Master]) -> list[Master]:
-        """The gradients of one call have arrived; returns those of `masters` that will get no more in this step."""
+        """Count the arrival of the gradients of one call.
+
+        Returns:
+            those of `masters` that will get no more gradients in this step.
+        """
         masters = list(masters)
         for master in masters:
             master.arrivals += 1
@@ -51,12 +55,12 @@ class EagerStep:
         return [m for m in masters if m.arrivals >= m.calls]
 
     def begin(self, optimizer: torch.optim.Optimizer, masters: Iterable[Master]) -> None:
-        """`masters` are going to be updated."""
+        """Record that `masters` are updated by `optimizer`, with its current hyper-parameters."""
         self._used.setdefault(optimizer, hyperparameters_of(optimizer))
         self._updated.update(masters)
 
     def refuse_second(self, masters: Iterable[Master]) -> None:
-        """Raise RuntimeError if a gradient comes for a master that has been updated in this step."""
+        """Raise RuntimeError for a gradient of a master that has already been updated in this step."""
         if not self._updated:
             return
         late = next((master for master in masters if master in self._updated), None)
@@ -68,14 +72,14 @@ class EagerStep:
             )
 
     def end(self, optimizer: torch.optim.Optimizer, masters: list[Master], *, has_later_hook: bool) -> None:
-        """`optimizer`, which updates these `masters`, steps.
+        """End the step of `optimizer`, which updates these `masters`.
 
         Raises:
-            RuntimeError: if what the step is to be has changed since the gradients were used.
+            RuntimeError: if gradients, hooks, optimizer or hyper-parameters have changed since the updates.
         """
         if not self._updated:
             return
-        with without_interception():  # a loss that uses masters itself has gradients that do not pass through the EPS
+        with without_interception():  # gradients of a loss that uses masters directly do not pass through the EPS
             self.refuse_second(m for m in masters if m.parameter.grad is not None)
         if has_later_hook:
             self._fail(
@@ -85,8 +89,8 @@ class EagerStep:
         used = self._used.pop(optimizer, None)
         if used is None and not self._updated.isdisjoint(masters):
             self._fail(
-                "eps_update='eager' has used the gradients with the optimizer that it had in backward (got a step of "
-                f"another {type(optimizer).__name__}); call eps.wrap(optimizer) before backward"
+                "eps_update='eager' has used the gradients with the optimizer that was wrapped before backward (got a "
+                f"step of another {type(optimizer).__name__}); call eps.wrap(optimizer) before backward"
             )
         if used is not None and used != hyperparameters_of(optimizer):
             self._fail(
@@ -101,19 +105,19 @@ class EagerStep:
                 update.in_step = False
         for master in ending:
             master.guards_grad = False
-        # Those that are not over are ended by the worker.
+        # The worker ends the updates that have not finished yet.
         Master.end_update([m for m in ending if (update := m.update) is None or update.task.done])
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What fails inside must not leave some layers updated and others not, unsaid."""
+        """Report an exception inside as a failed engine if some layers have been updated and others have not."""
         with ExitStack() as failure:
             failure.callback(self.fail_half_updated)
             yield
             failure.pop_all()
 
     def fail_half_updated(self) -> None:
-        """A backward has failed."""
+        """Fail the engine after a failed backward, if some layers have been updated with its gradients."""
         if self._updated:
             self.worker.fail(RuntimeError("a backward failed after some layers had been updated with its gradients"))
 

@@ -1,9 +1,9 @@
-"""Gradient sums on their way from the device to `p.grad`, their norms, and clipping.
+"""Gradient sums: their download from the device to `p.grad`, their norms, and clipping.
 
-Sums leave the device while it computes the next layer; the end of `backward()` waits for the last of them. Their norms
-are taken on the device, where memory is fast, and are taken again on the host if a gradient is used in between.
-Clipping is to the bit what `torch.nn.utils.clip_grad_norm_` does: the norm comes first; multiplying a gradient may be
-left to its next use, which mostly is the update of the weights in the background.
+Downloads are overlapped with the computation of the next layer; the end of `backward()` waits for the last of them.
+Norms are computed on the device, where memory is fast, and again on the host if a gradient is used in between.
+Clipping gives the same bits as `torch.nn.utils.clip_grad_norm_`: the norm is computed first; a gradient may be scaled
+at its next use, which mostly is the update of the weights in the background.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_l2l.runtime.flat_memory import Room, elements
 Sums = Sequence[tuple[Master, torch.Tensor]]
 """Masters, and a gradient sum for each."""
 
-_CHUNK = 2**20  # elements of a host sum that are on the device at once while a new one is added to it
+_CHUNK = 2**20  # elements of a host sum that are on the device at once while a new sum is added to it
 
 
 class Gradients:
@@ -39,17 +39,17 @@ class Gradients:
         self.lane = stream.Lane(device, "download")
         self.backwards = backwards
         self._arriving: list[Master] = []
-        """Those with a sum that arrives in this backward."""
+        """Masters whose sums are being downloaded in this backward."""
         self._norms: list[tuple[list[Master], torch.Tensor]] = []
-        """Masters, and the norms of their sums: host tensors, which are there when this backward is over."""
+        """Masters, and the norms of their sums: host tensors, which are complete when this backward is over."""
         self._rooms: list[Room] = []
-        """For norms that arrive."""
+        """Memory for downloaded norms."""
         self._task: int | None = None
-        """The backward that `_held` is of."""
+        """The backward that `_held` belongs to."""
         self._held: list[tuple[torch.Tensor, Sum]] = []
         """Gradients that this backward may add to."""
         self._of_losses: list[tuple[Master, torch.Tensor]] = []
-        """Masters that a loss uses itself, and the gradients that autograd makes of that."""
+        """Masters that a loss uses directly, and the gradients that autograd computed for them."""
         self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
@@ -75,8 +75,8 @@ class Gradients:
                 self._send_norms(totals)
 
     def _hold_gradients(self, task: int) -> None:
-        """Hold every gradient that the backward `task` may add to, until it is over: a program that continues after a
-        failure uses none of them before the device's thread has left the backward, too."""
+        """Hold every gradient that the backward `task` may add to, until it is over: after a failure, the program must
+        not use them before torch's thread for the device has left the backward, too."""
         self._task = task
         with without_interception():
             gradients = [p.grad for p in self.masters.parameters if p.requires_grad and p.grad is not None]
@@ -86,18 +86,18 @@ class Gradients:
     def _hold(self, gradient: torch.Tensor) -> None:
         pending = pending_of(gradient)
         if can_hold(gradient) and not (isinstance(pending, Sum) and pending.arrives_at is not None):
-            settle(gradient)  # it may still have to be scaled
+            settle(gradient)  # applies a pending clipping factor first
             arriving = Sum(arrives_at=self)
             hold(gradient, arriving)
             self._held.append((gradient, arriving))
 
     def keep_apart(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
-        """Let autograd itself add nothing to gradients that sums are on their way to: it would not wait for those.
+        """Take gradients of masters from autograd, which would add them to sums without waiting for their downloads.
 
-        What it makes of a loss that uses a master itself is added when the backward is over.
+        These are the gradients of a loss that uses a master directly. They are added when the backward is over.
 
         Args:
-            nodes: those that would add to the gradients of masters; none of them has run in this backward.
+            nodes: the nodes that add to the gradients of masters; none of them has run in this backward.
         """
         with without_interception():
             if not self.lane.is_stream or all([p.grad is None for p in self.masters.parameters]):
@@ -115,13 +115,14 @@ class Gradients:
         return (None,)
 
     def _receive(self, master: Master, gradient: torch.Tensor) -> bool:
-        """Start to download one gradient, on the lane; where there is a sum already, it is added to that first.
+        """Start to download one gradient, on the lane; an existing sum is added to it on the device first.
 
-        False if it did not go that way, and is in `p.grad` already.
+        Returns:
+            False if the gradient could not be added like that, and has been added to `p.grad` on the host.
         """
         grad, like = master.parameter.grad, master.gradient_like
         total = grad if master.arriving is None else master.arriving
-        # Sparse ones, and a gradient of another kind that the user put there, are added on the host.
+        # Sparse gradients, and a `p.grad` of another kind that the program has set, are added on the host.
         is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
         if not is_plain or (total is not None and not _is_like(total, like)):
             self._publish()
@@ -133,7 +134,7 @@ class Gradients:
             master.arriving = total = self.memory.gradient_like(master)
         else:
             if total is grad:
-                self._hold(total)  # it may have come to its place since the backward began
+                self._hold(total)  # it may have become p.grad after the backward began
             master.arriving = total
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(self.device, non_blocking=True))
@@ -142,13 +143,13 @@ class Gradients:
         else:
             rounded = gradient.to(total.dtype)
             total.copy_(rounded, non_blocking=True)
-            gradient.copy_(rounded)  # for its norm, which is that of what the host gets
+            gradient.copy_(rounded)  # for its norm, which must be the norm of the rounded values on the host
         return True
 
     def _send_norms(self, totals: Sums) -> None:
-        """Take the norms of the gradients in these pairs and start to download them, on the lane; one copy per dtype.
+        """Compute the norms of the gradients in these pairs and start to download them, on the lane; a copy per dtype.
 
-        At once: what stays on the device until the backward is over grows with depth.
+        This is done layer by layer: norms kept on the device until the end of the backward would grow with depth.
         """
         by_dtype: dict[torch.dtype, tuple[list[Master], list[torch.Tensor]]] = {}
         for master, gradient in totals:
@@ -157,12 +158,12 @@ class Gradients:
             gradients.append(gradient)
         for masters, gradients in by_dtype.values():
             norms = torch.stack(torch._foreach_norm(gradients))
-            landing = self._room(norms.numel() * norms.element_size()).tensor_like(norms)
-            landing.copy_(norms, non_blocking=True)
-            self._norms.append((masters, landing))
+            on_host = self._room(norms.numel() * norms.element_size()).tensor_like(norms)
+            on_host.copy_(norms, non_blocking=True)
+            self._norms.append((masters, on_host))
 
     def _room(self, num_bytes: int) -> Room:
-        """Host memory that is free: mostly that which the same norms had in the last backward."""
+        """Free host memory: the room that the same norms used in the last backward, if possible."""
         number = len(self._norms)
         for room in self._rooms[number : number + 1]:
             if room.num_bytes >= num_bytes and room.is_free:
@@ -172,11 +173,11 @@ class Gradients:
         return room
 
     def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], stream.Point | None]:
-        """Take the sums of `masters` before they are in `p.grad`, which is None from now on.
+        """Take the sums of `masters` before they become `p.grad`, which is None from now on.
 
         Returns:
             masters that have a sum, and the sums; master -> the norm of its sum; and the point at which all of them
-            have landed.
+            have been downloaded.
         """
         taken: list[tuple[Master, torch.Tensor]] = []
         norms: dict[Master, torch.Tensor] = {}
@@ -184,7 +185,7 @@ class Gradients:
             for master in masters:
                 p, total = master.parameter, master.arriving
                 if total is not None and p.grad is not None and p.grad is not total:
-                    continue  # what autograd itself put there is added when this one has landed; `step()` finds both
+                    continue  # autograd has set p.grad itself: both are added later, and used in `step()`
                 if total is None:
                     total = p.grad
                     if total is None:
@@ -198,13 +199,13 @@ class Gradients:
                 taken.append((master, total))
         among = {master for master, _ in taken}
         self._arriving = [master for master in self._arriving if master not in among]
-        for alike, landing in self._norms:
-            norms.update((m, norm) for m, norm in zip(alike, landing.unbind(), strict=True) if m in among)
+        for alike, on_host in self._norms:
+            norms.update((m, norm) for m, norm in zip(alike, on_host.unbind(), strict=True) if m in among)
         return taken, norms, self.lane.record()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Wait for what has been received, and add it to `p.grad`."""
+        """Wait for the downloads of this backward, and add the sums to `p.grad`."""
         norms, self._norms = self._norms, []
         if self._arriving or norms:
             stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
@@ -215,7 +216,7 @@ class Gradients:
         with without_interception():
             for master in arrived:
                 p, total, master.arriving = master.parameter, master.arriving, None
-                assert total is not None, "a sum that arrives has its memory"
+                assert total is not None, "a sum that is being downloaded has its memory"
                 if p.grad is None and total.dtype == p.dtype:
                     p.grad = total
                 elif p.grad is not total:
@@ -224,34 +225,34 @@ class Gradients:
             for master, gradient in of_losses:
                 self._add_to_grad(master, gradient)
             known: list[tuple[torch.Tensor, Pending]] = []
-            for masters, landing in norms:
-                for master, norm in zip(masters, landing.clone().unbind(), strict=True):
+            for masters, on_host in norms:
+                for master, norm in zip(masters, on_host.clone().unbind(), strict=True):
                     grad = master.parameter.grad
-                    if grad is None:  # it has been updated in this backward
+                    if grad is None:  # an eager update has used the gradient in this backward
                         master.taken_norm = norm
                     elif master not in shared:
                         known.append((grad, Sum(norm, grad._version)))
             hold_all(known)
 
     def _add_to_grad(self, master: Master, gradient: torch.Tensor) -> None:
-        """Make `gradient` (host) the gradient of the parameter, or add it to that; without interception."""
+        """Add `gradient` (on the host) to `p.grad`, or set it; to be called under `without_interception`."""
         p = master.parameter
         grad = p.grad
         if grad is not None:
             settle(grad)
             if grad.is_sparse and not gradient.is_sparse:
-                gradient, p.grad = gradient + grad, None  # dense from now on, as autograd has it
+                gradient, p.grad = gradient + grad, None  # a dense gradient from now on, as autograd would make it
             else:
-                grad += gradient  # in the longer dtype of the two, and rounded once
+                grad += gradient  # added in the wider dtype of the two, and rounded once
                 return
         dtype = gradient.dtype if gradient.is_sparse else master.gradient_like.dtype
         if dtype != p.dtype:
-            p.grad_dtype = None  # any: torch takes this one, and what others make of it
+            p.grad_dtype = None  # any dtype: torch then accepts this gradient, and tensors computed from it
         p.grad = gradient.to(dtype) if gradient.dtype == p.dtype else gradient
 
     def _discard(self) -> None:
-        """Forget what a backward that failed had received. This is called in any thread, after the program has
-        continued: nothing is written to `p.grad`."""
+        """Forget the sums of a backward that failed. Any thread may call this, while the program already continues:
+        nothing is written to `p.grad`."""
         stream.wait(self.lane.record(), wait_reasons.FAILED_DOWNLOADS_FINISHED, host=True)
         self._let_go()
         for master in self._arriving:
@@ -261,17 +262,17 @@ class Gradients:
         self._norms.clear()
 
     def wait(self) -> None:
-        """Wait for what has been sent."""
+        """Wait for all downloads submitted so far."""
         stream.wait(self.lane.record(), wait_reasons.GRADIENT_DOWNLOADED, host=True)
 
     def wait_for_failed(self) -> None:
-        """Wait for a backward that has failed, and for what it has sent; all gradients may be used then."""
+        """Wait for a backward that has failed, and for its downloads; after that all gradients may be used."""
         self.backwards.wait_until_over()
         self.wait()
         self._let_go()
 
     def _let_go(self) -> None:
-        """The backward is over: its gradients may be used."""
+        """Stop holding gradients: the backward is over, and they may be used."""
         held, handles = self._held, self._handles
         self._task, self._held, self._handles = None, [], []
         for handle in handles:
@@ -280,10 +281,10 @@ class Gradients:
             let_go(gradient, arriving)
 
     def total_norm(self) -> torch.Tensor:
-        """The norm of all gradients as if they were one vector, as `torch.nn.utils` takes it.
+        """The norm of all gradients as one vector, computed like `torch.nn.utils` does: a 0-dim host tensor.
 
-        Of the norms of the single gradients, stacked in the order of the model; a 0-dim host tensor. Those that were
-        taken count.
+        It is the norm of the norms of the single gradients, stacked in the order of the model. Gradients that eager
+        updates have already used are included.
         """
         norms: list[torch.Tensor] = []
         with without_interception():
@@ -302,11 +303,11 @@ class Gradients:
     def clip(self, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
         """Scale the gradients, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
 
-        With `later`, each of them when its values are used next.
+        With `later`, each gradient is scaled when its values are used next.
         """
         factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
         if factor == 1.0:
-            return  # and not if it is nan
+            return  # nan does not return here
         with without_interception(), torch.no_grad():
             for p in self.masters.parameters:
                 grad = p.grad
@@ -327,8 +328,8 @@ _scaling = threading.Lock()
 
 
 class Sum(Pending):
-    """What is pending for a gradient sum in `p.grad`: a norm that is right until the sum is used, a factor that it is
-    multiplied by before, or a backward that may add to it."""
+    """What is pending for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply
+    the sum by before it is used, or a backward that may still add to it."""
 
     guards_grad = False
 
@@ -342,7 +343,7 @@ class Sum(Pending):
     ) -> None:
         self.norm = norm
         self.version = version
-        """Of the sum when its norm was taken: autograd itself writes to gradients without a word."""
+        """Version of the sum when its norm was computed: writes by autograd itself are not intercepted."""
         self.factor = factor
         self.arrives_at = arrives_at
         self.may_be_scaled = factor is None and arrives_at is None
@@ -353,7 +354,7 @@ class Sum(Pending):
                 self.arrives_at.wait()
                 return
             self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
-        with _scaling:  # another thread may use it at the same time
+        with _scaling:  # another thread may use the gradient at the same time
             factor, self.factor = self.factor, None
             if factor is not None:
                 with without_interception(), torch.no_grad():
@@ -362,7 +363,7 @@ class Sum(Pending):
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of one gradient, as it is now, computed in `dtype`: a 0-dim host tensor."""
+    """The current norm of one gradient, computed in `dtype`: a 0-dim host tensor."""
     pending = pending_of(gradient)
     if isinstance(pending, Sum) and pending.norm is None:
         settle(gradient)
@@ -372,7 +373,7 @@ def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_like(total: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether a gradient `like` this can be added to `total` element by element in the order of memory."""
+    """Whether a gradient with the layout of `like` can be added to `total` element by element, in memory order."""
     return (
         total.layout is torch.strided
         and total.dtype == like.dtype

@@ -1,8 +1,8 @@
-"""Host memory that the device copies from and to while both compute: registered ("page-locked"), of exact size.
+"""Page-locked (pinned) host memory of one engine, for copies that are overlapped with computation.
 
-Which tensors of a model lie in it: masters, or the 16-bit copies that travel in their place, gradients, and the stash
-where it is on the host. What the device refuses to register stays ordinary memory: copies then hold up the host, and
-are as right.
+It holds masters, or the 16-bit copies that are uploaded instead of them, gradients, and the stash if that is on the
+host. Memory is allocated in exact size and registered with the device. If the device refuses to register more, the
+rest stays pageable: copies then block the host, with the same results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """Goes through units of work, and may show how many are done."""
+    """Iterates over units of work, and may show how many are done."""
 
     def __call__(self, units: Sequence[T], what: str) -> Iterable[T]: ...
 
@@ -36,7 +36,7 @@ def unseen(units: Sequence[T], what: str) -> Iterable[T]:
 
 
 class HostMemory:
-    """The registered memory of one engine: its masters, their gradients, and the stash where it is on the host."""
+    """Allocates the page-locked memory of one engine: for masters or copies, gradients, and a stash on the host."""
 
     def __init__(self, device: torch.device, masters: Masters, progress: Progress = unseen) -> None:
         self.device = device
@@ -44,19 +44,19 @@ class HostMemory:
         self.progress = progress
         self._pages: WeakSet[Pages] = WeakSet()
         self._changes_seen = 0
-        """`masters.changes` when memory for gradients was taken."""
+        """`masters.changes` when memory for gradients was allocated."""
         self._is_refused = False
-        """Whether something that travels stays in ordinary memory."""
+        """True if masters or copies that are uploaded are in pageable memory."""
         self._warned = False
 
     @property
     def bytes_locked(self) -> int:
-        """Registered now."""
+        """Bytes that are page-locked now."""
         return sum(len(pages) for pages in list(self._pages) if pages.locked)
 
     @property
     def bytes_wanted(self) -> int:
-        """That would be registered if nothing had been refused, with the gradients that training will need."""
+        """Bytes that would be page-locked if nothing had been refused, including gradients that training will need."""
         masters = self.masters.all()
         to_come = [
             tensor_bytes([m.gradient_like]) for m in masters if m.parameter.requires_grad and m.gradient_room is None
@@ -65,22 +65,22 @@ class HostMemory:
         return taken + sum(m.refused_bytes for m in masters) + sum(to_come)
 
     def adopt(self) -> None:
-        """Move parameters that are new, or lie elsewhere now, into registered memory; they stay the same objects.
+        """Move parameters that are new, or have other memory now, to page-locked memory; they stay the same objects.
 
-        What cannot be registered stays where it is, as do parameters that share memory with others.
+        Parameters that share memory with others are not moved, nor is any if the memory cannot be page-locked.
         """
         if not stream.can_page_lock(self.device):
             return
         masters = self.masters.all()
-        with without_interception():  # an address is no value
+        with without_interception():  # reading an address needs no wait for values
             new = {m for m in masters if m.address != m.parameter.data_ptr()}
         if not new:
             return
         sharing = _sharing_memory(self.masters.model)
         precision = self.masters.precision
         for unit in self.progress(self._groups(new), "Moving master weights to page-locked memory"):
-            travels = {m: precision.of(m.parameter) == m.parameter.dtype for m in unit}
-            movable = [m for m in unit if travels[m] and _is_plain(m.parameter) and m.parameter not in sharing]
+            is_uploaded = {m: precision.of(m.parameter) == m.parameter.dtype for m in unit}  # itself, and no copy
+            movable = [m for m in unit if is_uploaded[m] and _is_plain(m.parameter) and m.parameter not in sharing]
             layout = Layout(m.parameter for m in movable)
             pages = Pages(layout.num_bytes)
             if layout.num_bytes and pages.lock(self.device):
@@ -90,14 +90,14 @@ class HostMemory:
             else:
                 for master in movable:
                     master.refused_bytes = tensor_bytes([master.parameter])
-            self._take_copies([m for m in unit if not travels[m]])
+            self._take_copies([m for m in unit if not is_uploaded[m]])
             for master in unit:
                 master.address = master.parameter.data_ptr()
         self._is_refused = any(m.refused_bytes for m in masters)
         self.warn_once()
 
     def _take_copies(self, masters: Sequence[Master]) -> None:
-        """Take the memory for what travels in the place of `masters`, which themselves stay where they are."""
+        """Allocate memory for the copies that are uploaded instead of `masters`, which are not moved themselves."""
         precision = self.masters.precision
         likes = [on_meta(m.parameter, precision.of(m.parameter)) for m in masters]
         layout = Layout(likes)
@@ -108,7 +108,7 @@ class HostMemory:
                 master.refused_bytes = 0 if pages.locked else tensor_bytes([like])
 
     def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor for a copy of `master` in `dtype`, with any values: registered where `adopt` found that."""
+        """An uninitialised host tensor for a copy of `master` in `dtype`; page-locked if `adopt` allocated it."""
         like = on_meta(master.parameter, dtype)
         room = master.copy_room
         if room is not None and room.is_free and room.num_bytes >= tensor_bytes([like]):
@@ -117,13 +117,13 @@ class HostMemory:
             return torch.empty_like(like, device=stream.HOST)
 
     def take_gradients(self) -> None:
-        """Take the memory for one gradient per trainable parameter, where that has not been done."""
+        """Allocate memory for one gradient per trainable parameter, if that has not been done."""
         if self._changes_seen == self.masters.changes:
             return
         masters = self.masters.all()
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
         groups = self._groups(missing) if missing else []
-        for unit in self.progress(groups, "Taking page-locked memory for gradients"):
+        for unit in self.progress(groups, "Allocating page-locked memory for gradients"):
             layout = Layout(m.gradient_like for m in unit)
             rooms = rooms_in(self._new_pages(layout.num_bytes), layout)
             for master, room, piece in zip(unit, rooms, layout.pieces, strict=True):
@@ -132,27 +132,27 @@ class HostMemory:
         self.warn_once()
 
     def _groups(self, masters: set[Master]) -> list[list[Master]]:
-        """`masters` in the groups in which they travel: layer by layer, and each of the others by itself."""
+        """Group `masters` as they are copied: layer by layer, and each master of the non-layer modules by itself."""
         groups: list[list[Master]] = []
-        left = set(masters)
+        remaining = set(masters)
         by_layer = (self.masters.unit(layer).masters for layer in self.masters.layers)
         for candidates in (*by_layer, *([m] for m in self.masters.all())):
-            group = [m for m in candidates if m in left]
-            left.difference_update(group)  # what is tied belongs to the first
+            group = [m for m in candidates if m in remaining]
+            remaining.difference_update(group)  # a tied master belongs to its first layer
             if group:
                 groups.append(group)
         return groups
 
     def gradient_like(self, master: Master) -> torch.Tensor:
-        """A host tensor for the gradient of `master`: always the same memory, unless a tensor there still lives."""
+        """A host tensor for the gradient of `master`: the same memory each time, unless a tensor there still lives."""
         room, piece = master.gradient_room, master.gradient_piece
         if room is not None and piece is not None and room.is_free:
             return room.tensor_of(piece)
         return torch.empty_like(master.gradient_like, device=stream.HOST)
 
     def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
-        """Memory for `count` tensors of up to `num_bytes` bytes each."""
-        turns = self.progress(range(count), f"Taking page-locked memory for {what}")
+        """Allocate memory for `count` tensors of up to `num_bytes` bytes each; `what` names their use."""
+        turns = self.progress(range(count), f"Allocating page-locked memory for {what}")
         return [Room(self._new_pages(num_bytes), 0, num_bytes) for _ in turns]
 
     def _new_pages(self, num_bytes: int) -> Pages:
@@ -162,7 +162,7 @@ class HostMemory:
         return pages
 
     def warn_once(self) -> None:
-        """Say it once if something could not be registered."""
+        """Warn once if some memory could not be page-locked."""
         if self._warned or not stream.can_page_lock(self.device):
             return
         if not self._is_refused and all(pages.locked for pages in list(self._pages)):
@@ -170,18 +170,18 @@ class HostMemory:
         self._warned = True
         warnings.warn(
             f"{size_text(self.bytes_locked)} of {size_text(self.bytes_wanted)} of host memory could be page-locked "
-            f"for {self.device}; the rest stays pageable: results are the same, but copies of it hold up the host. "
+            f"for {self.device}; the rest stays pageable: results are the same, but copies of it block the host. "
             "Raise the limit on locked memory (`ulimit -l`, or the container's memory)",
             stacklevel=2,
         )
 
     @property
     def is_locked(self) -> bool:
-        """Whether what travels is where copies from it do not hold up the host."""
+        """Whether uploads do not block the host, since all masters or copies are page-locked."""
         return stream.can_page_lock(self.device) and not self._is_refused
 
     def release(self) -> None:
-        """Give the registered memory back: masters move to ordinary memory of their own."""
+        """Release the page-locked memory: masters move to ordinary memory of their own."""
         for master in self.masters.all():
             p = master.parameter
             if p.data_ptr() == master.address and not master.refused_bytes and master.copy_room is None:
@@ -191,14 +191,14 @@ class HostMemory:
 
 
 def _move(master: torch.Tensor, to: torch.Tensor) -> None:
-    """Let `master` have the memory of `to`, with its own values."""
-    # A graph that is still to be run backwards finds what it was made with.
+    """Move `master` to the memory of `to`, with its own values."""
+    # The version stays, so that autograd does not refuse the backward of a graph that uses the master.
     with torch.no_grad(), version_kept(master):
         master.set_(to.copy_(master))  # type: ignore[call-overload]
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether giving the parameter other memory changes nothing else."""
+    """Whether the parameter can be moved to other memory without other effects."""
     return type(parameter) is nn.Parameter and not parameter.is_inference() and not parameter.is_shared()
 
 

@@ -1,6 +1,6 @@
-"""The masters of a model: one record per parameter with everything that the EPS knows of it, and the units they form.
+"""The masters of a model: one record per parameter, with all that the EPS knows about it, and units of masters.
 
-No other part of the EPS keeps a map of its own from parameters to something.
+A unit is a layer, or the non-layer modules of one call. Other parts of the EPS keep no maps by parameter of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_l2l.runtime.flat_memory import Piece, Room
 from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task
 
-NON_LAYER = "what is in no layer"
+NON_LAYER = "non-layer modules"
 
 
 class Update:
@@ -34,25 +34,25 @@ class Update:
         self.task = task
         self.timeline = timeline
         self.in_step = in_step
-        """Whether this is an eager update, and `optimizer.step()` has not been called yet."""
+        """True for an eager update until `optimizer.step()` is called."""
         self.made = False
         """True after the update has succeeded."""
 
     def wait(self) -> None:
-        """Wait until the update is over; raises what `Task.wait` raises."""
+        """Wait until the update has finished or failed; raises what `Task.wait` raises."""
         with nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what):
             self.task.wait(wait_reasons.WEIGHTS_UPDATED)
 
 
 class Master(Pending):
-    """What the EPS knows of one parameter: the fp32 weights in host memory and all that belongs to them.
+    """The record of one parameter, which is the master: fp32 weights in host memory.
 
-    The parameter is held for its record (`pending`) while an update of it is under way, and while it has a 16-bit
-    copy that is right as long as its values are not used.
+    The parameter is held for its record (see `pending`) while an update of it is under way, and while it has a 16-bit
+    copy, which is valid as long as the parameter's values are not used.
     """
 
     guards_grad = False
-    """Whether reading `p.grad` raises: an eager update has used the gradient, and the step is not over."""
+    """True if reading `p.grad` raises: an eager update has used the gradient, and the step is not over."""
 
     def __init__(self, parameter: torch.Tensor, gradient_like: torch.Tensor) -> None:
         self.parameter = parameter
@@ -60,37 +60,37 @@ class Master(Pending):
         self.dtype = parameter.dtype
         self.can_be_held = can_hold(parameter)
         self.part = 0
-        """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
+        """The number of its layer (the first one, if tied) in the order of the model, from 1; 0 if in no layer."""
         self.update: Update | None = None
-        """The one under way, the one that failed, or the eager one of this step."""
+        """Its update that is under way or has failed, or the eager update of this step."""
 
         self.gradient_like = gradient_like
         """A tensor with dtype, shape and strides of its gradient on the host; its values are not read."""
         self.gradient_room: Room | None = None
-        """Registered memory for its gradient."""
+        """Page-locked memory for its gradient."""
         self.gradient_piece: Piece | None = None
-        """Which tensor lies there."""
+        """Dtype, shape and strides of the gradient in that memory."""
         self.arriving: torch.Tensor | None = None
-        """The host tensor that will be its `grad` when this backward is over, or be added to it; or that is its
-        `grad` already and gets more."""
+        """The host tensor that its gradient sum is downloaded into. At the end of this backward it becomes `p.grad`,
+        or is added to that, or it is `p.grad` already."""
         self.taken_norm: torch.Tensor | None = None
         """The norm (0-dim, host) of a gradient that an eager update took before it was in `p.grad`."""
         self.calls, self.arrivals = 0, 0
-        """Of this step: calls in the graph that may give it a gradient, and those of which it has arrived."""
+        """Counts of this step: calls in the graph that may give it a gradient, and calls whose gradients arrived."""
 
         self.copy: torch.Tensor | None = None
-        """The copy that travels in its place, in the dtype of the device."""
+        """The copy that is uploaded instead of it, in the dtype of the device."""
         self.copy_is_right = False
-        """Whether the copy was made from the values of now, unless the version says otherwise."""
+        """True if the copy has the current values, provided that `copy_version` is the current version."""
         self.copy_version = 0
-        """Of the parameter, when the copy was made."""
+        """Version of the parameter when the copy was made."""
         self.copy_room: Room | None = None
-        """Registered memory for the copy."""
+        """Page-locked memory for the copy."""
 
         self.address: int | None = None
-        """Where it lay when it was moved to registered memory, or refused."""
+        """Its address after it was moved to page-locked memory, or left where it was."""
         self.refused_bytes = 0
-        """Of it or its copy, that lie in ordinary memory since the device refused to register more."""
+        """Bytes of it or of its copy that are pageable, since the device refused to page-lock more."""
 
     @property
     def is_updating(self) -> bool:
@@ -104,25 +104,26 @@ class Master(Pending):
             update.wait()
 
     def before_values(self, tensor: torch.Tensor) -> None:
-        """Using values waits until the update is done. The use may be a write, and not every write counts as a new
-        version: those of fused optimizers do not, nor those through `.data`. So the copy is made anew after it."""
+        """Using the values waits until the update is done. The use may be a write that does not change the version (a
+        fused optimizer, or `.data`), so the copy must be renewed after it."""
         self.before_look(tensor)
         self.copy_is_right = False
         if not self.guards_grad:
             let_go(tensor, self)
 
     def before_grad(self, tensor: torch.Tensor) -> None:
-        """An eager update has used the gradient."""
+        """Using `p.grad` raises RuntimeError: an eager update has used the gradient."""
         if self.update is not None:
             self.update.task.check()
         raise RuntimeError(
-            "eps_update='eager' has used this gradient during backward, and there is no p.grad any more; use "
+            "eps_update='eager' has used this gradient during backward, so that p.grad does not exist any more; use "
             "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
         )
 
     @staticmethod
     def end_update(masters: Iterable[Master]) -> None:
-        """An update has succeeded and its step is over: ordinary parameters again, unless they have copies."""
+        """Make `masters` ordinary parameters again, except those with a valid copy. Called when their update has
+        succeeded and its step is over."""
         ordinary: list[tuple[torch.Tensor, Pending]] = []
         for master in masters:
             master.update, master.guards_grad = None, False
@@ -132,14 +133,14 @@ class Master(Pending):
 
 
 class MasterUnit(LayerUnit):
-    """A unit whose parameters have records."""
+    """A unit with the records of its parameters."""
 
     masters: list[Master]
     """In the order of `parameters`."""
 
     @property
     def trained_masters(self) -> list[Master]:
-        """Those that require a gradient."""
+        """The masters that require a gradient."""
         return [self.masters[number] for number in self.trained]
 
     @property
@@ -155,25 +156,25 @@ class MasterUnit(LayerUnit):
 
 
 class Masters:
-    """The records of one model, and its units: layers, and the non-layer modules below each module that is called."""
+    """The records of one model, and its units: layers, and the non-layer modules below each called module."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module] = (), precision: Precision | None = None) -> None:
         self.model = model
         self.precision = precision or Precision(model)
         self.layers = list(layers)
         self.changes = 0
-        """How often the model was found changed: other parameters, shapes, or other ones that are trained."""
+        """Counts changes of the model found by `refresh`: parameters, their shapes, or which of them are trained."""
         self.parameters: list[torch.Tensor] = []
-        """In the order of the model."""
+        """The parameters, in the order of the model."""
         self._records: dict[torch.Tensor, Master] = {}
         self._units: dict[nn.Module, MasterUnit] = {}
-        """By layer, or by the module that is called."""
+        """The called module, which may be a layer -> its unit."""
         self.layer_names: dict[nn.Module, str] = {}
         """Layer -> its name, in the order of the model."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Look whether the model is as it was found. To be called where masters stand in their places."""
+        """Update records and units if the model has changed. Not to be called while device copies replace masters."""
         before = len(self._units)
         self._units = {module: unit for module, unit in self._units.items() if unit.is_current()}
         if before and len(self._units) == before:
@@ -186,7 +187,7 @@ class Masters:
         parts: dict[torch.Tensor, int] = {}
         for number, layer in enumerate(self.layers, start=1):
             for p in layer.parameters():
-                parts.setdefault(p, number)  # a tied one belongs to the first
+                parts.setdefault(p, number)  # a tied parameter belongs to its first layer
         with without_interception():
             for parameter, name in names.items():
                 master = self.of(parameter)
@@ -194,7 +195,7 @@ class Masters:
                 if master.gradient_like.shape != parameter.shape:
                     master.gradient_like = on_meta(parameter, self.precision.of_gradient(parameter))
                     master.gradient_room = None
-        if torch.is_grad_enabled():  # without, other tensors may stand in their places for one call
+        if torch.is_grad_enabled():  # without gradients, functional_call may replace parameters for one call
             self._records = {p: m for p, m in self._records.items() if p in names or m.is_updating}
         for unit in self._units.values():
             unit.masters = [self.of(p) for p in unit.parameters]
@@ -220,7 +221,7 @@ class Masters:
         return unit
 
     def of(self, parameter: torch.Tensor) -> Master:
-        """The record of a parameter, made where the model had it only for a while."""
+        """The record of a parameter, which is made if the parameter is not known yet."""
         master = self._records.get(parameter)
         if master is None:
             like = on_meta(parameter, self.precision.of_gradient(parameter))
@@ -228,16 +229,16 @@ class Masters:
         return master
 
     def of_all(self, parameters: Iterable[torch.Tensor]) -> list[Master]:
-        """Their records."""
+        """The records of `parameters`, in the same order."""
         return [self._records.get(p) or self.of(p) for p in parameters]
 
     def all(self) -> list[Master]:
-        """Those of the model, in its order."""
+        """The records of all parameters, in the order of the model."""
         records = self._records
         return [records[p] for p in self.parameters]
 
     def parts(self, masters: Iterable[Master]) -> list[tuple[str, list[Master]]]:
-        """`masters` as the next forward needs them: those in no layer, then layer by layer, each with its name."""
+        """Group `masters` in the order of the next forward: non-layer modules, then layer by layer; with names."""
         found: dict[int, list[Master]] = {}
         for master in masters:
             found.setdefault(master.part, []).append(master)
@@ -245,20 +246,22 @@ class Masters:
         return [(names[number], found[number]) for number in sorted(found)]
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise ValueError if a parameter has a hook that would never run."""
+        """Raise ValueError if a parameter has a gradient hook, which would never run."""
         hooked = with_gradient_hooks(self.parameters)
         if hooked:
             raise ValueError(gradient_hook_error(self.of(hooked[0]).name))
 
     def release(self) -> None:
-        """Forget all parameters. Nothing refers to one any more: torch swaps none to which something does."""
+        """Forget all parameters: torch cannot swap a parameter while other objects refer to it."""
         self._records, self._units, self.parameters, self.layers = {}, {}, [], []
         self.precision.release()
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, wide: bool = False) -> None:
-    """Raise ValueError if `optimizer` cannot update the masters of `model` (see `EagerParamServer.wrap`), which are to
-    be in more than 16 bits where `wide` says so."""
+    """Raise ValueError if `optimizer` cannot update the masters of `model` (see `EagerParamServer.wrap`).
+
+    With `wide`, masters that train must have more than 16 bits.
+    """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

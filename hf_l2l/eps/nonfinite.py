@@ -1,7 +1,7 @@
-"""Gradients that are not finite: in which step, and where they come from.
+"""Non-finite gradients: the decision to make, skip or refuse a step, and the search for their origin.
 
-Looking for it costs nothing as long as all is well: only when a gradient turned out not to be finite is the forward
-that it came from run once more, with every layer watched.
+The decision needs only the norm of the gradients, which is known anyway. If a gradient is not finite, the last forward
+is run once more with hooks on every layer, to find the first non-finite values.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from hf_l2l.runtime.tensors import is_cache, leaves_of, map_tensors
 
 
 class NonFiniteError(RuntimeError):
-    """A step would have been made with gradients that are infinite or no numbers.
+    """Gradients of a step are infinite or NaN, so the step is not made.
 
-    The masters are as before it; with eager updates, those may have been updated whose gradients came before.
+    The masters have their values from before the step; eager updates may already have updated some layers.
     """
 
     def __init__(self, step: int, where: str) -> None:
         super().__init__(
-            f"step {step}: gradients are not finite ({where}); lower the learning rate, look at the data, or go on "
-            "without such steps with nonfinite='skip' (--l2l_nonfinite skip)"
+            f"step {step}: gradients are not finite ({where}); lower the learning rate, check the data, or skip such "
+            "steps with nonfinite='skip' (--l2l_nonfinite skip)"
         )
         self.step = step
         """The number of the optimizer step, from 1."""
         self.where = where
-        """The name of the layer, with what is wrong there."""
+        """Where non-finite values appear first, with the name of the layer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.step, self.where)
 
 
 def check_finite(norms: Iterable[torch.Tensor], step: int, what: str) -> None:
-    """Raise NonFiniteError if one of `norms` (0-dim, on the host) is not finite."""
+    """Raise NonFiniteError if one of `norms` (0-dim, on the host) is not finite; `what` names the refused update."""
     norms = list(norms)
     if norms and not bool(torch.stack(norms).isfinite().all()):
         raise NonFiniteError(step, f"in {what}, which was not made")
 
 
 class LastForward:
-    """The last forward that gradients may come from, run once more if they are not finite."""
+    """Records the last forward with gradients, so that it can be run once more if those are not finite."""
 
     def __init__(self) -> None:
         self._again: Callable[[], Any] | None = None
@@ -57,28 +57,31 @@ class LastForward:
     def remember(
         self, module: nn.Module, args: Any, kwargs: Any, replayed: Callable[[Callable[[], Any]], Any]
     ) -> None:
-        """`module` was called from outside with these arguments.
+        """Record a call of `module` by the program.
 
         Args:
             module: the model, or a part of it.
-            args: as they were given; they are held until the step is made.
-            kwargs: the same.
-            replayed: runs what it is given with the random numbers of that call.
+            args: the arguments of the call; they are held until the step is made.
+            kwargs: its keyword arguments; likewise.
+            replayed: runs a function with the random numbers of that call.
         """
         if any(map(is_cache, leaves_of((args, kwargs)))):
-            self.forget()  # it has been written to
+            self.forget()  # the call writes to the cache, so that it cannot be repeated
             return
         args, kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
         self._module, self._again = module, lambda: replayed(lambda: module(*args, **kwargs))
 
     def forget(self) -> None:
-        """Let go of the arguments."""
+        """Release the recorded arguments."""
         self._module = self._again = None
 
     def first_nonfinite(self, layers: Mapping[nn.Module, str]) -> str | None:
-        """Where numbers stop being finite in it: a name of `layers`, or what is before them; None if nowhere there.
+        """Run the forward again and find the first non-finite values: in one of `layers`, or before them.
 
-        What modules write to their buffers is taken back.
+        Buffers are restored.
+
+        Returns:
+            where they appear, by the names in `layers`; None if the outputs of all layers are finite.
         """
         if self._module is None or self._again is None:
             return None
@@ -93,7 +96,7 @@ class LastForward:
         for layer, name in layers.items():
             handles += [
                 layer.register_forward_pre_hook(
-                    lambda _, args, kwargs: seen(_hidden(args, kwargs), "what comes before the layers"),
+                    lambda _, args, kwargs: seen(_hidden(args, kwargs), "the modules before the layers"),
                     with_kwargs=True,
                 ),
                 layer.register_forward_hook(lambda _, args, out, name=name: seen(out, f"the forward of {name}")),
@@ -112,12 +115,12 @@ class LastForward:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hidden states that a layer is given: its first argument. Masks may hold infinities."""
+    """The hidden states in a layer's arguments: its first argument. Others are not checked: masks hold infinities."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 class Vote:
-    """Whether the gradients of the step that is under way may be used: if all of them are finite."""
+    """Decides once per step whether its gradients may be used: if all of them are finite."""
 
     def __init__(self, masters: Masters, loss_scale: LossScale | None) -> None:
         """With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error."""
@@ -129,18 +132,18 @@ class Vote:
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def reset(self) -> None:
-        """There are new gradients."""
-        if self._stepped:  # a new step begins, even if some optimizers did not take part in the last one
+        """Discard the result, since there are new gradients."""
+        if self._stepped:  # a new step begins, even if some optimizers took no part in the last one
             self._vetoed = False
         self._result = None
         self._stepped.clear()
 
     def veto(self) -> None:
-        """The loss is not finite, whatever its gradients are."""
+        """Vote against this step, whatever its gradients are: the loss is not finite."""
         self._result, self._vetoed = None, True
 
     def after_step(self, optimizer: torch.optim.Optimizer, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """The step of `optimizer` is over; when all `optimizers` have stepped, the next step has a vote of its own."""
+        """Record that the step of `optimizer` is over; after those of all `optimizers`, prepare the next vote."""
         self._stepped.add(optimizer)
         if all(each in self._stepped for each in optimizers):
             self.reset()
@@ -148,15 +151,15 @@ class Vote:
             self.last_forward.forget()
 
     def result(self, norm: Callable[[], torch.Tensor], step: int, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Vote, if that has not been done.
+        """Vote, if that has not been done in this step.
 
-        With a loss scale, False means that the step is skipped; gradients that are not finite are dropped then,
-        whichever optimizer was to use them.
+        With a loss scale, False means that the step is skipped; gradients that are not finite are then dropped, for
+        all optimizers.
 
         Args:
-            norm: gives the norm of all gradients, a 0-dim host tensor.
+            norm: returns the norm of all gradients, a 0-dim host tensor.
             step: the number of the step, from 1.
-            optimizers: whose gradients count; without one, those of all parameters do.
+            optimizers: the gradients of their parameters count; if there are none, those of all parameters.
 
         Raises:
             NonFiniteError: without a loss scale.
@@ -165,7 +168,8 @@ class Vote:
             finite = not self._vetoed and bool(norm().isfinite())
             bad: list[torch.Tensor] = []
             if not finite:
-                # The norm of large numbers may be infinite where they are not, and some train what is in no group.
+                # The norm may overflow although all gradients are finite, or a parameter in no optimizer may have
+                # gradients that are not.
                 trained = {p for optimizer in optimizers for p in parameters_of(optimizer)}
                 bad = [p for p in trained or self.masters.parameters if not _is_finite(p)]
                 finite = not bad and not self._vetoed
@@ -182,10 +186,10 @@ class Vote:
         touched = [name for layer, name in names.items() if not bad.isdisjoint(self.masters.unit(layer).masters)]
         where = None
         if touched and list(names.values())[-1] not in touched:
-            where = f"the backward of {touched[-1]}"  # what comes after it is finite
+            where = f"the backward of {touched[-1]}"  # the gradients of later layers are finite
         where = where or self.last_forward.first_nonfinite(names)
         self.last_forward.forget()
-        return where or "the loss or its gradient, after the layers; in the last forward all layers are finite"
+        return where or "the loss or its gradient, after the layers; the last forward has finite outputs in all layers"
 
 
 def _is_finite(parameter: torch.Tensor) -> bool:

@@ -1,12 +1,12 @@
-"""Tensors whose values are still to come: an operation that uses one first waits for what is pending for it.
+"""Lazily synchronised tensors: reading the values of a held tensor waits until its update is done.
 
-As long as something is pending for a tensor, its class is one of two here, to which torch hands every operation that
-gets the tensor (`__torch_function__`). So a use is noticed in whatever thread and by whatever code, and when nothing
-is pending the tensor is an ordinary one again, at no cost. Reading a shape, a dtype or `p.grad` is no use of values.
-A view or NumPy array that was made before is not noticed. In the same way a master that has a 16-bit copy is held
-until its values are used, since that use may be a write (`weight_copies`).
+While work is pending for a tensor, the tensor is held: its class is one of two subclasses here, whose
+`__torch_function__` torch calls for every operation on it, in every thread. When no work is pending any more, the
+tensor gets its ordinary class back, so that its use costs nothing. Reading a shape, a dtype or `p.grad` is no use of
+values. Uses of views and NumPy arrays that were made before are not detected. A master with a 16-bit copy is also held
+until its values are used, since that use may be a write (see `weight_copies`).
 
-The package itself knows from its records what is pending. It reads held tensors under `without_interception`.
+The package itself knows from its records what is pending, and reads held tensors under `without_interception`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hf_l2l.compat import without_interception
 
 
 class Pending:
-    """What is pending for a tensor: callbacks that run when the tensor is used."""
+    """Callbacks that run when a held tensor is used."""
 
     guards_grad = True
-    """Whether `before_grad` is to be called at all."""
+    """If False, `before_grad` is never called."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
-        """Called before an operation uses the values; may `let_go` of the tensor, for which it then is not called."""
+        """Called before an operation uses the values. It may `let_go` of the tensor, which ends the calls."""
 
     def before_look(self, tensor: torch.Tensor) -> None:
         """Called before the version is read, which an update changes."""
@@ -51,10 +51,10 @@ class _Held(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # First what concerns one tensor: an optimizer that finds nothing to do asks every parameter for its gradient.
+        # First accesses to one tensor, which are frequent: an optimizer reads the gradient of every parameter.
         kind = _KINDS.get(func)
         if kind is not None:
-            pending = args[0].__dict__.get("_l2l_pending")  # none if another thread has let go of it
+            pending = args[0].__dict__.get("_l2l_pending")  # None if another thread has let go of the tensor
             if pending is not None:
                 if kind == _GRAD and pending.guards_grad:
                     pending.before_grad(args[0])
@@ -71,7 +71,7 @@ class _Held(torch.Tensor):
             return func(*args, **kwargs)
 
     def _plain(self) -> Any:
-        """This tensor as an ordinary one, with its values."""
+        """An ordinary tensor with the values of this one; possibly this tensor itself, if it is held no longer."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -83,7 +83,7 @@ class _Held(torch.Tensor):
 
 class _HeldParameter(_Held, nn.Parameter):
     def _plain(self) -> Any:
-        values = self.detach()  # which may have made this one ordinary
+        values = self.detach()  # this may have made the parameter itself an ordinary one
         return self if type(self) is nn.Parameter else nn.Parameter(values, self.requires_grad)
 
 
@@ -98,19 +98,19 @@ _ORDINARY = {held: ordinary for ordinary, held in _HELD.items()}
 
 
 def can_hold(tensor: torch.Tensor) -> bool:
-    """Whether uses of the tensor can be noticed: not those of other classes of tensors."""
+    """Whether the tensor can be held: it must be a plain tensor or parameter, or be held already."""
     return type(tensor) in _HELD or type(tensor) in _ORDINARY
 
 
 def hold(tensor: torch.Tensor, pending: Pending) -> None:
-    """Announce every use of `tensor` to `pending`, in the place of what was pending before."""
+    """Hold `tensor`: call `pending` before every use, instead of what was pending before."""
     held: Any = tensor
-    held._l2l_pending = pending  # first: from the next line on it is looked for
+    held._l2l_pending = pending  # first: after the next line, other threads may read it
     held.__class__ = _HELD.get(type(tensor), type(tensor))
 
 
 def hold_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
-    """`hold` each tensor, or leave one alone that cannot be held."""
+    """`hold` each tensor, except those that cannot be held."""
     for held, pending in pairs:
         kind = type(held)
         if kind in _HELD:
@@ -121,7 +121,7 @@ def hold_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
 
 
 def let_go(tensor: torch.Tensor, pending: Pending | None = None) -> None:
-    """Make `tensor` an ordinary one again; with `pending`, only if that is what it is held for."""
+    """Make `tensor` an ordinary one again; with `pending`, only if it is held for that."""
     held: Any = tensor
     if type(tensor) in _ORDINARY and (pending is None or pending_of(tensor) is pending):
         held.__dict__.pop("_l2l_pending", None)
@@ -129,7 +129,7 @@ def let_go(tensor: torch.Tensor, pending: Pending | None = None) -> None:
 
 
 def let_go_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
-    """`let_go` of each tensor, if it is held for this."""
+    """`let_go` of each tensor that is held for the given `Pending`."""
     for held, pending in pairs:
         kind = type(held)
         if kind in _ORDINARY and held.__dict__.get("_l2l_pending") is pending:
@@ -138,12 +138,12 @@ def let_go_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
 
 
 def pending_of(tensor: torch.Tensor) -> Pending | None:
-    """What `tensor` is held for; None for an ordinary one."""
+    """The `Pending` that `tensor` is held for; None for an ordinary tensor."""
     return tensor.__dict__.get("_l2l_pending")
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Do what is pending for `tensor` now."""
+    """Finish the work that is pending for `tensor`, as a use of its values would."""
     pending = pending_of(tensor)
     if pending is not None:
         pending.before_values(tensor)
@@ -161,10 +161,10 @@ _NAMES = {
 
 
 def _accessors(name: str) -> set[Any]:
-    """What `__torch_function__` is given for this attribute or method of tensors."""
+    """The functions that `__torch_function__` gets for this attribute or method of tensors."""
     attribute = getattr(torch.Tensor, name)
     return {attribute} if callable(attribute) else {attribute.__get__, attribute.__set__, attribute.__delete__}
 
 
 _KINDS = {func: kind for kind, names in _NAMES.items() for name in names.split() for func in _accessors(name)}
-"""Functions that use no values -> what they read or write."""
+"""Functions that do not use values -> what they read or write instead: the gradient, the version, or metadata."""

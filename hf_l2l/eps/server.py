@@ -1,8 +1,8 @@
 """The eager param-server (EPS): the host side of layer-to-layer training.
 
-The model stays in host memory and its own parameters are the masters; the EPS takes the gradient sums that the layers
-leave behind (`gradients`), holds them in `p.grad` until the optimizer has used them, and has the masters updated
-(`updates`): in `optimizer.step()`, or layer by layer in the background.
+The model stays in host memory, and its own parameters are the masters. The EPS receives the gradient sums of the
+layers and keeps them in `p.grad` until the optimizer uses them (`gradients`). The masters are updated in
+`optimizer.step()`, or layer by layer in the background (`updates`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 def refuse_several_processes() -> None:
-    """Raise ValueError in a process group of more than one: nothing would add up the gradients of its members."""
+    """Raise ValueError in a process group of more than one: gradients are not summed over its processes."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ValueError(
             f"L2L trains in one process (got a process group of {distributed.get_world_size()}); start the script "
@@ -45,10 +45,10 @@ def refuse_several_processes() -> None:
 class EagerParamServer:
     """Owner of the master weights and gradient sums of one model, all of them host tensors.
 
-    The contract of `p.grad`: it is the truth until `optimizer.step()`, and None means "start a new sum", so that a
-    batch thrown away (`zero_grad` without `step`) leaves nothing behind. When `backward()` returns, every gradient of
-    it is there. A wrapped optimizer clears the gradients it has used. Whoever reads a parameter while its update is
-    under way waits for that one. (With `update="eager"` the update is made in backward, and there is no `p.grad`.)
+    The contract of `p.grad`: until `optimizer.step()` it holds the gradient sum, and None starts a new sum, so that
+    gradients of a discarded batch (`zero_grad` without `step`) have no effect. When `backward()` returns, all its
+    gradients are in `p.grad`. A wrapped optimizer clears the gradients it has used. Reading a parameter waits until
+    its update is done. (With `eps_update="eager"` masters are updated in backward, and `p.grad` stays None.)
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EagerParamServer:
         progress: Progress = unseen,
         is_accumulating: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With `is_accumulating`: True in a backward if another one follows before the step.
+        """`is_accumulating` returns True in a backward if another one follows before the step.
 
         With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
         """
@@ -95,15 +95,15 @@ class EagerParamServer:
 
     @property
     def lane(self) -> stream.Lane:
-        """On which gradients leave the device."""
+        """The lane that downloads gradients."""
         return self.gradients.lane
 
     def start_forward(self) -> None:
-        """Get ready for a forward that a backward may follow.
+        """Prepare a forward that a backward may follow.
 
         Raises:
-            ValueError: for a parameter that its optimizer does not know any more as it is now.
-            Exception: what went wrong since the last call, where torch lets nothing be raised.
+            ValueError: if a parameter has changed since its optimizer was made.
+            Exception: an error of a hook of autograd since the last call, which could not be raised there.
             EngineFailedError: if an update has failed.
         """
         self.backwards.errors.raise_first()
@@ -121,17 +121,17 @@ class EagerParamServer:
     def _refuse_without_optimizer(self) -> None:
         if (self.loss_scale is not None or self.updates.in_parts) and not self.updates.optimizers:
             raise RuntimeError(
-                "cmp with fp16, nonfinite='skip', grad_dtype='16bit' and moment_dtype='bf16' need an optimizer that "
-                "the EPS knows, which skips steps and takes gradients as they are (none was given); call "
-                "eps.wrap(optimizer) before backward"
+                "cmp with fp16, nonfinite='skip', grad_dtype='16bit' and moment_dtype='bf16' need a wrapped "
+                "optimizer, so that the EPS can skip its steps and convert its gradients and state (none was given); "
+                "call eps.wrap(optimizer) before backward"
             )
 
     def expect(self, unit: MasterUnit) -> None:
-        """A call of `unit` is in the graph that its masters may get gradients from; `receive` tells when they have."""
+        """Announce that a call of `unit` is in the graph, from which its masters may get gradients by `receive`."""
         self.updates.expect(unit)
 
     def receive_in_hook(self, master: Master, gradient: torch.Tensor) -> None:
-        """`receive` for hooks of autograd; an exception is raised later."""
+        """`receive` one gradient in a hook of autograd; an exception is kept and raised later."""
         half_updated = self.updates.eager.failing() if self.updates.mode == "eager" else nullcontext()
         with self.backwards.errors, half_updated, RaisedIn("the download of", master.name):
             self.receive([(master, gradient)])
@@ -140,16 +140,17 @@ class EagerParamServer:
     def receive(self, sums: Sums, masters: list[Master] | None = None) -> None:
         """Add gradient sums from the device to what `p.grad` holds, by the end of this backward.
 
-        Only to be called inside a backward. The device may go on computing meanwhile.
+        Only to be called inside a backward. The download is overlapped with computation.
 
         Args:
             sums: pairs of master and gradient sum, which has the shape of the parameter and may be overwritten. Its
                 memory may be freed at once; to write to it, wait for `lane`.
-            masters: of the call that these are all gradients of; None if it has no others.
+            masters: all masters of the call, with a gradient or without, if `sums` are all its gradients; None for
+                those in `sums`.
 
         Raises:
-            RuntimeError: if a master has been updated in this step, because more gradients were not announced; or if
-                gradients are not what an optimizer expects that has not been wrapped.
+            RuntimeError: if a master has already been updated in this step, since these gradients were not announced;
+                or if an optimizer that is not wrapped could not use the gradients.
         """
         self.backwards.errors.raise_first()
         self.updates.check()
@@ -157,21 +158,21 @@ class EagerParamServer:
         self.vote.reset()
         if self.loss_scale is not None and self.loss_scale.is_dynamic:
             for _, gradient in sums:
-                gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, which it is unless it was chosen
+                gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, as all but chosen scales are
         self.updates.eager.refuse_second(master for master, _ in sums)
         self.gradients.receive(sums)
         self.updates.arrived([master for master, _ in sums] if masters is None else masters)
 
     def synchronize(self) -> None:
-        """Wait until every update that was begun is finished, and take masters as they are from now on.
+        """Wait until all updates have finished, and renew all 16-bit copies of masters at their next use.
 
-        Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves; this is for views
-        and NumPy arrays of weights that were made before the step, and for `optimizer.state` read by hand. With `cmp`,
-        16-bit copies are made anew after it: call it, too, when you have written through such a view.
+        Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves. Call this before
+        reading `optimizer.state`, or a view or NumPy array of a weight that was made before the step. With `cmp`, also
+        call it after writing through such a view, so that the 16-bit copies are renewed.
 
         Raises:
-            Exception: what an update raised.
-            EngineFailedError: if that has been told of before.
+            Exception: the exception of an update that failed.
+            EngineFailedError: if that exception has been raised before.
         """
         self.updates.synchronize()
         self.copies.forget()
@@ -186,7 +187,7 @@ class EagerParamServer:
     # ---- optimizer.step()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Vote, then begin the updates; a hook of `optimizer.step()`."""
+        """Vote, then begin the updates; a hook that runs before `optimizer.step()`."""
         self.backwards.errors.raise_first()
         self.updates.check()
         # The first argument is the optimizer itself; accelerate passes None for a closure.
@@ -194,11 +195,11 @@ class EagerParamServer:
         self.updates.refuse_step(optimizer, has_closure=has_closure)
         if not self.may_step():
             for p in parameters_of(optimizer):
-                p.grad = None  # and the optimizer finds nothing to do
+                p.grad = None  # so that the optimizer changes nothing
         self.updates.begin_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """The optimizer's step is over; a hook of it."""
+        """End the step; a hook that runs after `optimizer.step()`."""
         self.updates.end_step(optimizer)
         self.vote.after_step(optimizer, self.updates.optimizers)
         self.timeline.end_step()
@@ -206,12 +207,12 @@ class EagerParamServer:
     def may_step(self) -> bool:
         """Whether the gradients of this step may be used: if all of them are finite.
 
-        One that is not anywhere vetoes the step for every layer and every optimizer, and changes the loss scale once.
+        A single non-finite gradient vetoes the step for all layers and optimizers, and changes the loss scale once.
 
         Raises:
-            NonFiniteError: if there is none, without a loss scale to skip the step.
+            NonFiniteError: if a gradient is not finite, and there is no loss scale to skip the step.
         """
-        # Eager updates have looked at each layer's gradients before they used them.
+        # Eager updates have checked the gradients of each layer before using them.
         return self.updates.mode == "eager" or self._vote(self.grad_norm)
 
     def _vote(self, norm: Callable[[], torch.Tensor]) -> bool:
@@ -219,25 +220,26 @@ class EagerParamServer:
 
     @property
     def scaler(self) -> LossScale | None:
-        """What an `Accelerator` may take for its `scaler`, so that schedulers wait where a step is skipped; None
-        without a loss scale."""
+        """A `scaler` for an `Accelerator`, so that schedulers do not step if a step is skipped; None without a loss
+        scale."""
         return self.loss_scale
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of this step as one vector: a 0-dim host tensor.
 
-        On the CPU to the bit as torch takes it; on an accelerator of norms that were taken there.
+        On the CPU it has the bits of torch's result; on an accelerator, the norms of single gradients were computed
+        there.
         """
         return self.gradients.total_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """What `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does, with less to wait for.
+        """Clip like `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, with less stall time.
 
-        The norms were taken on the device, and gradients are scaled when somebody uses them: the update, mostly.
+        The norms were computed on the device, and each gradient is scaled at its next use, mostly by the update.
 
         Returns:
-            The norm before, a 0-dim host tensor.
+            The norm before clipping, a 0-dim host tensor.
 
         Raises:
             ValueError: with `eps_update="eager"`, which has used the gradients by then.
@@ -249,23 +251,21 @@ class EagerParamServer:
             )
         norm = self.grad_norm()
         if self._vote(lambda: norm):
-            # What is kept in 16 bits is scaled where it is made fp32.
+            # Gradients kept in 16 bits are scaled when the update converts them to fp32.
             later = self.updates.mode == "deferred" or self.updates.in_parts
             self.gradients.clip(norm, float(max_norm), later=later)
         return norm
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
-        """Check that `optimizer` can update the masters, and let its `step()` clear the gradients it used.
+        """Check that `optimizer` can update the masters, and make its `step()` update them as `eps_update` says.
 
-        The same optimizer comes back: its groups, state, state dict and schedulers are untouched. Calling it again
-        with the same optimizer changes nothing. From `step()` on `p.grad` is None, not only from `zero_grad()` on. One
-        that has all trainable masters of an earlier optimizer takes its place, until the earlier one steps or is
-        wrapped again.
+        The same optimizer is returned: its groups, state, state dict and schedulers are unchanged. Wrapping it again
+        has no effect. After its `step()`, and not only after `zero_grad()`, `p.grad` is None. An optimizer that has
+        all trainable masters of an earlier optimizer replaces that, until the earlier one steps or is wrapped again.
 
         Raises:
             ValueError: if the optimizer needs a closure, or holds parameters that are not the model's, or a parameter
-                carries a hook that expects gradients on the device; with `eps_update="eager"`, if it cannot update
-                one layer without the others.
+                has a gradient hook; with `eps_update="eager"`, if it cannot update one layer without the others.
         """
         inner = unwrapped(optimizer)
         check_optimizer(self.model, inner, wide=self.masters.precision.is_mixed)
@@ -276,7 +276,7 @@ class EagerParamServer:
         return optimizer
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks: what the host holds now."""
+        """A small table for notebooks: the tensors in host memory now."""
         locked = self.memory.bytes_locked
         rows = "".join(
             f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
@@ -291,9 +291,9 @@ class EagerParamServer:
         )
 
     def release(self) -> None:
-        """Finish what was begun, let the optimizers step as they did before, and the memory be ordinary memory."""
+        """Finish all updates, unwrap the optimizers, and move the masters to ordinary memory."""
         self.updates.release()
         self.timeline.close()
-        # Nothing here refers to a master any more, not weakly either: torch changes none in place to which that does.
+        # After this no reference to a master is left, not even a weak one: torch refuses to swap such parameters.
         self.memory.release()
         self.masters.release()

@@ -1,14 +1,14 @@
-"""When the masters are updated: `eps_update`.
+"""Updates of the masters, at the time that `eps_update` sets.
 
-- "serial" (L2L, arXiv:2002.05645, first text, figure 2b): in `optimizer.step()`, all layers.
+- "serial" (L2L, arXiv:2002.05645, first text, figure 2b): all layers are updated in `optimizer.step()`.
 - "deferred": `optimizer.step()` takes the gradients and returns; background threads update layer after layer in the
-  order of the next forward, which waits for each layer as it comes to it. The norm is known by then, so clipping is
-  exact; the gradients are scaled there, too.
-- "eager" (L2L-p, figure 2c): during the backward, each layer as soon as the gradients of all its calls in this step
-  have arrived. There is no norm of all gradients yet, so there is no clipping.
+  order of the next forward, which waits for each layer's update before it uses the layer. The norm is known by then,
+  so clipping is exact; gradients are scaled in the background, too.
+- "eager" (L2L-p, figure 2c): each layer is updated during the backward, when the gradients of all its calls in this
+  step have arrived. The norm of all gradients is not known yet, so there is no clipping.
 
-Whatever the mode, `optimizer.step()` is the optimizer's own, with its hooks and its scheduler: it does not find the
-gradients that the background has taken. All modes give the same bits.
+In every mode the program calls the optimizer's own `step()`, with its hooks and its scheduler; gradients that were
+taken for updates in the background are not in `p.grad` then. All modes give the same bits.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from hf_l2l.runtime.worker import Modes, Task, Worker
 
 
 class OptimizerEntry:
-    """What the EPS knows of one optimizer."""
+    """The record of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, splits: bool) -> None:
         self.splits = splits
-        """Whether it updates layer by layer, and not all layers at once."""
+        """True if it updates layer by layer, False if all layers at once."""
         self.is_retired = False
-        """Whether another one updates the masters in its place, until it steps again."""
+        """True if another optimizer updates the masters instead, until this one steps again."""
         self.shapes = [p.shape for p in parameters_of(optimizer)]
-        """Of its parameters, when its state was made."""
+        """Shapes of its parameters when its state was made."""
         self.changes_seen: int | None = None
         """`Masters.changes` when the shapes were compared last."""
         self.places: Places | None = None
-        """Where its parameters stand; found once per step, since an eager one takes a part of it for every layer."""
+        """Groups and numbers of its parameters; found once per step, since eager updates need them for every layer."""
         self.is_widened = False
-        """Whether its state is fp32 now, for a step of all layers at once."""
+        """True while its state is fp32, for a step of all layers at once."""
         self.step_hook: RemovableHandle
-        """That of `EagerParamServer.before_step`."""
+        """The handle of `EagerParamServer.before_step`."""
         self.handles: list[RemovableHandle] = []
-        """All that were registered on it."""
+        """The handles of all hooks registered on it."""
 
 
 class Updates:
-    """Updates the masters of one model with the optimizers that were given to it."""
+    """Updates the masters of one model with its wrapped optimizers."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Updates:
         is_accumulating: Callable[[], bool],
         moment_dtype: MomentDtype,
     ) -> None:
-        """With `is_accumulating`: True in a backward if another one follows before the step."""
+        """`is_accumulating` returns True in a backward if another one follows before the step."""
         self._rounds = moment_dtype == "bf16"
         self.in_parts = self._rounds or masters.precision.gradients == "16bit"
-        """Whether what is kept in 16 bits is made fp32 to update, layer by layer in every mode."""
+        """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
         self.steps = 0
-        """Made or skipped so far, by the first optimizer."""
+        """Steps of the first optimizer so far, including skipped ones."""
         self.mode = mode
         self.worker = Worker(num_threads)
         self.masters = masters
@@ -91,23 +91,23 @@ class Updates:
         self._copies = copies
         self._entries: WeakKeyDictionary[torch.optim.Optimizer, OptimizerEntry] = WeakKeyDictionary()
         self._begun: list[Task] = []
-        """Those of the last step, and what was not over by then."""
+        """Updates of the last step, and of earlier ones that had not finished when it began."""
         self.eager = EagerStep(self.worker, is_accumulating)
         gradients.backwards.call(at_failure=self.eager.fail_half_updated)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that update the masters."""
+        """The optimizers that update the masters."""
         return [optimizer for optimizer, entry in self._entries.items() if not entry.is_retired]
 
     def add(self, optimizer: torch.optim.Optimizer) -> OptimizerEntry | None:
-        """Let `optimizer` update the masters, in its `step()` or around it, in place of those whose masters it has.
+        """Let `optimizer` update its masters, instead of earlier optimizers of the same masters.
 
         Returns:
-            What is kept of it; None if it was added before.
+            its record; None if it was added before.
 
         Raises:
-            ValueError: if it is to be eager and cannot update a layer by itself.
+            ValueError: if updates are eager, and it cannot update a layer by itself.
         """
         if optimizer in self._entries:
             self._retire_others(optimizer)
@@ -126,7 +126,7 @@ class Updates:
         return entry
 
     def _retire_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Retire the optimizers whose trainable masters `optimizer` has, too, and those with no master of the model.
+        """Retire optimizers whose trainable masters all belong to `optimizer`, too, or that have none of the model.
 
         A program that makes a new optimizer may keep the old one alive; a step must not wait for that one.
         """
@@ -139,11 +139,11 @@ class Updates:
         self._entries[optimizer].is_retired = False
 
     def check(self) -> None:
-        """Raise what went wrong in the background, or EngineFailedError if that has been raised before."""
+        """Raise the exception of a failed update, or EngineFailedError if that has been raised before."""
         self.worker.check()
 
     def synchronize(self) -> None:
-        """Wait until every update that was begun is finished."""
+        """Wait until all updates have finished."""
         why = wait_reasons.ALL_UPDATES_FINISHED
         with self._timeline.waiting_for_eps(why):
             for task in list(self._begun):
@@ -152,23 +152,23 @@ class Updates:
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()
-        if self.mode == "eager":  # the first backward made the states from the last layer to the first
+        if self.mode == "eager":  # the first backward created the states from the last layer to the first
             for p in parameters_of(optimizer):
                 if p in optimizer.state:
                     optimizer.state[p] = optimizer.state.pop(p)
 
     def start_forward(self) -> None:
-        """A forward begins that a backward may follow.
+        """Prepare a forward that a backward may follow.
 
         Raises:
-            ValueError: if a parameter is not what its optimizer knows any more.
+            ValueError: if a parameter has changed its shape, or has a gradient hook.
         """
         self._refuse_changed()
-        # Eager updates are given to the worker by a thread of torch's, which has other modes.
+        # A thread of torch submits eager updates, and its modes are not those of the program.
         self._modes = Modes.current()
 
     def _refuse_changed(self) -> None:
-        """Raise ValueError if a parameter is not what its optimizer knows any more, or has a hook that never runs."""
+        """Raise ValueError if a parameter has changed its shape, or has a gradient hook, which would never run."""
         self.masters.refuse_gradient_hooks()
         for optimizer in self.optimizers:
             entry = self._entries[optimizer]
@@ -177,7 +177,7 @@ class Updates:
             for p, shape in zip(parameters_of(optimizer), entry.shapes, strict=False):  # groups may have been added
                 if p.shape != shape:
                     raise ValueError(
-                        f"a parameter keeps its shape as long as an optimizer has a state for it (got "
+                        f"a parameter must keep its shape while an optimizer has state for it (got "
                         f"{list(p.shape)} for {self.masters.of(p).name}, which was {list(shape)}); make a new "
                         "optimizer from model.parameters() and pass it to eps.wrap"
                     )
@@ -186,12 +186,13 @@ class Updates:
     # ---- in optimizer.step()
 
     def refuse_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Raise what is wrong with a step of `optimizer`, before anything is done for it."""
+        """Raise RuntimeError or ValueError if `optimizer` cannot step now; to be called before the step changes
+        anything."""
         entry = self._entries[optimizer]
         if entry.is_retired:
             if self.mode == "eager":
                 raise RuntimeError(
-                    "eps_update='eager' updates during backward with the optimizer that eps.wrap got last (got a step "
+                    "eps_update='eager' updates during backward with the optimizer that was wrapped last (got a step "
                     f"of another {type(optimizer).__name__} of the same parameters); call eps.wrap(optimizer) before "
                     "backward"
                 )
@@ -201,11 +202,12 @@ class Updates:
             raise ValueError(CLOSURE)
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """`optimizer` steps with the gradients that are there: begin its updates, or leave them to its own step."""
+        """Begin the updates of a step of `optimizer` with the present gradients, or leave them to its own `step()`."""
         entry = self._entries[optimizer]
         parameters = parameters_of(optimizer)
         masters = self.masters.of_all(parameters)
-        # A hook that comes later than ours finds every gradient in its place, this time; from now on it comes before.
+        # A hook registered after ours needs all gradients in p.grad, so this step updates in `step()` itself. After
+        # the step, ours is moved behind it.
         has_later_hook = has_later_step_hook(optimizer, entry.step_hook)
         self.eager.end(optimizer, masters, has_later_hook=has_later_hook)
         with without_interception():
@@ -215,7 +217,7 @@ class Updates:
             master.taken_norm = None
         if not entry.splits or has_closure or has_later_hook:
             for tensor in (*(gradient for _, gradient in sums), *parameters):
-                settle(tensor)  # an ordinary one again: some optimizers look at the type
+                settle(tensor)  # makes it an ordinary tensor: some optimizers check the type
             self._timeline.start_update()
             if self.in_parts:
                 widen_all(optimizer)
@@ -223,23 +225,23 @@ class Updates:
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
         self._wait_for([master for master, _ in sums])
-        with self.worker.failing_with_errors():  # half a step must not be taken for one
+        with self.worker.failing_with_errors():  # half a step must not pass for a whole one
             with without_interception():
                 for master, _ in sums:
-                    master.parameter.grad = None  # only the update has it now, and the optimizer finds nothing to do
+                    master.parameter.grad = None  # only the update refers to it; `step()` itself skips the parameter
             self._begin(optimizer, sums)
         if self.mode == "serial":
             self.synchronize()
 
     @staticmethod
     def _wait_for(masters: Any) -> None:
-        """Of two updates of a master, the second begins when the first is over."""
+        """Wait for earlier updates of `masters`: the second update of a master begins after the first has finished."""
         for update in {master.update for master in masters}:
             if update is not None:
                 update.wait()
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step of `optimizer` is over: there are no gradients any more."""
+        """Clear the gradients after the step of `optimizer`, and end its record of the step."""
         entry = self._entries[optimizer]
         with without_interception():
             for p in parameters_of(optimizer):
@@ -264,8 +266,8 @@ class Updates:
         norms: Mapping[Master, torch.Tensor] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Let the worker update the masters in `sums`, layer by layer, once their sums have `landed`, with the `norms`
-        that have not been looked at yet."""
+        """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the point `landed`,
+        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite."""
         entry = self._entries[optimizer]
         gradients = dict(sums)
         with self.worker.failing_with_errors():
@@ -277,8 +279,8 @@ class Updates:
                 factors = _taken_factors(sums)
                 modes = self._modes if in_step else Modes.current()
                 for what, masters in self.masters.parts(gradients):
-                    unseen = [norms[m] for m in masters if m in norms] if norms is not None else []
-                    check = partial(check_finite, unseen, self.steps + 1, f"the update of {what}")
+                    unchecked = [norms[m] for m in masters if m in norms] if norms is not None else []
+                    check = partial(check_finite, unchecked, self.steps + 1, f"the update of {what}")
                     update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
                     part = step.part([m.parameter for m in masters])
                     for master in masters:
@@ -293,20 +295,20 @@ class Updates:
     # ---- eager
 
     def expect(self, unit: MasterUnit) -> None:
-        """A call of `unit` that its masters may get gradients from is in the graph."""
+        """Count a call of `unit` in the graph, from which its masters may get gradients."""
         if self.mode == "eager":
             for master in unit.trained_masters:
                 master.calls += 1
 
     def arrived(self, masters: list[Master]) -> None:
-        """The gradients of one call have been received; update the masters for which there will be no more."""
+        """Count the received gradients of one call; update eagerly the masters that will get no more in this step."""
         if self.mode != "eager":
             return
         complete = [m for m in self.eager.complete(masters) if m.can_be_held]
         if complete and not self.optimizers:
             raise RuntimeError(
-                "eps_update='eager' updates during backward and needs the optimizer before (none was given); call "
-                "eps.wrap(optimizer) first"
+                "eps_update='eager' updates during backward and needs a wrapped optimizer before (none was given); "
+                "call eps.wrap(optimizer) first"
             )
         self._wait_for(complete)
         for optimizer in self.optimizers:
@@ -317,13 +319,13 @@ class Updates:
                 self._begin(optimizer, sums, landed=landed, norms=norms, in_step=True)
 
     def release(self) -> None:
-        """Finish what was begun, and let the optimizers step as they did before."""
+        """Finish all updates, and remove the hooks of the optimizers, which then step as they did before."""
         masters = self.masters.all()
         if self.worker.has_failed:
             unfinished = sum(m.update is not None and not m.update.made for m in masters)
             warnings.warn(
-                f"an update failed: {unfinished} parameters are not what the last step would have made them; load "
-                "the last checkpoint",
+                f"an update failed: {unfinished} parameters do not have the values of a finished step; load the last "
+                "checkpoint",
                 stacklevel=4,
             )
         else:
@@ -341,7 +343,7 @@ class Updates:
 
 
 def _taken_factors(sums: Sums) -> dict[torch.Tensor, torch.Tensor]:
-    """Parameter -> the number that its gradient is still to be multiplied by, which the caller sees to from now on."""
+    """Parameter -> the pending factor of its gradient. The gradients are let go, so the caller must scale them."""
     factors: dict[torch.Tensor, torch.Tensor] = {}
     held: list[tuple[torch.Tensor, Pending]] = []
     for master, gradient in sums:
@@ -363,16 +365,16 @@ def carry_out(
     update: Update,
     copies: Copies,
 ) -> None:
-    """Update `masters` and what travels in their place, on a thread of the worker.
+    """Update `masters` and their 16-bit copies, on a thread of the worker.
 
     Args:
         part: the update.
-        masters: those that it updates.
-        factors: parameter -> what its gradient is multiplied by first.
-        check: raises if the gradients, which are there by then, must not be used.
-        landed: after which they are there.
-        update: its record.
-        copies: what travels.
+        masters: the masters that it updates.
+        factors: parameter -> the number that its gradient is multiplied by first.
+        check: raises if the gradients must not be used; called when they have been downloaded.
+        landed: the point after which the gradients have been downloaded; None if they are on the host already.
+        update: the record of the update.
+        copies: the 16-bit copies of masters.
     """
     if landed is not None:
         with aside():

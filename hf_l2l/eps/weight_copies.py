@@ -1,7 +1,7 @@
-"""What travels to the device in the place of the masters: the masters themselves, or copies of them in 16 bits.
+"""Upload sources: the fp32 masters themselves, or their 16-bit copies (CMP).
 
-The copies are kept and renewed by every update (2 bytes per parameter of host memory), or made whenever a layer
-travels, which the thread that drives the device then waits for.
+The copies are kept and renewed by every update (2 bytes per parameter of host memory), or made at each upload of a
+layer, for which the thread that drives the device then waits.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hf_l2l.runtime.flat_memory import Layout
 
 
 class Stage:
-    """Host memory in which the copies of one layer are made and from which they leave."""
+    """Host memory for the copies of one layer, which are made there and uploaded from there."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self.left: stream.Point | None = None
-        """After which it may be written again."""
+        """The point after which the memory may be written again."""
 
     def memory(self, host: HostMemory, num_bytes: int) -> torch.Tensor:
-        """`num_bytes` bytes (uint8) from which nothing is on its way any more."""
+        """At least `num_bytes` bytes (uint8); waits until uploads from them have finished."""
         stream.wait(self.left, wait_reasons.COPIES_READ, host=True)
         if self._memory is None or self._memory.numel() < num_bytes:
             size = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
@@ -36,7 +36,7 @@ class Stage:
 
 
 class Copies:
-    """The 16-bit copies of masters: `copy == master.to(dtype)` to the bit, made once per update if they are kept."""
+    """The 16-bit copies of masters, with the bits of `master.to(dtype)`; if kept, they are made once per update."""
 
     def __init__(self, masters: Masters, memory: HostMemory) -> None:
         self.precision = masters.precision
@@ -46,11 +46,11 @@ class Copies:
     def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> list[torch.Tensor]:
         """Per parameter of `unit`, a host tensor with its values in the dtype of the device; waits for updates.
 
-        Only to be called where nothing that was sent before is still being read: a stale copy is written anew.
+        Only to be called after earlier uploads of the unit have finished, since a stale copy is overwritten.
 
         Args:
-            unit: what travels together.
-            stage: where copies are made if none are kept; without it they are new tensors.
+            unit: the layer, or non-layer modules, to be uploaded.
+            stage: the memory for copies if none are kept; without it they are new tensors.
         """
         unit.wait()
         if not self.precision.is_mixed:
@@ -58,34 +58,34 @@ class Copies:
         with without_interception(), torch.no_grad(), torch.inference_mode(False):
             if not self.precision.keeps_copies:
                 return self._made(unit, stage)
-            sent: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
             for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
                 if dtype == p.dtype:
-                    sent.append(p)
+                    sources.append(p)
                     continue
                 copy = master.copy
                 if copy is None or not master.copy_is_right or master.copy_version != p._version:
                     copy = self._renewed(master, dtype)
-                sent.append(copy)
-            return sent
+                sources.append(copy)
+            return sources
 
     def _made(self, unit: MasterUnit, stage: Stage | None) -> list[torch.Tensor]:
         short = [number for number, p in enumerate(unit.parameters) if unit.likes[number] is not p]
-        sent: list[torch.Tensor] = list(unit.parameters)
+        sources: list[torch.Tensor] = list(unit.parameters)
         if stage is None:
             for number in short:
-                sent[number] = sent[number].to(unit.dtypes[number])
-            return sent
+                sources[number] = sources[number].to(unit.dtypes[number])
+            return sources
         layout = Layout(unit.likes[number] for number in short)
         memory = stage.memory(self._memory, layout.num_bytes)
         for number, view in zip(short, layout.views(memory), strict=True):
-            sent[number] = view.copy_(sent[number])
-        return sent
+            sources[number] = view.copy_(sources[number])
+        return sources
 
     def _renewed(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
-        """The copy of a master for which no update is under way, made anew; the master is held for it."""
+        """Renew the copy of a master for which no update is under way; the master is held for it."""
         p = master.parameter
-        if master.copy is None or master.copy.shape != p.shape:  # embeddings are resized
+        if master.copy is None or master.copy.shape != p.shape:  # such as resized embeddings
             master.copy = self._memory.copy_like(master, dtype)
         master.copy.copy_(p)
         master.copy_version, master.copy_is_right = p._version, can_hold(p)
@@ -95,17 +95,17 @@ class Copies:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Those that host memory holds now."""
+        """The copies in host memory now."""
         return [master.copy for master in self._masters.all() if master.copy is not None]
 
     def forget(self) -> None:
-        """Make all copies anew when they are used next: masters may have been written to unseen."""
+        """Renew all copies at their next use: masters may have been written in a way that was not detected."""
         for master in self._masters.all():
             master.copy_is_right = False
 
     @torch.no_grad()
     def renew(self, masters: Iterable[Master]) -> None:
-        """Make the copies of `masters` anew, which are held for an update that this thread has just made."""
+        """Renew the copies of `masters`, which are held for the update that this thread has just made."""
         with without_interception():
             for master in masters:
                 p, copy = master.parameter, master.copy

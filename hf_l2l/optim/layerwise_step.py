@@ -1,8 +1,9 @@
-"""One step of any layer-local `torch.optim.Optimizer`, a part at a time.
+"""Carries out one step of any layer-local `torch.optim.Optimizer` in parts, such as one part per layer.
 
-The eager param-server updates one layer while others are still computed (arXiv:2002.05645, 2.2, L2L-p). The optimizer
-stays the user's own: for each part a second one is made that shares the attributes and the state of the first, but
-holds only the parameters of that part. `locality.why_not_layer_local` tells for which optimizers that is not possible.
+The eager param-server updates one layer while others are still computed (arXiv:2002.05645, 2.2, L2L-p). The user's
+optimizer is not replaced: for each part, a second optimizer is made that shares the attributes and the state of the
+first, but has only the parameters of that part. `layerwise_check.why_not_layer_local` finds optimizers for which that
+is not possible.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from hf_l2l.compat import drop_step_hooks
 from hf_l2l.optim.bf16_state import Rounding, widened
 
 _OF_THE_PARAMETERS = ("params", "param_names")
-"""What a group holds one of per parameter; the rest are hyper-parameters."""
+"""The keys of a group whose values have one entry per parameter; the others are hyper-parameters."""
 
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, FunctionType, MethodType)
-"""Of these, a copy is no other thing; a method is taken for what it does, and not for what it belongs to."""
+"""Types whose values need no copy. A method counts as its function; the object that it is bound to is not copied."""
 
 _NUMBERS = (bool, int, float, type(None))
 
 Places = dict[torch.Tensor, tuple[tuple[int, int], str | None]]
-"""Master -> the number of its group, and its own number there; and its name, for an optimizer that has names."""
+"""Master -> the number of its group and its own number there, and its name, if the optimizer has names."""
 
 
 def places_of(optimizer: torch.optim.Optimizer) -> Places:
-    """Where the parameters of an optimizer stand."""
+    """The places of the parameters of an optimizer in its groups."""
     return {
         p: ((number, index), name)
         for number, group in enumerate(optimizer.param_groups)
@@ -45,28 +46,28 @@ def places_of(optimizer: torch.optim.Optimizer) -> Places:
 
 @dataclass
 class _Share:
-    """What one master has in the step."""
+    """The gradient, place and state of one master in the step."""
 
     gradient: torch.Tensor
     place: tuple[int, int]
     """The number of its group, and its own number there."""
     name: str | None
     state: dict[str, Any]
-    """The dict that `optimizer.state` has for the master."""
+    """The dict of the master in `optimizer.state`."""
     has_state: bool
-    """Whether it was there before this step."""
+    """True if that dict existed before this step."""
 
 
 class SplitStep:
-    """One step of an optimizer, to be carried out a part at a time, on any thread.
+    """One step of an optimizer, to be carried out in parts, on any thread.
 
-    When every parameter that has a gradient has been in a part, weights and state have the bits that one `step()`
-    would have left. That is so for layer-local optimizers only (`locality.why_not_layer_local`). Parts may run at
-    once, each in a thread, since they share nothing that a step may write to. `p.grad` is neither read nor written,
-    and the hooks of the optimizer do not run; those that torch keeps for all optimizers run once per part, in its
+    After all parameters with a gradient have been in a part, weights and state have the same bits as after one
+    `step()`. This holds for layer-local optimizers only (`layerwise_check.why_not_layer_local`). Parts may run
+    concurrently, each in a thread, since they share nothing that a step may write to. `p.grad` is neither read nor
+    written, and the hooks of the optimizer do not run; torch's hooks for all optimizers run once per part, in its
     thread.
 
-    Whoever reads the masters or the optimizer's state, or makes the next step, waits for all parts first.
+    The caller must wait for all parts before it reads the masters or the optimizer's state, or makes the next step.
     """
 
     def __init__(
@@ -76,22 +77,21 @@ class SplitStep:
         places: Places | None = None,
         rounding: Rounding | None = None,
     ) -> None:
-        """Take what the step needs, so that a scheduler may change the hyper-parameters right after this.
+        """Record what the step needs, so that a scheduler may change the hyper-parameters right after this.
 
-        To be called on the thread that the optimizer belongs to.
+        To be called on the thread that uses the optimizer.
 
         Args:
-            optimizer: the one whose step this is; accelerate's wrapper is to be taken off.
-            gradients: by master, of its shape and device, dense or sparse, in its dtype or a shorter one. Parameters
-                without one are left alone. No gradient is held longer than until its part has run.
-            places: what `places_of` finds, where that is known.
-            rounding: how the state is rounded to 16 bits, in which it is kept then; None keeps it as the step makes
-                it.
+            optimizer: the optimizer; not Accelerate's wrapper of it (see `unwrapped`).
+            gradients: master -> its gradient, of its shape and device, dense or sparse, in its dtype or a shorter one.
+                Parameters without a gradient are not updated. Each gradient is released when its part has run.
+            places: the result of `places_of`, if it is known already.
+            rounding: rounds the state to the 16 bits in which it is kept; None keeps it as the step makes it.
         """
         self._rounding = rounding
         self._state = optimizer.state
         self._places = places = places_of(optimizer) if places is None else places
-        self._base = _another(optimizer, [], defaultdict(dict), places)
+        self._base = _hookless_copy(optimizer, [], defaultdict(dict), places)
         self._groups = [_snapshots(group) for group in optimizer.param_groups]
         self._shares: dict[torch.Tensor, _Share] = {}
         # In group order and before any part runs: the state dict then has the order of one whole step.
@@ -101,23 +101,23 @@ class SplitStep:
             self._shares[p] = _Share(gradients[p], place, name, self._state.setdefault(p, {}), has_state)
 
     def part(self, masters: Iterable[torch.Tensor]) -> Part:
-        """The update of those of `masters` that have a gradient in this step and are in no part yet."""
+        """The update of all `masters` that have a gradient in this step and are in no part yet."""
         return Part(self, [(p, share) for p in masters if (share := self._shares.pop(p, None)) is not None])
 
     def run(self, masters: Iterable[torch.Tensor]) -> None:
-        """Carry out such a part at once; see `Part.run`."""
+        """Make the part for `masters` and run it; see `Part.run`."""
         self.part(masters).run()
 
     @staticmethod
     def _step(optimizer: torch.optim.Optimizer) -> None:
-        type(optimizer).step(optimizer)  # not what a scheduler has put in its place on the instance
+        type(optimizer).step(optimizer)  # not the wrapper that a scheduler sets on the instance
 
 
 class Part:
     """The update of some masters, to be run once, on any thread."""
 
     def __init__(self, step: SplitStep, shares: list[tuple[torch.Tensor, _Share]]) -> None:
-        # Prepared where it is made: that may be while the part before it runs.
+        # Prepared here and not in `run`, so that it is overlapped with the run of the part before.
         self._step = step
         by_place = {share.place: (master, share) for master, share in shares}
         self._shares = [by_place[place] for place in sorted(by_place)]
@@ -137,24 +137,24 @@ class Part:
         """Update the masters.
 
         Args:
-            factors: master -> what its gradient is multiplied by first, a 0-dim host tensor.
+            factors: master -> the number that its gradient is multiplied by first, a 0-dim host tensor.
 
         Raises:
-            Exception: what the optimizer raises; the part is then left as the optimizer left it, and not run again.
+            Exception: the exception of the optimizer; the part stays as the optimizer left it, and cannot run again.
         """
         shares, stand_ins, self._shares, self._stand_ins = self._shares, self._stand_ins, [], []
         if not shares:
             return
         pairs = list(zip(shares, stand_ins, strict=True))
-        _give_gradients(shares, stand_ins, factors or {})
+        _set_gradients(shares, stand_ins, factors or {})
         rounding = self._step._rounding
-        # Some optimizers ask whether a parameter is in the state: it is not, before its first step.
+        # Some optimizers check whether a parameter is in the state: before its first step, it must not be.
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for (master, share), stand_in in pairs:
             if share.has_state:
                 wide = rounding is not None and master.dtype == torch.float32
                 state[stand_in] = widened(share.state) if wide else share.state
-        optimizer = _another(self._step._base, self._groups, state, self._step._places)
+        optimizer = _hookless_copy(self._step._base, self._groups, state, self._step._places)
         self._groups = []
         self._step._step(optimizer)
         for (master, share), stand_in in pairs:
@@ -170,7 +170,7 @@ class Part:
                 share.state.update(made)
 
 
-def _another(
+def _hookless_copy(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: defaultdict[torch.Tensor, Any],
@@ -178,8 +178,8 @@ def _another(
 ) -> torch.optim.Optimizer:
     """An optimizer with the attributes of this one, and without its hooks (`copy.copy` would lose most attributes).
 
-    What a step may write to is copied, since other steps may be under way: a list, say, in which it collects what it
-    then empties. The `parameters` are not.
+    Attributes that a step may write to are copied, such as a list that it fills and empties, since other parts may run
+    concurrently. The `parameters` are not copied.
     """
     other = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
@@ -204,15 +204,15 @@ def _is_immutable(value: Any) -> bool:
 
 
 def _stand_ins(masters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the optimizer gets for each master: it shares its memory and version counter, and has no gradient yet."""
+    """One tensor per master, which replaces it in the optimizer: with its memory and version, without a gradient."""
     tensors = [master.detach().requires_grad_(master.requires_grad) for master in masters]
     for tensor, master in zip(tensors, masters, strict=True):
-        vars(tensor).update(vars(master))  # some optimizers read tags on the parameters
+        vars(tensor).update(vars(master))  # some optimizers read attributes that the program set on parameters
     return tensors
 
 
 @torch.no_grad()
-def _give_gradients(
+def _set_gradients(
     shares: Iterable[tuple[torch.Tensor, _Share]],
     stand_ins: Iterable[torch.Tensor],
     factors: Mapping[torch.Tensor, torch.Tensor],
@@ -234,7 +234,7 @@ def _give_gradients(
 
 
 def _snapshots(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group as they are now."""
+    """The current hyper-parameters of a group."""
     return {
         key: value if type(value) in _NUMBERS else _snapshot(value)
         for key, value in group.items()
@@ -243,25 +243,25 @@ def _snapshots(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _snapshot(value: Any) -> Any:
-    """A hyper-parameter as it is now: schedulers write to tensors in place."""
+    """The current value of a hyper-parameter; a tensor is copied, since schedulers write to it in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return type(value)(map(_snapshot, value)) if type(value) in (list, tuple) else value
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, where `optimizer` is Accelerate's wrapper of it: their attributes are not the same."""
+    """The optimizer inside, if `optimizer` is Accelerate's wrapper, which has other attributes than the optimizer."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All that the optimizer may update, in its order."""
+    """All parameters of the optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the groups hold beside parameters, as it is now."""
+    """The current hyper-parameters of all groups."""
     return [
         {key: _number(value) for key, value in group.items() if key not in _OF_THE_PARAMETERS}
         for group in optimizer.param_groups
@@ -273,7 +273,7 @@ def _number(value: Any) -> Any:
 
 
 def gradient_hook_error(name: str) -> str:
-    """What is wrong with a hook on the gradient of the parameter `name`."""
+    """The error for a gradient hook on the parameter `name`."""
     return (
         f"parameters must carry no gradient hooks, which would never run: gradients are made on copies (got one on "
         f"{name}); remove the hook, or use an optimizer that updates in step() and not during backward"

@@ -1,8 +1,7 @@
-"""Which backwards an engine takes part in, and callbacks for when one is over or has failed.
+"""Callbacks at the end or failure of a backward, for the backwards that an engine takes part in.
 
-torch says when a backward ends, but not when it fails. It holds what it is to call at the end for as long as it runs,
-though, so that a callback which is dropped without having been called tells of a failure. That is when the backward
-raises, or a moment later.
+torch calls callbacks when a backward ends, but not when it fails. A failed backward drops them without a call, when it
+raises or a moment later. So a callback that is garbage-collected without having been called reports a failure.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _FAILED_BACKWARD_ENDS_WITHIN_S = 1.0
 
 
 class HookErrors:
-    """Carries an exception out of a hook or callback of autograd: `with errors:` keeps one that leaves the block.
+    """Keeps exceptions of hooks and callbacks of autograd: `with errors:` keeps the first one that leaves the block.
 
-    On accelerators these run in a thread of torch's own, where an exception can end the process without a word.
+    On accelerators, hooks run in a thread of torch, where an exception can end the process without a message.
     """
 
     def __init__(self) -> None:
@@ -34,14 +33,14 @@ class HookErrors:
         return True
 
     def raise_first(self) -> None:
-        """Raise what was kept, once."""
+        """Raise the exception that was kept, and forget it."""
         error, self._first = self._first, None
         if error is not None:
             raise error
 
 
 class RaisedIn:
-    """Adds where an exception that leaves the block was raised: in a note, so that its type stays."""
+    """Adds a note to an exception that leaves the block, saying where it was raised; its type stays the same."""
 
     def __init__(self, what: str, name: str) -> None:
         self.what, self.name = what, name
@@ -60,23 +59,24 @@ class Backwards:
     def __init__(self) -> None:
         self.errors = HookErrors()
         self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
-        """By whether the backward has failed."""
+        """True for a failed backward, False for one that ended -> the callbacks."""
         self._under_way: dict[int, weakref.ref[_End]] = {}
+        """The number of a backward -> the object that torch calls at its end."""
         self._ending: set[int] = set()
-        """Those whose callbacks run, each in one thread."""
+        """Backwards whose callbacks are running, each in one thread."""
         self._changed = threading.Condition()
 
     def call(self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None) -> None:
         """Call these bound methods when a backward is over, or has failed, as long as their objects live.
 
-        This keeps nothing alive: what a detached engine holds on the device is given back at once.
+        Only weak references are kept, so that device memory of a detached engine is freed at once.
         """
         if at_end is not None:
             self._calls[False].append(weakref.WeakMethod(at_end))
         self._calls[True].append(weakref.WeakMethod(at_failure))
 
     def join(self) -> int:
-        """Take part in the backward that this is called in, and return its number."""
+        """Take part in the backward that calls this, and return its number."""
         task = current_backward()
         assert task != -1, "called in a node or hook of a backward"
         if task not in self._under_way:
@@ -86,9 +86,9 @@ class Backwards:
         return task
 
     def over(self, task: int, *, failed: bool) -> None:
-        """Run the callbacks; a backward is over once."""
+        """Run the callbacks of the backward `task`, once."""
         with self._changed:
-            # Two threads may come here for one backward that has failed.
+            # Two threads may call this for one failed backward.
             if task not in self._under_way or task in self._ending:
                 return
             self._ending.add(task)
@@ -106,7 +106,7 @@ class Backwards:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """`join`, for a block; if that raises, the callbacks of a failure have run when the caller sees it."""
+        """`join` for a block; if the block raises, the callbacks of a failure run before the caller gets the error."""
         task = self.join()
         with ExitStack() as failure:
             failure.callback(self.over, task, failed=True)
@@ -114,9 +114,9 @@ class Backwards:
             failure.pop_all()
 
     def refuse_others(self, *, own: bool) -> None:
-        """Raise RuntimeError if a backward is under way that the caller is not inside of.
+        """Raise RuntimeError if a backward is under way and this thread is not inside it.
 
-        With `own`, it may be one of the caller's that has failed, which torch's threads are about to give up.
+        With `own`, first wait for a failed backward of this thread, which torch's threads may not have left yet.
         """
         if current_backward() != -1:
             return
@@ -126,19 +126,19 @@ class Backwards:
             raise RuntimeError(ONE_THREAD)
 
     def wait_until_over(self) -> None:
-        """Wait for backwards that have failed: torch's threads leave them a moment after the program has the error."""
+        """Wait for failed backwards: torch's threads leave them a moment after the program has got the error."""
         if self._under_way:
             with self._changed:
                 self._changed.wait_for(lambda: not self._under_way, _FAILED_BACKWARD_ENDS_WITHIN_S)
 
 
 class _End:
-    """What torch calls when a backward is over, and drops without a call when it has failed."""
+    """The callback that torch calls when a backward is over, and drops without a call when it has failed."""
 
     def __init__(self, backwards: Backwards, task: int) -> None:
         self._backwards = weakref.ref(backwards)
         self._task = task
-        self._dropped = weakref.finalize(self, _tell_failed, self._backwards, task)
+        self._dropped = weakref.finalize(self, _report_failure, self._backwards, task)
         self._dropped.atexit = False
 
     def __call__(self) -> None:
@@ -148,13 +148,13 @@ class _End:
             backwards.over(self._task, failed=False)
 
 
-def _tell_failed(backwards: weakref.ref[Backwards], task: int) -> None:
+def _report_failure(backwards: weakref.ref[Backwards], task: int) -> None:
     alive = backwards()
     if alive is not None:
         alive.over(task, failed=True)
 
 
 ONE_THREAD = (
-    "a model under L2L serves one thread at a time (it was used while another thread's call was inside it); let the "
-    "threads take turns, or give each a deep copy of the model, attached by itself"
+    "a model under L2L serves one thread at a time (it was used during a call or backward of another thread); let the "
+    "threads take turns, or give each thread a deep copy of the model, and attach each copy"
 )

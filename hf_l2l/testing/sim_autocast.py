@@ -1,6 +1,6 @@
-"""What `torch.autocast("sim", dtype=...)` casts: the operations that it casts for CUDA.
+"""Registers the casts of `torch.autocast("sim", dtype=...)`: for the same operations as on CUDA.
 
-torch keeps its lists for the devices it knows; for another one every operation fails until something is registered.
+torch has lists of casts for the devices it knows; on another device every operation fails until casts are registered.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Raises exceptions of a backward on "sim" in the thread that called it, as on other devices.
 
 While a C++ exception leaves a node of autograd, torch sets the stream that was current before the node, and calls the
-device's guard to get the device type. A device written in Python has Python asked. Where the exception came from
-Python and is still pending (of a tensor hook, or of an operation on "sim", but not of a `torch.autograd.Function`),
-that call fails for it, in a destructor, which ends the process. So what is pending is taken away, and raised where the
-backward was called.
+device's guard to get the device type. The guard of a device written in Python is a Python call. If the exception was
+raised in Python and is still pending (from a tensor hook, or an operation on "sim", but not from a
+`torch.autograd.Function`), that call fails because of it, in a destructor, which ends the process. So the guard takes
+the pending exception away, and it is raised where the backward was called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _raise_pending = ctypes.PYFUNCTYPE(None)(("PyErr_Occurred", ctypes.pythonapi))
 
 
 class DeviceGuard(torch._C._acc.DeviceGuard):
-    """Answers what torch asks of the device, also while an exception is pending."""
+    """Returns the device type to torch, also while an exception is pending."""
 
     _type = torch._C._autograd.DeviceType.PrivateUse1
 
@@ -41,7 +41,7 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
 
 
 def _taken() -> list[BaseException] | None:
-    """The exceptions taken in the innermost backward that this thread works for."""
+    """The exceptions taken in the innermost backward that this thread runs."""
     taken: list[BaseException] | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
     return taken
 
@@ -54,7 +54,7 @@ def _take_into(taken: list[BaseException] | None) -> None:
 
 
 def let_exceptions_through() -> None:
-    """Let every backward raise what `DeviceGuard` has taken; called once."""
+    """Make every backward raise the exceptions that `DeviceGuard` has taken; called once."""
     graph = importlib.import_module("torch.autograd.graph")
     original = graph._engine_run_backward
 

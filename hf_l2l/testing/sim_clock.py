@@ -1,21 +1,21 @@
 """A virtual clock for the simulated accelerator: how long a program would take on a machine of given speed.
 
 Nothing is measured. While the clock runs, every kernel and copy that is issued to a stream of "sim" gets a start and
-an end in virtual seconds: it starts when the operations before it on its stream, the events its stream has waited for
-and the host at the time of issue allow, and takes what `Costs` says. Launching costs the host nothing; it waits where
-it would with CUDA: for blocking copies, for copies from and to memory that is not page-locked, for `.item()`, and
-where it synchronizes.
+an end in virtual seconds. It starts after the operations before it on its stream, after the events that its stream has
+waited for, and not before its issue on the host; it takes the time that `Costs` gives. Launches cost the host no time.
+The host waits where it would with CUDA: for blocking copies, for copies from and to memory that is not page-locked,
+for `.item()`, and where it synchronizes.
 
 - Kernels cost their floating-point operations, by the formulas of `torch.utils.flop_counter` (matrix products,
   convolutions, attention). All others cost nothing, and kernels on different streams do not slow each other down.
-- Copies between host and device go one at a time in each direction, in the order in which they are ready, and in a tie
-  those of the stream made first. So one that was issued early and must wait does not hold up another stream's. Copies
-  on the device cost nothing.
+- Copies between host and device run one at a time in each direction, in the order in which they are ready; if several
+  are ready at once, those of the stream made first run first. So a copy that was issued early and must wait does not
+  delay copies of other streams. Copies on the device cost nothing.
 - `torch.optim.Optimizer.step` costs the host the bytes of the host tensors it reads and writes: per parameter that has
-  a gradient, the gradient once, and the parameter and its state, but for single numbers, twice.
+  a gradient, the gradient once, and the parameter and its state, except single numbers, twice.
 
-All threads share the host's time, as those of a backward must. A thread that works beside the others is given its
-own, with `VirtualClock.own_time`; and where threads wait for each other, `moment` and `wait_for` say so. Then times
+All threads share the host's time, as those of a backward must. A thread that works concurrently with the others gets
+its own time, with `VirtualClock.own_time`; waits between such threads are given by `moment` and `wait_for`. Then times
 depend on the order within each stream and each such thread, and not on which thread was faster.
 """
 
@@ -39,9 +39,9 @@ from hf_l2l.testing.sim_schedule import Task as Task
 
 
 class VirtualClock:
-    """What `virtual_clock` yields. All times are virtual seconds since its start.
+    """The clock that `virtual_clock` yields. All times are virtual seconds since its start.
 
-    It can be read after it has stopped, and while it runs; then what was issued so far counts.
+    It can be read after it has stopped, and while it runs; then all that was issued so far is included.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -49,23 +49,23 @@ class VirtualClock:
 
     @property
     def now(self) -> float:
-        """How far the host is, for the thread that asks."""
+        """The current time of the host, for the calling thread."""
         return self.moment().seconds
 
     @property
     def end(self) -> float:
-        """When all that was issued, and the host, is done."""
+        """The time at which the host, and all work that was issued, is finished."""
         with LOCK:
             return self._recorder.schedule.end()
 
     @property
     def tasks(self) -> list[Task]:
-        """What kept the lanes "compute", "upload", "download" and "host" busy, by start; nothing of no length."""
+        """The tasks of the lanes "compute", "upload", "download" and "host" by start, except those without length."""
         with LOCK:
             return self._recorder.schedule.tasks()
 
     def busy(self, lane: str, start: float = 0.0, end: float = math.inf) -> float:
-        """Return for how long, from `start` to `end`, `lane` had something to do; simultaneous tasks count once.
+        """Return the time between `start` and `end` during which `lane` was busy; simultaneous tasks count once.
 
         Raises:
             ValueError: there is no such lane.
@@ -80,12 +80,12 @@ class VirtualClock:
         return total
 
     def host_work(self, name: str, *, seconds: float | None = None, num_bytes: float | None = None) -> None:
-        """Keep the host, and the thread that asks, busy: for `seconds`, or for reading and writing `num_bytes`.
+        """Keep the host and the calling thread busy: for `seconds`, or for reading and writing `num_bytes`.
 
-        Work of threads with times of their own shares the host's memory, so it goes one at a time.
+        Threads with times of their own share the host's memory, so their work runs one at a time.
 
         Raises:
-            ValueError: not one of the two is given, or it is negative or not finite.
+            ValueError: none or both of the two are given, or the value is negative or not finite.
             RuntimeError: the clock has stopped.
         """
         self._refuse_stopped()
@@ -97,11 +97,11 @@ class VirtualClock:
         self._recorder.host_work(name, amount if num_bytes is None else amount / self._recorder.costs.host_bytes_per_s)
 
     def moment(self) -> Moment:
-        """Return what stands for the time `now`, to be handed to another thread."""
+        """Return the time `now` as a moment, to be passed to another thread."""
         return Moment(self._recorder, self._recorder.host.node)
 
     def wait_for(self, moment: Moment) -> None:
-        """Let the thread that asks wait for `moment`; one of another clock has passed.
+        """Make the calling thread wait for `moment`; a moment of another clock has passed already.
 
         Raises:
             RuntimeError: the clock has stopped.
@@ -111,13 +111,14 @@ class VirtualClock:
 
     @contextlib.contextmanager
     def own_time(self, name: str, since: Moment | None = None) -> Iterator[None]:
-        """Give this thread a time of its own inside, from `since` on (None: now), which moves no other thread's.
+        """Give this thread a time of its own inside, from `since` on (None: now), which moves no other thread's time.
 
-        A worker that does one job after the other stays inside, and begins each with `wait_for` of the moment at which
-        that was submitted.
+        A worker that does one job after the other stays inside, and begins each job with `wait_for` of the moment at
+        which the job was submitted.
 
         Args:
-            name: what tasks on the lane "host" call it; it decides in a tie, so two such threads need two names.
+            name: the name of the thread in tasks of the lane "host"; it decides the order of tasks that are ready at
+                once, so two such threads need two names.
             since: for instance the moment at which the thread's work was submitted.
 
         Raises:
@@ -138,10 +139,10 @@ class VirtualClock:
 
 @contextlib.contextmanager
 def virtual_clock(costs: Costs) -> Iterator[VirtualClock]:
-    """Run a virtual clock, from 0 on, inside; what was issued before has been done by then.
+    """Run a virtual clock, from 0 on, inside; work that was issued before has finished at 0.
 
     Raises:
-        RuntimeError: another one is running.
+        RuntimeError: another clock is running.
     """
     clock = VirtualClock(costs)
     with LOCK:
@@ -158,7 +159,7 @@ def virtual_clock(costs: Costs) -> Iterator[VirtualClock]:
 
 
 class _OptimizerSteps:
-    """Puts every step of an optimizer on the host."""
+    """Records every step of an optimizer as work of the host."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -166,10 +167,10 @@ class _OptimizerSteps:
         self._gradients: dict[int, dict[torch.Tensor, int]] = {}
         self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._listen)]
         self._extended: list[tuple[Any, int]] = []
-        """Tables of hooks, and the number of the hook in each that `before` was made a part of."""
+        """Tables of hooks, and in each the number of the hook that `before` was combined with."""
 
     def stop(self) -> None:
-        """Hear no more."""
+        """Stop recording steps."""
         for hooks, number in self._extended:
             if number in hooks:
                 hooks[number] = hooks[number].hook
@@ -177,7 +178,7 @@ class _OptimizerSteps:
             handle.remove()
 
     def _listen(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Be the last to hear of the beginning of the step, and the first to hear of its end."""
+        """Make `before` the last hook before the step, and `after` the first hook after it."""
         before: Any = optimizer._optimizer_step_pre_hooks
         after: Any = optimizer._optimizer_step_post_hooks
         if self.after not in after.values():  # a copy of an optimizer shares them
@@ -192,11 +193,11 @@ class _OptimizerSteps:
         assert isinstance(list(before.values())[-1], _Then), "hooks are not added while a clock runs"
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note which parameters have a gradient, that no hook has taken away."""
+        """Record which parameters have a gradient after all other hooks have run."""
         self._gradients[id(optimizer)] = _gradients(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Count what the step has read and written; a closure may have made gradients within it."""
+        """Record the bytes that the step has read and written; a closure may have made gradients within it."""
         found = self._gradients.pop(id(optimizer), {}) | _gradients(optimizer)
         total = 0
         for parameter, gradient_bytes in found.items():
@@ -207,7 +208,7 @@ class _OptimizerSteps:
 
 
 class _Then:
-    """A hook, and what is called after it."""
+    """A hook, and the function that is called after it."""
 
     def __init__(self, hook: Callable[..., Any], then: Callable[..., None]) -> None:
         self.hook, self.then = hook, then
@@ -223,7 +224,7 @@ def _ran_nothing(*args: Any) -> None:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
-    """Return, for each parameter that has a gradient, that one's bytes on the host."""
+    """Return, for each parameter that has a gradient, the bytes of that gradient on the host."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: _host_bytes(p.grad) for p in parameters if p.grad is not None}
 

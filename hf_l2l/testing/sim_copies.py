@@ -1,7 +1,7 @@
-"""Asynchronous copies to, from and inside "sim": they land as late as the program's waits allow.
+"""Asynchronous copies to, from and inside "sim": they are done as late as the program's waits allow.
 
-A copy that is issued on a side stream is queued, and its destination holds poison meanwhile. It is done when
-something waits for it. See `sim_host` for what the host sees and may write meanwhile.
+A copy that is issued on a side stream is queued, and its destination holds poison until the copy "lands". It lands
+when an operation waits for it. `sim_host` simulates what the host can see and may write until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hf_l2l.testing.sim_recorder import Running
 
 
 class Landing:
-    """When queued copies land: as late as possible, at issue, or anywhere between, drawn from a seed."""
+    """Decides when queued copies land: as late as possible, at issue, or between, drawn from a seed."""
 
     def __init__(self) -> None:
         self.late = True
@@ -44,14 +44,14 @@ class Landing:
         return not self.late or (self.draws is not None and self.draws.random() < 0.3)
 
     def now(self) -> QueuedCopy | None:
-        """Return a queued copy that lands before the operation that is issued now, though nothing waits for it."""
+        """Return a queued copy that lands before the operation that is issued now, although nothing waits for it."""
         lands = bool(_queue) and self.draws is not None and self.draws.random() < 0.1
         return self.draws.choice(_queue) if lands and self.draws is not None else None
 
 
 @dataclass(eq=False)
 class Ticket:
-    """What the memory that a queued copy uses knows of it."""
+    """The link from memory to a queued copy that uses it."""
 
     stream: int
     waiting: bool = True
@@ -59,7 +59,8 @@ class Ticket:
 
 
 class QueuedCopy:
-    """A copy that waits to land. It keeps the memory, and not the tensors, so that these can be freed too early."""
+    """A copy that has not landed yet. It keeps the memory alive, but not the tensors, so that these can be freed too
+    early."""
 
     def __init__(self, line: Line, source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, ...]):
         self.line = line
@@ -73,7 +74,7 @@ class QueuedCopy:
         self._kept = [_keep(self.ticket, t) for t in (source, target)]
 
     def run(self) -> None:
-        """Do the copy, or for a download the device's half of it."""
+        """Do the copy; for a download, only the device's part of it."""
         self.ticket.waiting = False
         if self.downloads:
             sim_host.keep_for_host(self.source.clone(), self.target, self.line, self.count)
@@ -96,7 +97,8 @@ _held: list[tuple[int, list[Ticket]]] = []
 
 @contextlib.contextmanager
 def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Iterator[None]:
-    """Run a kernel, the body, on the current stream: after the copies that it has waited for, and in no race."""
+    """Run the block as a kernel of the current stream: after the copies that this has waited for, and checked for
+    races."""
     with LOCK:
         line = CURRENT.line
         line.advance(name)
@@ -117,7 +119,7 @@ def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Ite
 
 
 def land(clock: Clock) -> None:
-    """Run the queued copies that `clock` has waited for."""
+    """Do the queued copies that `clock` has waited for."""
     try:
         for copy in [c for c in _queue if clock.get(c.line.id, 0) >= c.count]:
             _queue.remove(copy)
@@ -129,20 +131,20 @@ def land(clock: Clock) -> None:
 
 
 def is_done(clock: Clock) -> bool:
-    """Return whether all that `clock` covers has run and is visible to the host."""
+    """Return whether all operations within `clock` have run and are visible to the host."""
     queued = any(clock.get(c.line.id, 0) >= c.count for c in _queue)
     return not queued and sim_host.all_visible(clock)
 
 
 def host_waits(clock: Clock) -> None:
-    """Let the host wait for `clock`: it sees the downloads, and may write again to what was uploaded."""
+    """Make the host wait for `clock`: it sees the downloads, and may write again to memory that was uploaded."""
     land(clock)
     ORDER.host_waits(clock)
     sim_host.host_has_waited(ORDER.host)
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, ...], non_blocking: bool) -> None:
-    """Copy `source` to `target`, one of which is on "sim", on the current stream; `views` are both as host tensors."""
+    """Copy `source` to `target`, one or both on "sim", on the current stream; `views` are both as host tensors."""
     with LOCK:
         line, crosses = CURRENT.line, source.device != target.device
         downloads = target.device.type == "cpu"
@@ -185,7 +187,7 @@ def _issue(copy: QueuedCopy) -> None:
 
 
 def _do(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between views of host memory, once they hold what earlier copies brought."""
+    """Copy between views of host memory, after earlier copies into them have landed."""
     sim_host.bring_arrived(source)
     sim_host.settle_written(target)
     target.copy_(source)
@@ -199,7 +201,7 @@ def _poison(target: torch.Tensor) -> None:
 
 
 def _keep(ticket: Ticket, tensor: torch.Tensor) -> object:
-    """Return what keeps the memory of `tensor` for the copy with this ticket."""
+    """Return an object that keeps the memory of `tensor` alive for the copy with this ticket."""
     storage = tensor.untyped_storage()
     block: Block | None = getattr(storage, "_block", None)
     if block is None:
@@ -210,7 +212,7 @@ def _keep(ticket: Ticket, tensor: torch.Tensor) -> object:
 
 
 def record(block: Block, stream: int) -> None:
-    """Let `block`, when it is freed, wait for what is then queued on `stream`."""
+    """Make `block`, when it is freed, wait for the copies that are then queued on `stream`."""
     with LOCK:
         block.recorded |= {stream}
         block.on_free = free
@@ -219,8 +221,8 @@ def record(block: Block, stream: int) -> None:
 def free(block: Block) -> None:
     """Free `block`, though queued copies may use it.
 
-    The garbage collector calls this anywhere, so it takes no lock. Memory goes back to the stream it was handed out
-    on, so the copies of that stream are safe, as are those of the streams recorded.
+    The garbage collector calls this at any point, so it takes no lock. Memory is returned to the stream for which it
+    was allocated, so the copies of that stream are safe, as are those of the recorded streams.
     """
     early = [t for t in block.copies if t.waiting and t.stream not in block.recorded | {block.stream}]
     for ticket in early:

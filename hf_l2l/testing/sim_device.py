@@ -1,6 +1,6 @@
 """The module that torch finds as `torch.sim`: the functions that `torch.cuda` has, for the simulated accelerator.
 
-Libraries look a device's module up by name and call these; see `torch._register_device_module`.
+Libraries look up a device's module by name and call these functions; see `torch._register_device_module`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ random = sys.modules[__name__]
 
 
 def is_available() -> bool:
-    """Return True: the module exists only where the device does."""
+    """Return True: the module exists only if the device does."""
     return True
 
 
@@ -62,7 +62,7 @@ def current_device() -> int:
 
 
 def set_device(device: _Device) -> None:
-    """Accept the only device there is."""
+    """Accept the only device."""
     _check(device)
 
 
@@ -80,13 +80,13 @@ def device(index: _Device) -> Iterator[None]:
 
 
 def synchronize(device: _Device = None) -> None:
-    """Let the host wait for every stream."""
+    """Make the host wait for every stream."""
     _check(device)
     synchronize_all()
 
 
 def cudart() -> type[CudaRuntime]:
-    """Return what registers host memory as page-locked, as `torch.cuda.cudart()` does."""
+    """Return the object that registers host memory as page-locked, as `torch.cuda.cudart()` does."""
     return CudaRuntime
 
 
@@ -112,7 +112,7 @@ max_memory_reserved = max_memory_allocated
 
 
 def reset_peak_memory_stats(device: _Device = None) -> None:
-    """Let the peak start again from the bytes held now."""
+    """Reset the peak to the bytes held now."""
     _check(device)
     ACCOUNT.reset_peak()
 
@@ -126,7 +126,7 @@ def memory_stats(device: _Device = None) -> dict[str, int]:
 
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
-    """Return free and total bytes; without a capacity both are what an address can count."""
+    """Return free and total bytes; without a capacity both are the number of bytes that can be addressed."""
     _check(device)
     total = sys.maxsize if ACCOUNT.capacity is None else ACCOUNT.capacity
     return total - ACCOUNT.live(), total
@@ -166,12 +166,12 @@ def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the state of the generator of every device, of which there is one."""
+    """Return the states of the generators of all devices; there is one device."""
     return [get_rng_state()]
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Set the state of the generator of every device, of which there is one."""
+    """Set the states of the generators of all devices; there is one device."""
     for state in new_states:
         set_rng_state(state)
 
@@ -182,5 +182,5 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return what `torch.autocast("sim", dtype=...)` may cast to."""
+    """Return the dtypes that `torch.autocast("sim", dtype=...)` may cast to."""
     return [torch.bfloat16, torch.float16]

@@ -1,4 +1,4 @@
-"""Floating-point operations of a kernel, by torch's own formulas; kernels that torch has none for count as none."""
+"""Floating-point operations of a kernel, by torch's own formulas; 0 for kernels without a formula."""
 
 from __future__ import annotations
 

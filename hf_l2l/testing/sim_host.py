@@ -1,8 +1,8 @@
-"""The host's side of asynchronous copies: downloads that it cannot see yet, uploads that it may not write to yet.
+"""The host's side of asynchronous copies: downloads that it cannot see yet, upload sources that it may not write yet.
 
-What a download read becomes visible to the host when the host itself waits, or when a copy that has waited for it uses
-that host memory. A host tensor that was uploaded from must stay as it was until the host has waited; operations of the
-host are not looked at, so this is checked by the tensor's contents.
+Downloaded values become visible to the host when the host itself waits, or when a copy that has waited for the
+download uses that host memory. The source of an upload must not change until the host has waited; operations of the
+host are not intercepted, so this is checked by comparing the tensor's contents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class Watched:
-    """Host memory that a copy has read and the host must leave alone until it has waited for that copy."""
+    """Host memory that a copy has read, and that the host must not write until it has waited for that copy."""
 
     access: Access
     storage: weakref.ref[torch.UntypedStorage]
@@ -48,7 +48,7 @@ def keep_for_host(values: torch.Tensor, target: torch.Tensor, line: Line, count:
 
 
 def watch(source: torch.Tensor, line: Line, count: int) -> None:
-    """Watch the host tensor `source`, which operation `count` of `line`, a copy, has read."""
+    """Watch the host tensor `source`, which the copy that is operation `count` of `line` has read."""
     if source.numel():
         access = Access(*range_of(source), line.id, count, False, "aten::copy_")
         like = (source.dtype, int(source.storage_offset()), source.size(), source.stride())
@@ -67,25 +67,25 @@ def host_has_waited(clock: Clock) -> None:
 
 
 def show_at_once(target: torch.Tensor) -> None:
-    """Show the host the download whose target this is, though it has not waited."""
+    """Show the host the download with this target, although the host has not waited."""
     _publish([a for a in _arrivals if a.target is target])
 
 
 def bring_arrived(tensor: torch.Tensor) -> None:
-    """Let the memory of `tensor` hold what was downloaded into it."""
+    """Write values that were downloaded into `tensor`, and are not visible yet, to its memory."""
     touched = range_of(tensor)
     _publish([a for a in _arrivals if overlap(range_of(a.target), touched)])
 
 
 def settle_written(tensor: torch.Tensor) -> None:
-    """Do what must be done before the device writes to `tensor`; a watch over that memory ends."""
+    """Prepare the memory of `tensor` for a write by the device: a watch over it ends."""
     bring_arrived(tensor)
     touched = range_of(tensor)
     _end_watch([w for w in _watched if overlap((w.access.low, w.access.high), touched)])
 
 
 def _publish(arrivals: list[Arrival]) -> None:
-    """Let the host see what was downloaded."""
+    """Make the downloaded values visible to the host."""
     for arrival in arrivals:
         _arrivals.remove(arrival)
         with torch.inference_mode():

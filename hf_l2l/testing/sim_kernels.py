@@ -1,7 +1,7 @@
-"""The operations of "sim" that the general `run` does not fit, and the registration of all of them.
+"""The operations of "sim" that the general `run` cannot handle, and the registration of all operations.
 
-An operation with a host kernel of its own runs that kernel, so results are the host's to the last bit. The others are
-composed by torch out of these.
+An operation with a host kernel of its own runs that kernel, so results have the same bits as on the host. torch
+composes the other operations out of these.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def register(library: torch.library.Library, anything: torch.library.Library) ->
 
 
 def _host_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return what runs `op` by its host kernel: on the tensor itself for a view, else on host tensors."""
+    """Return a function that runs `op` by its host kernel: on the tensor itself for a view, else on host tensors."""
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
     return functools.partial(op.redispatch, HOST_KERNELS) if is_view else functools.partial(run, op)
 
 
 def _run_without_host_kernel(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run what torch composes out of other operations, and say so where it cannot be."""
+    """Run an operation that torch composes out of others; raise NotImplementedError if torch cannot."""
     try:
         return run(op, *args, **kwargs)
     except NotImplementedError as error:
@@ -72,7 +72,7 @@ def _run_without_host_kernel(op: torch._ops.OpOverload, *args: Any, **kwargs: An
 
 
 def _checked_dtype(size: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> torch.dtype:
-    """Return the dtype of a tensor to be made, once it is known that its device exists and has room for it."""
+    """Return the dtype of a tensor to be made, after checking that its device exists and has memory for it."""
     if device is not None and device.index not in (None, DEVICE_INDEX):
         raise RuntimeError(f"invalid device {device}: there is one simulated accelerator, {NAME}:{DEVICE_INDEX}")
     dtype = dtype or torch.get_default_dtype()
@@ -110,7 +110,7 @@ def _empty_strided(
 def _resize_(
     tensor: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
 ) -> torch.Tensor:
-    """Give `tensor` another shape and keep its elements, as far as there is room for them."""
+    """Give `tensor` another shape, and keep as many of its elements as fit."""
     old = host_view(tensor)
     room = old.untyped_storage().nbytes() // old.itemsize - old.storage_offset()
     if math.prod(size) <= room:
@@ -124,7 +124,7 @@ def _resize_(
 
 
 def _reading(tensor: torch.Tensor, name: str) -> contextlib.AbstractContextManager[None]:
-    """Return what runs a kernel that reads `tensor` on the current stream."""
+    """Return a context that runs a kernel that reads `tensor` on the current stream."""
     return sim_copies.in_order(name, [Touch(tensor, True, False)]) if ORDER.active else contextlib.nullcontext()
 
 
@@ -172,7 +172,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Copy to another device or type; torch's own kernel has an asynchronous download pinned, and the host cannot."""
+    """Copy to another device or dtype; torch's own kernel would pin a download's target, which the host cannot."""
     result: torch.Tensor
     if not (ORDER.active or non_blocking or memory_format is not None):
         if not x.is_cpu and device == HOST:
@@ -191,14 +191,14 @@ def _to_copy(
 
 
 def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Let the memory of `tensor`, when it is freed, wait for what is then queued on `stream`."""
+    """Make the memory of `tensor`, when it is freed, wait for the copies that are then queued on `stream`."""
     block = getattr(tensor.untyped_storage(), "_block", None)
     if block is not None:
         sim_copies.record(block, stream.stream_id)
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop out as the host does, which takes no generator here, but drawing from the device's."""
+    """Apply dropout as the host does, but with the device's generator, which this host operation cannot take."""
     host = host_view(x)
     with _reading(x, "aten::native_dropout"):
         if train is False:
@@ -218,7 +218,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run the host's fused attention where the host would, instead of the composed one that torch takes here."""
+    """Run the host's fused attention if the host would, instead of the composed one that torch chooses for "sim"."""
     choose = aten._fused_sdp_choice.default
     choice = choose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     # The fused kernel has no gradient for its mask.

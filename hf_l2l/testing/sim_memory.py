@@ -36,10 +36,10 @@ def parse_bytes(size: int | str) -> int:
 
 
 class MemoryAccount:
-    """Live and peak bytes of the device, and the capacity they may not pass.
+    """Live and peak bytes of the device, and the capacity that they must not exceed.
 
-    Storages are freed wherever the garbage collector runs, also inside `take` on the same thread; a free therefore
-    takes no lock and only queues its bytes, which are subtracted before anything is read or taken.
+    Storages are freed whenever the garbage collector runs, also inside `take` on the same thread; a free therefore
+    takes no lock and only queues its bytes, which are subtracted before the account is read or changed.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class MemoryAccount:
             return self._peak
 
     def reset_peak(self) -> None:
-        """Let the peak start again from what is live now."""
+        """Reset the peak to the bytes that are live now."""
         with self._lock:
             self._settle()
             self._peak = self._live
@@ -108,10 +108,10 @@ def _give_back_at_once(block: Block, give_back: Callable[[int], None] = ACCOUNT.
 
 
 class Block:
-    """The host memory behind one storage on "sim"; it gives its bytes back when that storage goes.
+    """The host memory behind one storage on "sim"; its bytes are freed together with that storage.
 
-    `owner` keeps the memory; `host` is the same memory as a storage that no operation can resize, so that the pointer
-    the device's storage holds stays good.
+    `owner` keeps the memory alive; `host` is the same memory as a storage that no operation can resize, so that the
+    pointer in the device's storage stays valid.
     """
 
     __slots__ = ("copies", "history", "host", "nbytes", "on_free", "owner", "recorded", "stream")
@@ -131,7 +131,7 @@ class Block:
         self.recorded: frozenset[int] = frozenset()
 
     def storage_on(self, device: torch.device) -> torch.UntypedStorage:
-        """Return a storage that says it is on `device`, over this memory."""
+        """Return a storage over this memory whose device is `device`."""
         return storage_at(self.owner.data_ptr(), self.nbytes, device)
 
     def __del__(self) -> None:

@@ -1,7 +1,7 @@
-"""Page-locked host memory of the simulated accelerator: what `torch.cuda.cudart()` registers, with CUDA's refusals.
+"""Page-locked host memory of the simulated accelerator: registered as by `torch.cuda.cudart()`, with CUDA's refusals.
 
-Registering locks nothing here. It is remembered, so that forgotten unregistrations can be found, and the virtual clock
-takes asynchronous copies from and to such memory for asynchronous.
+Registering locks no memory here. Registrations are recorded, so that tests find missing unregistrations; the virtual
+clock treats copies as asynchronous only from and to registered memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PINNED = "_pinned_for_sim"  # attribute of a host storage that torch itself mad
 
 
 class Pages:
-    """The registered ranges of host memory, and how many bytes they may be together."""
+    """The registered ranges of host memory, and the limit on their total bytes."""
 
     def __init__(self) -> None:
         self.limit: int | None = None
@@ -34,7 +34,7 @@ class Pages:
         self._sizes: dict[int, int] = {}  # by first address, bytes
 
     def register(self, pointer: int, num_bytes: int) -> int:
-        """Remember a range of addresses, or return the code of the refusal."""
+        """Record a range of addresses, or return the code of the refusal."""
         if pointer <= 0 or num_bytes <= 0:
             return INVALID_VALUE
         with self._lock:
@@ -46,7 +46,7 @@ class Pages:
         return SUCCESS
 
     def unregister(self, pointer: int) -> int:
-        """Forget the range that begins at `pointer`, or return the code of the refusal."""
+        """Remove the range that begins at `pointer`, or return the code of the refusal."""
         with self._lock:
             return NOT_REGISTERED if self._sizes.pop(pointer, None) is None else SUCCESS
 
@@ -56,7 +56,7 @@ class Pages:
             return sum(list(self._sizes.values()))
 
     def hold(self, low: int, high: int) -> bool:
-        """Return whether the addresses from `low` up to, and without, `high` lie within one range."""
+        """Return whether the addresses from `low` up to, but not including, `high` are within one range."""
         with self._lock:
             return any(first <= low and high <= first + size for first, size in self._sizes.copy().items())
 
@@ -73,7 +73,7 @@ class CudaRuntime:
 
     @staticmethod
     def cudaHostRegister(pointer: int, num_bytes: int, flags: int) -> int:
-        """Take `num_bytes` from address `pointer` on for page-locked; `flags` change nothing.
+        """Register `num_bytes` from address `pointer` on as page-locked; `flags` have no effect.
 
         Returns:
             0, or 712 if a page of it is in a range registered already, 2 if that is more than `page_lock_limit`
@@ -94,7 +94,7 @@ def page_locked_bytes() -> int:
 
 @contextlib.contextmanager
 def page_lock_limit(num_bytes: int) -> Iterator[None]:
-    """Refuse, inside, what would bring the registered host memory over `num_bytes`; 0 refuses everything.
+    """Inside, refuse registrations that would make the registered host memory exceed `num_bytes`; 0 refuses all.
 
     Raises:
         ValueError: the number is negative.
@@ -109,11 +109,11 @@ def page_lock_limit(num_bytes: int) -> Iterator[None]:
 
 
 def is_page_locked(tensor: torch.Tensor) -> bool:
-    """Return whether the host tensor `tensor` was made pinned, or lies within one registered range."""
+    """Return whether the host tensor `tensor` was made pinned, or is within one registered range."""
     return hasattr(tensor.untyped_storage(), _PINNED) or PAGES.hold(*range_of(tensor))
 
 
 def made_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the host tensor `tensor`, whose memory torch would have taken from its pinned allocator."""
+    """Return the host tensor `tensor`, marked as memory of torch's pinned allocator."""
     setattr(tensor.untyped_storage(), _PINNED, True)
     return tensor

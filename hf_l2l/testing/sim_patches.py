@@ -1,6 +1,6 @@
-"""What torch, accelerate and transformers do for the accelerators they know by name, done for "sim".
+"""Patches that make torch, accelerate and transformers treat "sim" like the accelerators they know by name.
 
-Each patch leaves every call that has nothing to do with "sim" as it was.
+No patch changes a call that does not involve "sim".
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool
 
 
 def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a copy that says it is pinned, which is all that pinning is here.
+    """Return a copy whose `is_pinned` is True; pinning has no other effect here.
 
-    torch would ask the accelerator for pinned memory and fail, in `DataLoader(pin_memory=True)` for one, which is the
-    default of `TrainingArguments`.
+    torch would request pinned memory from the accelerator and fail, for example in `DataLoader(pin_memory=True)`,
+    which is the default of `TrainingArguments`.
     """
     return made_pinned(torch.empty_like(tensor, device="cpu").copy_(tensor))
 
 
 def _make_storages_by_size() -> None:
-    """Let `UntypedStorage(size, device="sim")` work, which deep copies and `torch.load` call.
+    """Make `UntypedStorage(size, device="sim")` work, which deep copies and `torch.load` call.
 
-    torch would ask for the device's allocator; devices written in Python have none, and the process would crash.
+    torch would request the device's allocator; devices written in Python have none, and the process would crash.
     """
     original = torch.UntypedStorage.__new__
 
@@ -69,7 +69,7 @@ def _make_storages_by_size() -> None:
 
 
 def _keep_parameters_when_a_module_moves() -> None:
-    """Let `Module.to("sim")` move parameters in place, as it does for CUDA.
+    """Make `Module.to("sim")` move parameters in place, as it does for CUDA.
 
     For CUDA torch moves the data below a parameter; between the host and "sim" it refuses and makes new parameters,
     which would untie tied weights and leave an optimizer with the old ones. Swapping the tensors keeps them.
@@ -98,7 +98,7 @@ def _crosses(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _answer_for_torch_accelerator() -> None:
-    """Let `torch.accelerator` report memory; it reads the counters of allocators written in C++ only."""
+    """Make `torch.accelerator` report memory; torch reads the counters of allocators written in C++ only."""
     for name in (
         "empty_cache",
         "memory_stats",
@@ -116,7 +116,7 @@ def _answer_for_torch_accelerator() -> None:
 
 
 def _let_transformers_train_in_bf16() -> None:
-    """Let `TrainingArguments(bf16=True)` pass; transformers asks only the devices it knows by name."""
+    """Make `TrainingArguments(bf16=True)` valid; transformers checks only the devices it knows by name."""
     if importlib.util.find_spec("transformers") is None:
         return
     importlib.import_module("transformers.utils.import_utils")
@@ -127,9 +127,9 @@ def _let_transformers_train_in_bf16() -> None:
 
 
 def _let_accelerate_use_the_host() -> None:
-    """Let `TrainingArguments(use_cpu=True)` and `Accelerator(cpu=True)` still mean the host.
+    """Make `TrainingArguments(use_cpu=True)` and `Accelerator(cpu=True)` still choose the host.
 
-    accelerate takes "sim" from an environment variable, which it obeys even where the host was asked for.
+    accelerate takes "sim" from an environment variable, which it obeys even if the program chooses the host.
     """
     if importlib.util.find_spec("accelerate") is None:
         return

@@ -1,10 +1,11 @@
-"""Which operations of "sim" wait for which, and the error for two that should wait and do not.
+"""Race detection: records which operations of "sim" wait for which, and raises for two that conflict without a wait.
 
-Every stream counts its operations and has a clock: for each stream, how far it has waited. An event carries such a
-clock, and so does the host. Memory remembers its last writes and the reads since then; an operation that touches bytes
-which another stream writes, or writes bytes which another stream reads, must have that one within its clock.
+Every stream counts its operations and has a clock: for each stream, the last operation that it has waited for. Events
+and the host have such clocks, too. Memory has a history of its last writes and the reads since then. If an operation
+uses bytes that another stream writes, or writes bytes that another stream reads, its clock must cover the other
+operation.
 
-Nothing here is looked at before the process makes its first stream or starts its first asynchronous download.
+Nothing is checked before the process makes its first stream or starts its first asynchronous download.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOCK = threading.RLock()
 
 
 class Access(NamedTuple):
-    """One operation's reading or writing of a range of addresses."""
+    """One read or write of a range of addresses by an operation."""
 
     low: int
     high: int
@@ -52,7 +53,7 @@ class History:
         return None
 
     def add(self, new: Access) -> None:
-        """Remember `new`, which conflicts with none, and forget what it or the host's wait makes harmless."""
+        """Record `new`, which conflicts with none, and drop accesses that it or the host's wait makes redundant."""
         self.accesses = [old for old in self.accesses if not (_covers(new, old) or within(old, ORDER.host))]
         self.accesses.append(new)
 
@@ -63,13 +64,13 @@ def within(access: Access, clock: Clock) -> bool:
 
 
 def _covers(new: Access, old: Access) -> bool:
-    """Return whether what is ordered after `new` is ordered after `old` too, and conflicts wherever `old` does."""
+    """Return whether `new` makes `old` redundant: it comes after `old`, and conflicts with all that `old` does."""
     inside = new.low <= old.low and old.high <= new.high
     return inside and (new.writes or (not old.writes and old.stream == new.stream))
 
 
 class Line:
-    """The operations of one stream, in order: how many, and what the next one has waited for."""
+    """The operations of one stream, in order: their number, and the clock of the next one."""
 
     def __init__(self, name: str | None = None) -> None:
         self.id = next(_ids)
@@ -82,21 +83,21 @@ class Line:
         ORDER.issued[self.id] = self.clock[self.id]
 
     def advance(self, name: str) -> int:
-        """Count one more operation, which has seen all that the host has waited for."""
+        """Count one more operation, which comes after all that the host has waited for."""
         self.see_host()
         self.operation = name
         count = self.clock[self.id] = ORDER.issued[self.id] = self.clock[self.id] + 1
         return count
 
     def see_host(self) -> None:
-        """Take over what the host has waited for."""
+        """Advance the clock to that of the host."""
         if self._host_seen != ORDER.host_version:
             merge(self.clock, ORDER.host)
             self._host_seen = ORDER.host_version
 
 
 class Order:
-    """What the process knows: whether anything is looked at, the host's clock, and every stream's count and name."""
+    """The state of the process: whether operations are checked, the host's clock, and streams' counts and names."""
 
     def __init__(self) -> None:
         self.active = False
@@ -107,19 +108,19 @@ class Order:
         self.names: dict[int, str] = {}
 
     def activate(self) -> None:
-        """Look at every operation from now on."""
+        """Check every operation from now on."""
         if not self.active:
             self.active = True
             self.before = DEFAULT_LINE.advance("an operation")
 
     def host_waits(self, clock: Clock) -> None:
-        """Let everything that is issued from now on come after `clock`."""
+        """Order everything that is issued from now on after `clock`."""
         merge(self.host, clock)
         self.host_version += 1
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Raise `clock` to `other` where that has waited for more."""
+    """Advance `clock` to `other` for each stream for which `other` has waited for more."""
     for stream, count in other.items():
         if clock.get(stream, 0) < count:
             clock[stream] = count
@@ -142,7 +143,7 @@ CURRENT = _Current()  # every thread starts on the default stream
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of `tensor` and the one past its last; equal where it is empty."""
+    """Return the first address of `tensor` and the address past its last; they are equal if it is empty."""
     low = tensor.data_ptr()
     if tensor.numel() == 0:
         return low, low
@@ -151,12 +152,12 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def creation(low: int, nbytes: int) -> tuple[int, History]:
-    """Return the current stream and the history of the memory at address `low` that is handed out on it now.
+    """Return the current stream and the history of the memory at address `low` that is allocated on it now.
 
-    The memory may have been in use until now, so handing it out is writing to it.
+    The memory may have been in use until now, so an allocation counts as a write.
 
     Raises:
-        RuntimeError: memory that was freed to this stream, and may be handed out again, is used by another one.
+        RuntimeError: memory that was freed to this stream, and may be allocated again, is used by another stream.
     """
     with LOCK:
         line = CURRENT.line
@@ -174,7 +175,7 @@ def creation(low: int, nbytes: int) -> tuple[int, History]:
 
 
 def history_of(tensor: torch.Tensor, make: bool = True) -> History | None:
-    """Return the history of the memory of `tensor`; for host memory none unless a copy left one or `make` is set."""
+    """Return the history of the memory of `tensor`; host memory has one only after a copy, or if `make` is set."""
     storage = tensor.untyped_storage()
     if tensor.device.type == "cpu":
         history: History | None = getattr(storage, "_history", None)
@@ -201,10 +202,10 @@ class Touch(NamedTuple):
 
 
 def check(line: Line, touches: list[Touch]) -> None:
-    """Raise if the operation counted last on `line` conflicts with one it has not waited for; else remember it.
+    """Raise if the last operation on `line` conflicts with one that it has not waited for; else record it.
 
     Raises:
-        RuntimeError: another stream writes what is read or written, or reads what is written, in no order.
+        RuntimeError: another stream writes bytes that it reads or writes, or reads bytes that it writes, in no order.
     """
     count, found = line.clock[line.id], []
     for touch in touches:

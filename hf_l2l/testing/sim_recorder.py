@@ -1,4 +1,4 @@
-"""What the streams, events and copies of "sim" tell the virtual clock while it runs; see `sim_clock`."""
+"""Records the work of the streams, events and copies of "sim" for the virtual clock while it runs; see `sim_clock`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hf_l2l.testing.sim_schedule import START, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How fast the machine is that the virtual clock imagines; `math.inf` makes a kind of work free.
+    """Speeds of the machine that the virtual clock simulates; `math.inf` makes a kind of work free.
 
     Raises:
         ValueError: a rate is not positive.
     """
 
     link_bytes_per_s: float
-    """Between host and device, each way."""
+    """Link between host and device, in each direction."""
     flop_per_s: float
-    """What kernels reach on the device."""
+    """Rate of kernels on the device."""
     host_bytes_per_s: float
-    """Of host memory, read and written."""
+    """Bandwidth of host memory, for reads and writes together."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -41,7 +41,7 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """A point in virtual time, to be handed from thread to thread as a future is."""
+    """A point in virtual time, to be passed from thread to thread like a future."""
 
     recorder: Recorder
     node: int
@@ -54,7 +54,7 @@ class Moment:
 
 
 class HostTime:
-    """How far the host is: one for all threads, but for those that were given their own."""
+    """The host's time: one for all threads, except those that were given their own."""
 
     def __init__(self, name: str, node: int) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class HostTime:
 
 
 class Recorder:
-    """Puts what is issued into a schedule: after its stream, what that has waited for, and the host."""
+    """Adds issued work to a schedule: after earlier work of its stream, the waits of that stream, and the host."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -73,13 +73,13 @@ class Recorder:
 
     @property
     def host(self) -> HostTime:
-        """The host's time for the thread that asks."""
+        """The host's time for the calling thread."""
         own: HostTime | None = getattr(self._of_thread, "host", None)
         return self._shared if own is None else own
 
     @contextlib.contextmanager
     def own_time(self, name: str, since: Moment) -> Iterator[None]:
-        """Let this thread have a time of its own, from `since` on."""
+        """Give this thread a time of its own, from `since` on."""
         before = getattr(self._of_thread, "host", None)
         self._of_thread.host = HostTime(name, since.node)
         try:
@@ -92,7 +92,7 @@ class Recorder:
         self._issue(line, "compute", name, flops / self.costs.flop_per_s)
 
     def copy(self, line: Line, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-        """Issue a copy between host and device; the host waits for it unless it is asynchronous, which takes both."""
+        """Issue a copy between host and device; the host waits unless it is non-blocking, with page-locked memory."""
         lane, host = ("upload", source) if source.device.type == "cpu" else ("download", target)
         # What travels has the target's type and is not a view that repeats elements, as with CUDA.
         num_bytes = target.numel() * target.element_size()
@@ -101,33 +101,33 @@ class Recorder:
             self.host_waits_for(line)
 
     def mark(self, line: Line) -> Moment:
-        """Return the end of all that `line` was given so far, which is not before now."""
+        """Return the end of all work issued to `line` so far, which is not before now."""
         with LOCK:
             node = self._tails[line.id] = self.schedule.join(self._tail(line), self.host.node)
             return Moment(self, node)
 
     def line_waits(self, line: Line, moment: Moment | None) -> None:
-        """Let what is issued to `line` from now on come after `moment`; one of no clock or another has passed."""
+        """Order all that is issued to `line` from now on after `moment`; None, or one of another clock, has passed."""
         if moment is not None and moment.recorder is self:
             with LOCK:
                 self._tails[line.id] = self.schedule.join(self._tail(line), moment.node)
 
     def host_waits(self, moment: Moment | None) -> None:
-        """Let the host wait for `moment`; one of no clock or another has passed."""
+        """Make the host wait for `moment`; None, or one of another clock, has passed."""
         if moment is not None and moment.recorder is self:
             self._move_host(moment.node)
 
     def host_waits_for(self, line: Line) -> None:
-        """Let the host wait for all that `line` was given so far."""
+        """Make the host wait for all work issued to `line` so far."""
         self._move_host(self._tail(line))
 
     def host_waits_for_all(self) -> None:
-        """Let the host wait for all streams."""
+        """Make the host wait for all streams."""
         for node in list(self._tails.values()):
             self._move_host(node)
 
     def host_work(self, name: str, seconds: float) -> None:
-        """Let the host be busy."""
+        """Keep the host busy."""
         with LOCK:
             host = self.host
             if seconds > 0:
@@ -155,6 +155,6 @@ class Recorder:
 
 
 class Running:
-    """The recorder of the clock that runs; None while none does, which is all that operations look at then."""
+    """The recorder of the running clock; None if none runs, so that operations cost one check then."""
 
     recorder: Recorder | None = None

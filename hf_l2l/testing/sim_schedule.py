@@ -1,4 +1,4 @@
-"""When recorded tasks run: each after those it waits for, and on some lanes one at a time.
+"""Computes when recorded tasks run: each after the tasks it waits for, and on some lanes one at a time.
 
 While the program runs, only dependencies are recorded; times are computed on request. So they depend on the order
 within each stream, and not on the interleaving of the threads that fill the streams.
@@ -20,7 +20,7 @@ _Turn = tuple[float, Rank, int]  # order on a lane: by time of readiness, then b
 
 
 class Task(NamedTuple):
-    """What kept a lane busy, in virtual seconds."""
+    """A span of work on a lane, in virtual seconds."""
 
     lane: str
     """ "compute", "upload", "download" or "host"."""
@@ -28,7 +28,7 @@ class Task(NamedTuple):
     start: float
     end: float
     stream: str
-    """The name of the stream, or of the host's time ("host" for the one that threads share)."""
+    """The name of the stream, or of the host's time ("host" for the time that threads share)."""
 
 
 class _Node(NamedTuple):
@@ -41,7 +41,7 @@ class _Node(NamedTuple):
 
 
 class Schedule:
-    """Tasks and the points where they meet, by number; 0 is the start."""
+    """A graph of tasks and joins, as numbered nodes; 0 is the start."""
 
     def __init__(self) -> None:
         self._nodes = [_Node(())]
@@ -50,14 +50,14 @@ class Schedule:
     def add(self, first: int, second: int, *, seconds: float, lane: str, name: str, stream: str, rank: Rank) -> int:
         """Record a task that comes after two nodes, and return its number.
 
-        Of tasks that are ready at once on a lane that takes one at a time, the one of lower `rank` goes first; of
-        those of one rank, the one recorded first.
+        If tasks are ready at once on a lane that runs one at a time, the task with the lowest `rank` runs first; among
+        tasks of equal rank, the one recorded first.
         """
         self._nodes.append(_Node(_distinct(first, second), seconds, lane, name, stream, rank))
         return len(self._nodes) - 1
 
     def join(self, first: int, second: int) -> int:
-        """Return a node that ends when both do."""
+        """Return a node that ends when both nodes have ended."""
         for one, other in ((first, second), (second, first)):
             if other in (START, one) or other in self._nodes[one].after:
                 return one
@@ -65,12 +65,12 @@ class Schedule:
         return len(self._nodes) - 1
 
     def end_of(self, node: int) -> float:
-        """Return when `node` ends, in seconds."""
+        """Return the time at which `node` ends, in seconds."""
         self._place()
         return self._ends[node]
 
     def end(self) -> float:
-        """Return when all that is recorded has ended, in seconds."""
+        """Return the time at which all recorded tasks have ended, in seconds."""
         self._place()
         return max(self._ends)
 
@@ -91,13 +91,13 @@ class Schedule:
         self._last: dict[str, _Turn] = {}
 
     def _place(self) -> None:
-        """Find times for what was recorded since the last call; again for everything if that comes in between."""
+        """Compute times of tasks recorded since the last call; of all tasks if a new one comes before earlier ones."""
         if not self._place_new():
             self._forget_times()
             self._place_new()
 
     def _place_new(self) -> bool:
-        """Place the nodes that have no time yet; return False if one should have had its turn before others."""
+        """Compute times of nodes that have none yet; return False if one of them should have run before others."""
         known = len(self._ends)
         unplaced = [0.0] * (len(self._nodes) - known)
         self._starts += unplaced

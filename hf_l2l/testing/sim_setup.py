@@ -17,7 +17,7 @@ _libraries: list[torch.library.Library] = []  # what they register lasts only as
 
 
 def set_up_once() -> torch.device:
-    """Register the device, unless it is, and return it."""
+    """Register the device, unless it is registered already, and return it."""
     with _once:
         if not _libraries:
             _refuse_other_accelerator()

@@ -1,13 +1,13 @@
 """Streams and events of the simulated accelerator: the part of torch.cuda's interface that orders work.
 
-There is no time here. What the program does not wait for is late: an asynchronous copy on a side stream lands when
-something waits for it, and never earlier. Two operations on the same memory that no wait orders raise an error where
-the second one is issued. So a program that runs here without an error, and gives the right numbers, has every wait it
-needs on a device where the same operations take any time they like.
+Streams have no time. An asynchronous copy on a side stream lands when an operation waits for it, and never earlier. If
+no wait orders two operations on the same memory, the second one raises an error when it is issued. So a program that
+runs here without an error, with the right results, has all waits that it needs on a device where these operations take
+any time.
 
 A download by `copy_(..., non_blocking=True)` is late on the default stream as well, and host memory counts as pinned:
-no copy waits for the host by itself because the host's memory is pageable. Only in the virtual time of `sim_clock`
-does the host wait for such a copy.
+the host does not wait for a copy because its memory is pageable. Only in the virtual time of `sim_clock` does the host
+wait for such a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Device = torch.device | str | int | None
 
 
 def device_checked(device: Any) -> None:
-    """Refuse a device that is not the one simulated."""
+    """Raise ValueError for a device that is not the simulated one."""
     if isinstance(device, str):
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device
@@ -38,7 +38,7 @@ def device_checked(device: Any) -> None:
 
 
 class Event:
-    """A point in a stream's order that others can wait for.
+    """A point in a stream's order that other streams and the host can wait for.
 
     The arguments are those of `torch.cuda.Event`; there is one process and waiting costs nothing, so only
     `enable_timing` has an effect.
@@ -51,7 +51,7 @@ class Event:
         self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand, from now on, for all that `stream` (None: the current one) was given so far."""
+        """Make this event mark the end of all work issued to `stream` (None: the current one) so far."""
         with LOCK:
             line = _line(stream)
             line.see_host()
@@ -60,7 +60,7 @@ class Event:
             self._recorded_at = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let what is issued to `stream` (None: the current one) from now on come after this point."""
+        """Order all that is issued to `stream` (None: the current one) from now on after this point."""
         if self._clock is not None:
             with LOCK:
                 line = _line(stream)
@@ -71,7 +71,7 @@ class Event:
                     Running.recorder.line_waits(line, self._moment)
 
     def synchronize(self) -> None:
-        """Let the host wait for this point."""
+        """Make the host wait for this point."""
         if self._clock is not None:
             with LOCK:
                 sim_copies.host_waits(self._clock)
@@ -79,7 +79,7 @@ class Event:
                     Running.recorder.host_waits(self._moment)
 
     def query(self) -> bool:
-        """Return whether all before this point is done; if so, the host has waited for it."""
+        """Return whether all work before this point is done; if so, the host has waited for it."""
         if self._clock is None:
             return True
         with LOCK:
@@ -89,14 +89,14 @@ class Event:
         return done
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Return milliseconds from this point to `end_event`, negative if that came first.
+        """Return milliseconds from this point to `end_event`, negative if that comes first.
 
-        In virtual time if a virtual clock ran when either was recorded (it starts at 0), else from when the program
-        recorded the one to when it recorded the other.
+        The time is virtual if a virtual clock ran when either was recorded (it starts at 0); otherwise it is the real
+        time between the two calls of `record`.
 
         Raises:
             ValueError: one of them was made without `enable_timing`, or not recorded.
-            RuntimeError: not all before one of them is done.
+            RuntimeError: work before one of them is not done.
         """
         events = (self, end_event)
         if not all(event._timed and event._clock is not None for event in events):
@@ -110,7 +110,7 @@ class Event:
             return 1e3 * (end - start)
 
     def is_reached(self) -> bool:
-        """Whether all before this point is done, without the host having waited for it by asking, as by `query`."""
+        """Whether all work before this point is done; unlike `query`, this does not count as a wait of the host."""
         recorder = Running.recorder
         if recorder is not None and self._moment is not None and self._moment.recorder is recorder:
             return self._moment.seconds <= Moment(recorder, recorder.host.node).seconds
@@ -118,12 +118,12 @@ class Event:
 
 
 class Stream(torch.Stream):
-    """A stream of operations, in order among themselves and in no order with others unless one waits.
+    """A stream: its operations run in order, and in no order with those of other streams, except after waits.
 
     Args:
         device: "sim", or None.
         priority: ignored.
-        name: what errors call it; "sim stream 2" if left out.
+        name: the name of the stream in errors; by default "sim stream 2" and so on.
     """
 
     _line: Line
@@ -142,19 +142,19 @@ class Stream(torch.Stream):
         return stream
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing more."""
+        """Do nothing: `__new__` has made the stream."""
 
     @property
     def name(self) -> str:
-        """What errors call this stream."""
+        """The name of this stream in errors."""
         return self._line.name
 
     def wait_event(self, event: Event) -> None:  # type: ignore[override]  # torch has events of its own
-        """Let what is issued to this stream from now on come after `event`."""
+        """Order all that is issued to this stream from now on after `event`."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        """Let what is issued to this stream from now on come after all that `stream` was given so far."""
+        """Order all that is issued to this stream from now on after all work issued to `stream` so far."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
@@ -164,11 +164,11 @@ class Stream(torch.Stream):
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for all that this stream was given so far."""
+        """Make the host wait for all work issued to this stream so far."""
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Return whether all that this stream was given is done; if so, the host has waited for it."""
+        """Return whether all work issued to this stream is done; if so, the host has waited for it."""
         return self.record_event().query()
 
     def __enter__(self) -> Stream:
@@ -178,7 +178,7 @@ class Stream(torch.Stream):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Make the stream current again that was so before."""
+        """Make the previous stream of the thread current again."""
         set_stream(_entered.before.pop())
 
     def __repr__(self) -> str:
@@ -228,7 +228,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 
 def synchronize_all() -> None:
-    """Let the host wait for every stream."""
+    """Make the host wait for every stream."""
     if ORDER.active:
         with LOCK:
             sim_copies.host_waits(dict(ORDER.issued))
@@ -238,14 +238,14 @@ def synchronize_all() -> None:
 
 @contextlib.contextmanager
 def late_copies(late: bool) -> Iterator[None]:
-    """With False, let queued copies land at issue; races are still found. A switch for tests."""
+    """With False, queued copies land at issue; races are still detected. A switch for tests."""
     with _landing(late, None):
         yield
 
 
 @contextlib.contextmanager
 def random_landing(seed: int) -> Iterator[None]:
-    """Let each queued copy land at issue, when it is waited for, or between, drawn from `seed`. A switch for tests."""
+    """Make each queued copy land at issue, at a wait for it, or between, drawn from `seed`. A switch for tests."""
     with _landing(True, random.Random(seed)):
         yield
 

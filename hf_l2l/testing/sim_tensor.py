@@ -1,8 +1,8 @@
-"""Tensors on "sim", and how an operation on them is run by the host.
+"""Tensors on "sim", and the execution of operations on them by the host.
 
-A tensor on "sim" is a plain `torch.Tensor` whose storage says "sim" and points at host memory that a `Block` owns. An
-operation reaches `run`, which sees the same memory as host tensors, lets the host's kernel do the work, and gives the
-results a storage on "sim".
+A tensor on "sim" is a plain `torch.Tensor` whose storage has the device "sim" and points at host memory of a `Block`.
+torch calls `run` for an operation; it views the same memory as host tensors, runs the host's kernel on them, and gives
+the results a storage on "sim".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Place = int | str  # where an argument stands in a call: a position or a keyword
 
 
 class Facts(NamedTuple):
-    """What `run` needs to know of an operation, read once from its schema."""
+    """Properties of an operation that `run` needs, read once from its schema."""
 
     name: str
     indexes: bool  # may take indices from the host
@@ -125,7 +125,7 @@ def on_sim(host: torch.Tensor) -> torch.Tensor:
 
 
 def point_at(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """Let `tensor`, which is on "sim", have the memory and the shape of `host`."""
+    """Give `tensor`, which is on "sim", the memory and the shape of `host`."""
     storage = sim_storage(host.untyped_storage())
     place = (host.storage_offset(), host.size(), host.stride())
     result: torch.Tensor = _set_storage.redispatch(HOST_KERNELS, tensor, storage, *place)
@@ -133,7 +133,7 @@ def point_at(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 
 def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run `op`, some of whose tensors are on "sim", by the host's kernel, on the current stream."""
+    """Run `op`, which has tensors on "sim", by the host's kernel, on the current stream."""
     facts = facts_of(op)
     if not ORDER.active:
         return _run(op, facts, args, kwargs)
@@ -213,7 +213,7 @@ def _argument(place: Place | None, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _to_host(x: Any, facts: Facts, host_allowed: bool = False) -> Any:
-    """Return `x` as the host's kernel takes it; a host tensor passes where it has no dimension or is allowed."""
+    """Return `x` as the host's kernel takes it; host tensors are accepted if they have no dimension or are allowed."""
     if isinstance(x, torch.Tensor):
         if is_sim(x):
             return host_view(x)
@@ -237,7 +237,7 @@ def _refuse_host_target(target: Any, facts: Facts) -> None:
 
 
 def _unshaped(facts: Facts, kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the outputs that are still empty: the operation is to give them their shape, and so their memory."""
+    """Yield the outputs that are still empty: the operation sets their shape, and so their memory."""
     for place in facts.writes:
         target = kwargs.get(place) if isinstance(place, str) else None
         if isinstance(target, torch.Tensor) and target.numel() == 0:

@@ -184,7 +184,7 @@ def compare(plain: nn.Module, ours: nn.Module, seed: int, rows: int = 7) -> None
 @pytest.mark.parametrize(
     ("block", "extras", "reason"),
     [
-        (Centered, {}, "its rows give other results in ubatches than at once"),
+        (Centered, {}, "its rows give different results in ubatches than all at once"),
         (Block, {"info": Info()}, "it is given a Info, whose rows are unknown"),
     ],
     ids=["influence", "object"],

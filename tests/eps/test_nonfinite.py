@@ -61,7 +61,7 @@ def test_the_first_layer_that_is_not_finite_is_named_and_nothing_is_updated(inde
 @pytest.mark.parametrize(
     ("module", "where"),
     [
-        ("bert.embeddings.LayerNorm", "what comes before the layers"),
+        ("bert.embeddings.LayerNorm", "the modules before the layers"),
         ("classifier", "the loss or its gradient, after the layers"),
     ],
 )

@@ -383,7 +383,7 @@ def test_the_last_update_is_finished_when_training_is(tmp_path, monkeypatch):
     trainer.train()
     names = [name for row, name, *_ in read(tmp_path / "t.json") if row == "host update"]
     layers = [f"bert.encoder.layer.{i}" for i in range(len(names) // 2 - 1)]
-    assert names == [f"the update of {what}" for what in ("what is in no layer", *layers)] * 2
+    assert names == [f"the update of {what}" for what in ("non-layer modules", *layers)] * 2
 
     def fail(*args: object) -> None:
         raise FloatingPointError("in the update")

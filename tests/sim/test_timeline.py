@@ -210,7 +210,7 @@ def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
 
 
 def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
-    """What is in no layer has to be updated and to travel before anything computes, and so have the inputs."""
+    """Before anything computes, non-layer modules are updated and uploaded, and so are the inputs."""
     model = tiny_bert(layers=2)
     eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
