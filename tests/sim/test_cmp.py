@@ -11,10 +11,10 @@ import torch
 import transformers as hf
 from torch import nn
 
+from bf16_moments import trained
+from cmp_cases import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from memory_switches import poisoned_releases
-from tests.engine.test_cmp import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
-from tests.optim.test_bf16_state import trained
 from training import settled_memory
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ import torch
 from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
-from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine import slots
 from hf_l2l.model.stacks import parameter_bytes
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import sim_copies, sim_stream
 from memory_switches import poisoned_releases
-from training import tiny_bert
+from training import tiny_bert, weights_after
 
 WAITS = (
     wait_reasons.WEIGHTS_UPLOADED,
@@ -44,26 +42,6 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def steps(
-    model: nn.Module, count: int = 3, accumulation: int = 1, clips: bool = True, **options: Any
-) -> dict[str, torch.Tensor]:
-    """The weights after some steps of AdamW, dropout on."""
-    eps = attach_l2l(model, L2LConfig(**{"device": "sim", **options}))
-    torch.manual_seed(11)
-    torch.sim.manual_seed(11)
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    batch = batch_for(model)
-    model.train()
-    for _ in range(count):
-        for turn in range(accumulation):
-            with eps.accumulate() if turn < accumulation - 1 else nullcontext():
-                (model(**batch).loss / accumulation).backward()
-        if clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name in one:
@@ -74,9 +52,9 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 @pytest.mark.parametrize("stash", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_prefetch_changes_no_bit(stash, accumulation):
     same = {"stash": stash, "accumulation": accumulation, "ubatch_size": 3}
-    expected = steps(tiny_bert(), **same)
+    expected = weights_after(tiny_bert(), **same)
     for options in ({"prefetch": False}, {"gradient_slots": 1}, {"prefetch": False, "gradient_slots": 1}):
-        assert_same_bits(steps(tiny_bert(), **same, **options), expected)
+        assert_same_bits(weights_after(tiny_bert(), **same, **options), expected)
 
 
 SEEDS = [seed if seed < 5 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
@@ -85,9 +63,9 @@ SEEDS = [seed if seed < 5 else pytest.param(seed, marks=pytest.mark.slow) for se
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_copies_land_changes_no_bit(seed):
     for options in ({"ubatch_size": 4}, {"ubatch_size": 4, "stash": "host", "accumulation": 2}):
-        expected = steps(tiny_bert(layers=2, width=32), count=2, **options)
+        expected = weights_after(tiny_bert(layers=2, width=32), count=2, **options)
         with sim_stream.random_landing(seed):
-            assert_same_bits(steps(tiny_bert(layers=2, width=32), count=2, **options), expected)
+            assert_same_bits(weights_after(tiny_bert(layers=2, width=32), count=2, **options), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -134,7 +112,7 @@ def everything() -> None:
     for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}, eager):
         model, plain = tiny_bert(layers=4, dropout=0.0), tiny_bert(layers=4, dropout=0.0)
         found, expected = (
-            steps(m, count=2, accumulation=2, **o)
+            weights_after(m, count=2, accumulation=2, **o)
             for m, o in ((model, options), (plain, {**options, "device": "cpu", "eps_update": "serial"}))
         )
         for name, value in expected.items():

@@ -18,9 +18,8 @@ from hf_l2l.report.trace_file import TraceFile
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
-from tests.sim.test_overlap import steps
-from tests.sim.test_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
-from training import l2l_trainer, tiny_bert
+from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
+from training import l2l_trainer, tiny_bert, weights_after
 
 Row = list[tuple[str, float, float]]
 SHORT = replace(V100, layers=6, optimizer_s=V100.optimizer_s / 4)
@@ -255,7 +254,7 @@ def test_the_computation_does_not_wait_where_the_worker_does(monkeypatch, tmp_pa
         waits(self, point, why)
 
     monkeypatch.setattr(Timeline, "waits", telling)
-    steps(tiny_bert(), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
+    weights_after(tiny_bert(), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
     assert wait_reasons.ALL_GRADIENTS_DOWNLOADED in told
     assert wait_reasons.LAYER_GRADIENTS_DOWNLOADED not in told
 
@@ -291,8 +290,8 @@ def test_looking_takes_no_time(options, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}], ids=str)
 def test_looking_changes_no_bit(options, tmp_path):
-    expected = steps(tiny_bert(), **options)
-    assert_same_bits(steps(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
+    expected = weights_after(tiny_bert(), **options)
+    assert_same_bits(weights_after(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
 
 
 def test_nothing_is_recorded_without_a_request(monkeypatch):
@@ -304,7 +303,7 @@ def test_nothing_is_recorded_without_a_request(monkeypatch):
         return event(*args, enable_timing=enable_timing)
 
     monkeypatch.setattr(torch.sim, "Event", making)
-    steps(tiny_bert(), count=1)
+    weights_after(tiny_bert(), count=1)
     assert timed and not any(timed)
 
 
@@ -371,7 +370,7 @@ def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
     resting = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",), trace=str(tmp_path / "t.json")))
     lengths = []
     for _ in range(3):
-        steps(tiny_bert(), count=2)
+        weights_after(tiny_bert(), count=2)
         lengths.append(len(resting.timeline._noted))
     assert resting.timeline.is_watched and lengths[0] == lengths[1] == lengths[2]
 

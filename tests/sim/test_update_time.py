@@ -12,7 +12,7 @@ import transformers as hf
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
-from tests.sim.test_time import V100, WIDTH, Machine, Stack
+from timed_machine import V100, WIDTH, Machine, Stack
 from training import l2l_trainer, tiny_bert
 
 
