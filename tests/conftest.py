@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ from hf_l2l.runtime import observer
 
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_other_modules() -> Iterator[None]:
+    """What is there before the first test of a module is not looked at again and again: every training of the Trainer
+    begins with a collection of all garbage, which takes as long as the training of a tiny model does."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
