@@ -38,7 +38,7 @@ def check(cmp: str, rows: int, mode: str, steps: int, **options: Any) -> None:
 )
 @pytest.mark.parametrize(("cmp", "mode"), [case for case in CASES if case[1] != "serial"])
 def test_bits_are_those_of_serial_updates(cmp, rows, mode, options):
-    check(cmp, rows, mode, 4, **options)
+    check(cmp, rows, mode, 3, **options)
 
 
 @pytest.mark.slow
