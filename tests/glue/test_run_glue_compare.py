@@ -134,6 +134,7 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
         run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None)
 
 
+@pytest.mark.slow  # in the process of the tests: `sim/test_run_glue.py`
 @needs_datasets
 def test_too_small_a_device_is_said_in_one_line(tiny_model: str, tmp_path: Path, files: Row) -> None:
     argv = command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None)
