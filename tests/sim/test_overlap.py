@@ -58,7 +58,7 @@ def test_prefetch_changes_no_bit(stash, accumulation):
         assert_same_bits(weights_after(tiny_bert(layers=3), **same, **options), expected)
 
 
-SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
+SEEDS = [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
 
 
 @cache
@@ -77,12 +77,12 @@ def test_when_copies_land_changes_no_bit(seed):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_weights_uploaded_in_a_step_do_not_depend_on_the_ubatches(rows, monkeypatch):
     """At most 2 N W, less the last two layers, which stay; and the shell's."""
-    model = tiny_bert(layers=6)
+    model = tiny_bert(layers=4)
     batch = batch_for(model)
     attached(model, device="sim", ubatch_size=rows)
     train_once(model, batch)
     layer_bytes = parameter_bytes([model.bert.encoder.layer[0]])
-    shell_bytes = parameter_bytes([model]) - 6 * layer_bytes
+    shell_bytes = parameter_bytes([model]) - 4 * layer_bytes
     masters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     copied: list[int] = []
     copy_ = sim_copies.copy
@@ -94,7 +94,7 @@ def test_weights_uploaded_in_a_step_do_not_depend_on_the_ubatches(rows, monkeypa
 
     monkeypatch.setattr(sim_copies, "copy", counting)
     train_once(model, batch)
-    assert sum(copied) == (2 * 6 - 2) * layer_bytes + shell_bytes
+    assert sum(copied) == (2 * 4 - 2) * layer_bytes + shell_bytes
 
 
 class Waits:
