@@ -15,9 +15,12 @@ PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PAR
 # The simulated accelerator stays for the life of a process, so its tests have processes of their own.
 HOST_TESTS = tests --ignore=tests/sim
 SIM_TESTS = tests/sim
+# Of `make soak`: which part, and how many runs it has. A repeated call resumes one that was interrupted.
+PART ?=
+SOAK_RUNS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-gpu check style clean
+.PHONY: help demo test test-all test-oldest test-gpu soak check style clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -40,6 +43,10 @@ test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transfo
 
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
 	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/test_gpu.py
+
+soak: $(VENV)/ready  ## Run a part of what takes long, PART=name; without a name, list the parts.
+	PYTHONPATH=. CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(RUN) tests/helpers/soak.py $(PART) --runs $(SOAK_RUNS)
 
 check: $(VENV)/ready  ## Lint, check the format and the types.
 	$(RUN) -m ruff check .

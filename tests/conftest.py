@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-pytest.register_assert_rewrite("families", "glue_script", "parity_cases", "training", "update_cases")
+pytest.register_assert_rewrite("cmp_cases", "families", "glue_script", "parity_cases", "training", "update_cases")
 
 import torch
 import transformers
@@ -24,6 +25,16 @@ from hf_l2l.runtime.observer import OBSERVERS
 
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_other_modules() -> Iterator[None]:
+    """What is there before the first test of a module is not looked at again and again: every training of the Trainer
+    begins with a collection of all garbage, which takes as long as the training of a tiny model does."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

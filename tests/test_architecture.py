@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def named(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+@cache
 def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
@@ -232,6 +234,16 @@ def test_what_is_public_has_a_docstring(file):
     assert undocumented(tree_of(file)) == []
 
 
+def modules_of_tests(tree: ast.AST) -> set[str]:
+    """Test modules that are imported, by their full or their bare names."""
+    return {name for name in imports_of(tree) if name.split(".")[0] == "tests" or name.startswith("test_")}
+
+
+def test_no_test_module_is_imported():
+    """What tests share is in `tests/helpers`."""
+    assert {named(f): found for f in OURS if (found := modules_of_tests(tree_of(f)))} == {}
+
+
 OUTSIDE = re.compile(r"""(?:^|[\s"'(`=])(?:/wor[k]|/hom[e]|/roo[t]|\.\./share[d])\b""", re.MULTILINE)
 """Paths outside the project folder, written so that this line is none."""
 
@@ -294,6 +306,14 @@ def test_checks_let_pass(check, source):
 )
 def test_arrows_up_are_found(floor, source, forbidden):
     assert forbidden_imports(floor, ast.parse(source)) == forbidden
+
+
+@pytest.mark.parametrize(
+    "source", ["from tests.engine.test_cmp import made", "import test_cmp", "from tests import x"]
+)
+def test_imports_of_tests_are_found(source):
+    assert len(modules_of_tests(ast.parse(source))) == 1
+    assert modules_of_tests(ast.parse("from families import bert\nimport pytest")) == set()
 
 
 def test_third_party_names_are_found():

@@ -229,7 +229,7 @@ def test_the_document_and_the_json_say_where_it_ran(unchecked, monkeypatch, caps
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     torch.set_num_threads(2)
-    arguments = ["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes", "serial"]
+    arguments = ["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes", "serial", "--steps", "1"]
     throughput.main(arguments)
     text, last, _ = parts(capsys)
     found = last["environment"]

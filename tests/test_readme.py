@@ -37,9 +37,32 @@ def table_rows(head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in iter(lambda: lines.pop(0), "")]
 
 
+APART = "enable_simulated_accelerator("
+"""What is called in a block that must have a process of its own."""
+
+
 @needs_datasets
 @needs_demo_model
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("number", [n for n, block in enumerate(blocks("python")) if APART not in block])
+def test_python_runs_for_a_step(number, tmp_path, monkeypatch, capsys):
+    """In this process, and with few rows."""
+    monkeypatch.chdir(tmp_path)
+    block = blocks("python")[number]
+    for setting, other in {"num_train_epochs=1": "max_steps=1", "=32, ubatch_size=8": "=8, ubatch_size=4"}.items():
+        assert (setting in block) == (number == 0)
+        block = block.replace(setting, other)
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    assert ("'eval_loss'" in capsys.readouterr().out) == (number == 0)
+
+
+@needs_datasets
+@needs_demo_model
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=() if APART in b else pytest.mark.slow) for n, b in enumerate(blocks("python"))],
+)
 def test_all_python_runs(number, tmp_path):
     """Each block by itself, where there is neither a Hub nor an accelerator."""
     ran = subprocess.run(

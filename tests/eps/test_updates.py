@@ -81,8 +81,14 @@ def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         assert all(torch.equal(states[0]["state"][index][key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [
+        pytest.param(name, count, marks=() if (i + count // 2) % 2 == 0 else pytest.mark.slow)
+        for i, name in enumerate(OPTIMIZERS)
+        for count in (1, 3)
+    ],
+)
 def test_all_modes_give_the_same_bits(name, accumulation):
     same = {"make": OPTIMIZERS[name], "accumulation": accumulation}
     serial = run("serial", **same)

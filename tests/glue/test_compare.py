@@ -288,6 +288,7 @@ def test_the_picture(drawn, hf, l2l, tmp_path):
     assert len(said) == (0 if l2l.out_of_memory else 4)
 
 
+@pytest.mark.slow  # the script, which imports it, is imported without matplotlib in `test_run_glue_input.py`
 def test_importing_it_does_not_import_matplotlib():
     code = "import sys, hf_l2l.glue.compare; print('matplotlib' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

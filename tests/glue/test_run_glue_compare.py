@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +33,24 @@ def row(document: dict[str, Any], name: str) -> Row:
     return found
 
 
+def in_this_process(words: list[str], **_: Any) -> Any:
+    """In place of `subprocess.run`: the script runs in this process, which takes a tenth of the time."""
+    with pytest.raises(SystemExit) as stopped:
+        run_glue_l2l.main(words[2:])
+    return subprocess.CompletedProcess(words, stopped.value.code)
+
+
 @needs_datasets
+@pytest.mark.parametrize("plain_runs", ["it is said to", pytest.param("it does", marks=pytest.mark.slow)])
 def test_both_trainers_run_and_are_compared(
-    tiny_model: str, tmp_path: Path, files: Row, capfd: pytest.CaptureFixture[str]
+    tiny_model: str,
+    tmp_path: Path,
+    files: Row,
+    plain_runs: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Both, and then on a device on which plain Trainer runs out of memory (or a process that ends as if it did)."""
     pytest.importorskip("matplotlib")
     argv = command(tiny_model, tmp_path, **files, compare=True, ubatch_size=None, use_cpu=None, max_steps=3)
     document = run_glue_l2l.main(argv)
@@ -58,6 +73,16 @@ def test_both_trainers_run_and_are_compared(
 
     # What fits between the two runs of Trainer and L2LTrainer; and what lay in the folder is not taken for new.
     limit = f"{(device['l2l'] + device['hf']) // 2}B"
+    if plain_runs == "it is said to":
+        shutil.copytree(out / "l2l", tmp_path / "made")
+
+        def said(words: list[str], **_: Any) -> Any:
+            if words[-1].endswith("hf.json"):
+                return subprocess.CompletedProcess(words, NO_MEMORY)
+            shutil.copytree(tmp_path / "made", out / "l2l", dirs_exist_ok=True)
+            return subprocess.CompletedProcess(words, 0)
+
+        monkeypatch.setattr(compare.subprocess, "run", said)
     document = run_glue_l2l.main([*argv, "--simulate", limit])
     assert document["out_of_memory"] == ["hf"]
     assert document["device"] == f"simulated accelerator, {limit}"
@@ -66,13 +91,20 @@ def test_both_trainers_run_and_are_compared(
     assert loss["l2l"] > 0
     shown, said = capfd.readouterr()
     assert shown.splitlines()[-2] == "Trainer ran out of memory"
+    if plain_runs == "it is said to":
+        return
     assert "run_glue_l2l.py: out of memory: the simulated accelerator is out of memory." in said
     assert said.count("try --trainer l2l") == 1
 
 
 @needs_datasets
-def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, files: Row, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_fails_ends_the_comparison(
+    tmp_path: Path, files: Row, apart: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
+    if not apart:
+        monkeypatch.setattr(compare.subprocess, "run", in_this_process)
     argv = command(str(tmp_path / "nowhere"), tmp_path, **files, compare=True)
     with pytest.raises(SystemExit) as stopped:
         run_glue_l2l.main(argv)
@@ -86,19 +118,23 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, files: Row, capfd:
 
 @needs_datasets
 def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
-    tiny_model: str, tmp_path: Path, files: Row, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, tmp_path: Path, files: Row, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As a library or a driver can end a process that has no memory left."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "2KiB"}
+    given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "50KB"}
     assert run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None).out_of_memory
+    said = capfd.readouterr().err
+    assert "run_glue_l2l.py: out of memory: the simulated accelerator is out of memory." in said
+    assert said.count("try --trainer l2l") == 1
     # What it left there is not taken for another run's.
     monkeypatch.setattr(compare.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, -6))
     with pytest.raises(SystemExit, match="-6"):
         run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None)
 
 
+@pytest.mark.slow  # in the process of the tests: `sim/test_run_glue.py`
 @needs_datasets
 def test_too_small_a_device_is_said_in_one_line(tiny_model: str, tmp_path: Path, files: Row) -> None:
     argv = command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None)

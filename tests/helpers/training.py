@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import VOCAB
-from hf_l2l import L2LTrainer, L2LTrainingArguments
+from families import VOCAB, batch_for
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
 
 # transformers 5.23 renamed the option.
 CHECKPOINTING = (
@@ -119,3 +121,43 @@ def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
     for index, state in theirs["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
+
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+
+
+class _StopAt(hf.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def stopped_at_two(make: Callable[..., hf.Trainer], folder: Path, **options: Any) -> str:
+    """A run that stops after two steps of `SAVING`; returns the folder of its checkpoint."""
+    made = make(folder, **{**SAVING, **options})
+    made.add_callback(_StopAt(2))
+    made.train()
+    assert made.state.global_step == 2
+    return str(folder / "checkpoint-2")
+
+
+def weights_after(
+    model: nn.Module, count: int = 3, accumulation: int = 1, clips: bool = True, **options: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after some steps of AdamW on the simulated accelerator, with dropout."""
+    eps = attach_l2l(model, L2LConfig(**{"device": "sim", **options}))
+    torch.manual_seed(11)
+    torch.sim.manual_seed(11)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = batch_for(model)
+    model.train()
+    for _ in range(count):
+        for turn in range(accumulation):
+            with eps.accumulate() if turn < accumulation - 1 else nullcontext():
+                (model(**batch).loss / accumulation).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -15,8 +15,7 @@ from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import tensor_bytes
-from tests.hf.test_resume import SAVING, stopped_at_two
-from training import arguments, assert_same_run, inner_optimizer, l2l_trainer, tiny_bert
+from training import SAVING, arguments, assert_same_run, inner_optimizer, l2l_trainer, stopped_at_two, tiny_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 

@@ -12,30 +12,21 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from families import llama
-from training import assert_same_run, inner_optimizer, l2l_trainer, logs, plain_trainer, tiny_bert
+from training import (
+    SAVING,
+    assert_same_run,
+    inner_optimizer,
+    l2l_trainer,
+    logs,
+    plain_trainer,
+    stopped_at_two,
+    tiny_bert,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
     "ignore:.*lr_scheduler.step.*:UserWarning",
 )
-
-SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
-
-
-def stopped_at_two(make, folder, **options):
-    made = make(folder, **{**SAVING, **options})
-    made.add_callback(_StopAt(2))
-    made.train()
-    assert made.state.global_step == 2
-    return str(folder / "checkpoint-2")
-
-
-class _StopAt(hf.TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

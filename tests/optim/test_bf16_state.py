@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_l2l import L2LConfig, Lamb, attach_l2l
+from bf16_moments import OPTIMIZERS, trained
+from cmp_cases import batch, made
+from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.optim.bf16_state import GROUP_KEY, Rounding, stochastically_rounded, widened
-from tests.engine.test_cmp import batch, made
 
 MODES = ("serial", "deferred", "eager")
 
@@ -63,28 +64,6 @@ def test_the_seed_alone_decides_and_strides_are_kept():
     assert torch.equal(stochastically_rounded(values.clone(), 7), first)
     assert not torch.equal(stochastically_rounded(values.clone(), 8), first)
     assert stochastically_rounded(values.t().clone(memory_format=torch.preserve_format), 7).stride() == (1, 5)
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=False),
-    "lamb": lambda p: Lamb(p, lr=1e-2),
-}
-
-
-def trained(mode: str, name: str = "adamw", steps: int = 4, device: str = "cpu", **options: Any) -> Any:
-    model = made()
-    torch.manual_seed(11)
-    config = {"layer_classes": ("Block",), "moment_dtype": "bf16", **options}
-    eps = attach_l2l(model, L2LConfig(device=device, eps_update=mode, **config))
-    optimizer = eps.wrap(OPTIMIZERS[name](model.parameters()))
-    for step in range(steps):
-        model(**batch(step)).loss.backward()
-        if mode != "eager":
-            eps.clip_grad_norm_(1e9)
-        optimizer.step()
-    eps.synchronize()
-    return model, optimizer
 
 
 def by_hand(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import SplitStep
-from tests.optim.test_layerwise_step import CASES, parameters_for
+from optimizer_cases import CASES, parameters_for
 
 
 def some(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:

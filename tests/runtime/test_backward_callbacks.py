@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_l2l.runtime.backward_callbacks import Backwards, HookErrors, _End
-from tests.runtime.test_threads import REFUSAL, in_another_thread
+from other_thread import REFUSAL, in_another_thread
 
 
 class Heard:

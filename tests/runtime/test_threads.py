@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +12,7 @@ from torch import nn
 
 from families import attached, batch_for, bert, gradients, train_once
 from memory_switches import forced_copies
-
-REFUSAL = "a model under L2L serves one thread at a time"
-
-
-def in_another_thread(work: Callable[[], object]) -> list[BaseException]:
-    """Run `work` in a thread of its own, and return what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except RuntimeError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
+from other_thread import REFUSAL, in_another_thread
 
 
 def call_inside(model: nn.Module, module: nn.Module, work: Callable[[], object]) -> list[BaseException]:

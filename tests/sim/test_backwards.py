@@ -13,7 +13,7 @@ from torch import nn
 from families import assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine import slots
-from tests.runtime.test_threads import REFUSAL, in_another_thread
+from other_thread import REFUSAL, in_another_thread
 from training import tiny_bert
 
 

@@ -37,7 +37,7 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def deep_bert() -> torch.nn.Module:
     """So deep that its layers outweigh the activations of one batch."""
-    return tiny_bert(layers=12)
+    return tiny_bert(layers=8)
 
 
 # ---- MemoryCallback

@@ -5,30 +5,16 @@ The machine is scaled to the model, so that a layer and a ubatch take the times 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.stash import Stash
-from hf_l2l.testing import Costs, VirtualClock, page_lock_limit, virtual_clock
+from hf_l2l.testing import Costs, page_lock_limit, virtual_clock
+from timed_machine import V100, WIDTH, Block, Machine, sweeps_s, timed_step
 from training import tiny_bert
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """A layer whose work is matrix products and nothing else, so that its backward is twice its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Asking(Block):
@@ -39,79 +25,18 @@ class Asking(Block):
         return super().forward(x)
 
 
-class Stack(nn.Module):
-    def __init__(self, layers: int, block: type[Block] = Block) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
+def in_ubatches(count: int) -> Machine:
+    """The example, whose rows come in so many micro-batches."""
+    return replace(V100, ubatches=count, forward_s=V100.forward_s * V100.ubatches / count)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The letters of the time equations (arXiv:2002.05645, first text, section 3.1.2)."""
-
-    layers: int
-    ubatches: int
-    forward_s: float
-    """One ubatch forwards through one layer."""
-    transfer_s: float
-    """One layer over the link, in one direction."""
-    optimizer_s: float
-    """The update of all layers on the host."""
-    rows: int = 1
-    """Of one ubatch."""
-
-    def costs(self) -> Costs:
-        block = Block()
-        numel = sum(p.numel() for p in block.parameters())
-        matrix = sum(p.numel() for p in block.parameters() if p.dim() == 2)
-        adam_bytes = 28  # per parameter: gradient 4, weight 8, two moments 16
-        return Costs(
-            link_bytes_per_s=4 * numel / self.transfer_s,
-            flop_per_s=2 * matrix * self.rows / self.forward_s,
-            host_bytes_per_s=adam_bytes * numel * self.layers / self.optimizer_s,
-        )
-
-    @property
-    def compute_s(self) -> float:
-        """Forward, recompute and backward of all layers and ubatches."""
-        return self.layers * self.ubatches * 4 * self.forward_s
+UBATCHES = pytest.mark.parametrize("ubatches", [4, pytest.param(16, marks=pytest.mark.slow)])
 
 
-V100 = Machine(layers=24, ubatches=16, forward_s=1.6e-3, transfer_s=50e6 / 16e9, optimizer_s=100 / 300)
-"""BERT-large on a V100 with PCIe 3 (first text, section 3.1.2)."""
-
-
-def timed_step(machine: Machine, block: type[Block] = Block, **options: Any) -> VirtualClock:
-    """The clock of the second step; the first one learns the order of the layers."""
-    torch.manual_seed(0)
-    model = Stack(machine.layers, block)
-    options = {"eps_update": "serial", **options}
-    config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=(block.__name__,), **options)
-    eps = attach_l2l(model, config)
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
-    model(x).backward()
-    optimizer.step()
-    with virtual_clock(machine.costs()) as clock:
-        model(x).backward()
-        optimizer.step()
-    return clock
-
-
-def sweeps_s(clock: VirtualClock) -> float:
-    """From the first computation of the step to the last."""
-    computed = [task for task in clock.tasks if task.lane == "compute"]
-    return max(task.end for task in computed) - min(task.start for task in computed)
-
-
-def test_the_example_with_transfers_under_compute():
+@UBATCHES
+def test_the_example_with_transfers_under_compute(ubatches):
     assert V100.compute_s == pytest.approx(2.458, rel=1e-3)
-    clock = timed_step(V100)
+    clock = timed_step(in_ubatches(ubatches))
     assert clock.end == pytest.approx(2.458 + 0.333, rel=0.02)
     assert clock.busy("compute") == pytest.approx(2.458, rel=0.001)
     assert clock.busy("compute") >= 0.95 * sweeps_s(clock)
@@ -120,8 +45,9 @@ def test_the_example_with_transfers_under_compute():
     assert clock.busy("host") == pytest.approx(0.333, rel=0.01)
 
 
-def test_the_example_without_overlap():
-    clock = timed_step(V100, prefetch=False)
+@UBATCHES
+def test_the_example_without_overlap(ubatches):
+    clock = timed_step(in_ubatches(ubatches), prefetch=False)
     assert clock.end == pytest.approx(2.94, rel=0.02)
 
 
@@ -197,12 +123,12 @@ def test_memory_that_is_not_locked_holds_up_the_host():
 
 def test_the_stash_travels_under_compute(monkeypatch):
     """Layer inputs leave and come back over a link on which each way takes a fifth of the computation."""
-    machine = Machine(layers=12, ubatches=8, forward_s=1.0, transfer_s=1.8, optimizer_s=1.0, rows=64)
+    machine = Machine(layers=6, ubatches=4, forward_s=1.0, transfer_s=1.8, optimizer_s=1.0, rows=64)
     ubatch_s = 1.8 * 64 * WIDTH / sum(p.numel() for p in Block().parameters())
     on_device, on_host = (timed_step(machine, stash=place) for place in ("device", "host"))
     for lane in ("upload", "download"):
         travelled = on_host.busy(lane) - on_device.busy(lane)
-        assert travelled == pytest.approx(12 * 8 * ubatch_s)
+        assert travelled == pytest.approx(6 * 4 * ubatch_s)
         assert travelled > 0.2 * machine.compute_s
     # The backward's first fetch is under nothing.
     assert on_host.end - on_device.end == pytest.approx(ubatch_s, abs=ubatch_s)

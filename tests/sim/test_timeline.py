@@ -18,13 +18,12 @@ from hf_l2l.report.trace_file import TraceFile
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
-from tests.sim.test_overlap import steps
-from tests.sim.test_time import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
-from training import l2l_trainer, tiny_bert
+from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
+from training import l2l_trainer, tiny_bert, weights_after
 
 Row = list[tuple[str, float, float]]
-SHORT = replace(V100, layers=6, optimizer_s=V100.optimizer_s / 4)
-LINK_BOUND = Machine(layers=12, ubatches=2, forward_s=1.0, transfer_s=4.0, optimizer_s=10.0)
+SHORT = replace(V100, layers=6, ubatches=4, forward_s=4 * V100.forward_s, optimizer_s=V100.optimizer_s / 4)
+LINK_BOUND = Machine(layers=6, ubatches=2, forward_s=1.0, transfer_s=4.0, optimizer_s=10.0)
 
 
 def rows_of(file: Path) -> dict[str, Row]:
@@ -148,14 +147,14 @@ def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options, tmp
 def test_waits_of_a_step_bound_by_the_link(tmp_path):
     """Forwards a layer computes 2 s while the next one travels for 4; the first one travels under nothing."""
     clock, averages, rows = watched_step(LINK_BOUND, tmp_path / "trace.json")
-    assert averages.upload_s == pytest.approx(4.0 + 11 * 2.0)
+    assert averages.upload_s == pytest.approx(4.0 + 5 * 2.0)
     norm_s = rows["norm"][-1][2] - rows["norm"][-1][1]
     assert averages.download_s == pytest.approx(4.0 + norm_s) and norm_s < 0.1  # of the first layer's gradients
     assert averages.bound == "link"
     waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
     weights = wait_reasons.WEIGHTS_UPLOADED
-    assert waits[:12] == [(weights, 4.0), *[(weights, 2.0)] * 11]
-    assert waits[12] == (wait_reasons.ALL_GRADIENTS_DOWNLOADED, round(4.0 + norm_s, 6))
+    assert waits[:6] == [(weights, 4.0), *[(weights, 2.0)] * 5]
+    assert waits[6] == (wait_reasons.ALL_GRADIENTS_DOWNLOADED, round(4.0 + norm_s, 6))
     computing = [span for span in rows["compute"]]
     for _, start, end in rows["waits"]:
         assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in computing)
@@ -255,7 +254,7 @@ def test_the_computation_does_not_wait_where_the_worker_does(monkeypatch, tmp_pa
         waits(self, point, why)
 
     monkeypatch.setattr(Timeline, "waits", telling)
-    steps(tiny_bert(), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
+    weights_after(tiny_bert(layers=3), clips=False, eps_update="eager", trace=str(tmp_path / "trace.json"))
     assert wait_reasons.ALL_GRADIENTS_DOWNLOADED in told
     assert wait_reasons.LAYER_GRADIENTS_DOWNLOADED not in told
 
@@ -271,7 +270,7 @@ def test_the_example_waits_for_the_first_layer_alone(mode, tmp_path):
 @pytest.mark.parametrize(
     ("machine", "bound"),
     [
-        (Machine(8, 16, 1.0, 1.0, 1.0), "compute"),
+        (Machine(4, 8, 1.0, 1.0, 1.0), "compute"),
         (LINK_BOUND, "link"),
         (Machine(8, 2, 1.0, 1.0, 30.0), "host update"),
     ],
@@ -291,8 +290,9 @@ def test_looking_takes_no_time(options, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}], ids=str)
 def test_looking_changes_no_bit(options, tmp_path):
-    expected = steps(tiny_bert(), **options)
-    assert_same_bits(steps(tiny_bert(), trace=str(tmp_path / "trace.json"), **options), expected)
+    expected = weights_after(tiny_bert(layers=3), count=2, **options)
+    found = weights_after(tiny_bert(layers=3), count=2, trace=str(tmp_path / "trace.json"), **options)
+    assert_same_bits(found, expected)
 
 
 def test_nothing_is_recorded_without_a_request(monkeypatch):
@@ -304,7 +304,7 @@ def test_nothing_is_recorded_without_a_request(monkeypatch):
         return event(*args, enable_timing=enable_timing)
 
     monkeypatch.setattr(torch.sim, "Event", making)
-    steps(tiny_bert(), count=1)
+    weights_after(tiny_bert(), count=1)
     assert timed and not any(timed)
 
 
@@ -371,7 +371,7 @@ def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
     resting = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",), trace=str(tmp_path / "t.json")))
     lengths = []
     for _ in range(3):
-        steps(tiny_bert(), count=2)
+        weights_after(tiny_bert(layers=2), count=2)
         lengths.append(len(resting.timeline._noted))
     assert resting.timeline.is_watched and lengths[0] == lengths[1] == lengths[2]
 

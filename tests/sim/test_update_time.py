@@ -12,7 +12,7 @@ import transformers as hf
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
-from tests.sim.test_time import V100, WIDTH, Machine, Stack
+from timed_machine import V100, WIDTH, Machine, Stack
 from training import l2l_trainer, tiny_bert
 
 
@@ -57,10 +57,12 @@ def layer_update_s(machine: Machine) -> float:
     return machine.optimizer_s / machine.layers
 
 
-@pytest.mark.parametrize("ubatches", [2, pytest.param(16, marks=pytest.mark.slow)])
-def test_the_example_with_clipping(ubatches):
+@pytest.mark.parametrize(("layers", "ubatches"), [(8, 2), pytest.param(24, 16, marks=pytest.mark.slow)])
+def test_the_example_with_clipping(layers, ubatches):
     """All of the update but the first layer's goes under the forward."""
-    machine = replace(V100, ubatches=ubatches, forward_s=V100.forward_s * V100.ubatches / ubatches)
+    times = V100.layers / layers  # a layer is so many of the example's
+    forward_s = times * V100.forward_s * V100.ubatches / ubatches
+    machine = replace(V100, layers=layers, ubatches=ubatches, forward_s=forward_s, transfer_s=times * V100.transfer_s)
     assert machine.compute_s == pytest.approx(2.458, rel=1e-3)
     deferred = step_s(machine, "deferred")
     unhidden = layer_update_s(machine)

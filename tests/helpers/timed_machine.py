@@ -1,0 +1,95 @@
+"""A machine of given speed, in the letters of the papers' time equations, and a step on it in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.testing import Costs, VirtualClock, virtual_clock
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A layer whose work is matrix products and nothing else, so that its backward is twice its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The letters of the time equations (arXiv:2002.05645, first text, section 3.1.2)."""
+
+    layers: int
+    ubatches: int
+    forward_s: float
+    """One ubatch forwards through one layer."""
+    transfer_s: float
+    """One layer over the link, in one direction."""
+    optimizer_s: float
+    """The update of all layers on the host."""
+    rows: int = 1
+    """Of one ubatch."""
+
+    def costs(self) -> Costs:
+        block = Block()
+        numel = sum(p.numel() for p in block.parameters())
+        matrix = sum(p.numel() for p in block.parameters() if p.dim() == 2)
+        adam_bytes = 28  # per parameter: gradient 4, weight 8, two moments 16
+        return Costs(
+            link_bytes_per_s=4 * numel / self.transfer_s,
+            flop_per_s=2 * matrix * self.rows / self.forward_s,
+            host_bytes_per_s=adam_bytes * numel * self.layers / self.optimizer_s,
+        )
+
+    @property
+    def compute_s(self) -> float:
+        """Forward, recompute and backward of all layers and ubatches."""
+        return self.layers * self.ubatches * 4 * self.forward_s
+
+
+V100 = Machine(layers=24, ubatches=16, forward_s=1.6e-3, transfer_s=50e6 / 16e9, optimizer_s=100 / 300)
+"""BERT-large on a V100 with PCIe 3 (first text, section 3.1.2)."""
+
+
+def timed_step(machine: Machine, block: type[Block] = Block, **options: Any) -> VirtualClock:
+    """The clock of the second step; the first one learns the order of the layers."""
+    torch.manual_seed(0)
+    model = Stack(machine.layers, block)
+    options = {"eps_update": "serial", **options}
+    config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=(block.__name__,), **options)
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
+    model(x).backward()
+    optimizer.step()
+    with virtual_clock(machine.costs()) as clock:
+        model(x).backward()
+        optimizer.step()
+    return clock
+
+
+def sweeps_s(clock: VirtualClock) -> float:
+    """From the first computation of the step to the last."""
+    computed = [task for task in clock.tasks if task.lane == "compute"]
+    return max(task.end for task in computed) - min(task.start for task in computed)
