@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_l2l.compat import is_in_checkpoints, keeps_statistics, without_interception
 from hf_l2l.eps.masters import Master, MasterUnit
+from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream
@@ -75,6 +76,7 @@ class DeviceWeights:
     @contextmanager
     def masters_back(self) -> Iterator[None]:
         """Within `resident`: inside, the modules read the masters and the host's buffers again."""
+        right = [(master.parameter, master) for master in self.unit.masters if master.copy_is_right]
         masters = [(table, name, self.unit.parameters[number]) for table, name, number in self.unit.places]
         on_host: list[tuple[dict[str, Any], str, Any]] = [*masters, *(copy.place for copy in self.buffers.copies)]
         on_device = [table.get(name) for table, name, _ in on_host]
@@ -85,6 +87,10 @@ class DeviceWeights:
         finally:
             for (table, name, _), replaced in zip(on_host, on_device, strict=True):
                 table[name] = replaced
+            # The modules have only read them. A copy that was renewed now may already be part of a graph.
+            hold_all(right)
+            for _, master in right:
+                master.copy_is_right = True
 
 
 def uploaded(

@@ -19,18 +19,13 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.engine.device_weights import uploaded
 from hf_l2l.engine.stash import Stash
-from hf_l2l.eps.masters import MasterUnit
+from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, is_cache, tensors_within
-
-FUNCTIONAL_CALL = (
-    "torch.func.functional_call, which replaces them for one call, works under torch.no_grad() only with L2L: write "
-    "the values into the parameters, or train this model without L2L"
-)
 
 
 @dataclass(slots=True)

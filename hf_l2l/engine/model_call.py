@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import in_whole_backward, without_interception
 from hf_l2l.engine.device_weights import DeviceWeights
-from hf_l2l.engine.layer_call import FUNCTIONAL_CALL, LayerCall
+from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.model.batch_dims import NoConsistentSplit
 from hf_l2l.runtime.backward_callbacks import ONE_THREAD, Backwards
@@ -141,12 +141,6 @@ def anchor_of(gradients: Gradients) -> torch.Tensor:
     """
     with without_interception():
         trained = [p for p in gradients.masters.parameters if p.requires_grad]
-    strange = [p for p in trained if not isinstance(p, nn.Parameter)]
-    if strange:
-        raise ValueError(
-            "the weights of a model that trains under L2L must be its own parameters, which get the gradients (got a "
-            f"{type(strange[0]).__name__} of shape {list(strange[0].shape)} in place of one); {FUNCTIONAL_CALL}"
-        )
     itself = torch.empty(0, requires_grad=True)
     with without_interception():
         anchor: torch.Tensor = _Anchor.apply(gradients, itself, *trained)  # type: ignore[no-untyped-call]

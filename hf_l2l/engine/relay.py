@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.compat import in_whole_backward
+from hf_l2l.compat import in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.engine.device_weights import DeviceWeights, uploaded
 from hf_l2l.engine.layer_call import InputGradients, LayerCall, without_caches
@@ -244,17 +244,21 @@ class Relay:
         ):
             backward_sweep(call, inputs, gradients, weights)
             summed = [(m, total) for m, total in zip(call.unit.masters, sums, strict=False) if total is not None]
-            in_leaves = weights.take_gradients()
+            received = [*summed, *weights.take_gradients()]
         # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
             with RaisedIn("the download of", call.unit.name):
-                self.eps.receive([*summed, *in_leaves], call.unit.trained_masters)
+                with without_interception():  # as in plain torch, what was frozen after the forward gets no gradient
+                    received = [(m, total) for m, total in received if m.parameter.requires_grad]
+                self.eps.receive(received, call.unit.trained_masters)
             if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.layer for call in root.layer_calls]
         self._settle()
+        if self._slots is not None and self.eps.masters.is_changed_for_call:
+            self._slots.forget()
 
     def _settle(self) -> None:
         self.stash.settle()

@@ -98,6 +98,7 @@ class Shell:
                 self._call = None
                 if call.at_end is not None:
                     call.at_end(call)
+                self.eps.masters.end_call()
 
     def _replayed(self, rng: compute_state.RngState, forward: Callable[[], Any]) -> Any:
         with compute_state.rng_state_kept(self.device):

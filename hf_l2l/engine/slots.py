@@ -164,7 +164,8 @@ class GradientSlots:
     def __init__(self, device: torch.device, count: int) -> None:
         self.device = device
         self.slots = [_GradientSlot(0, device) for _ in range(count)]
-        self._errors = HookErrors()
+        self._errors: HookErrors | None = None
+        """What the hooks of the layer raised."""
         self._unit: MasterUnit | None = None
         """The layer that computes."""
         self._views: dict[int, torch.Tensor] = {}
@@ -188,6 +189,7 @@ class GradientSlots:
                 slot = self.slots[0] = _GradientSlot(unit.gradient_layout.num_bytes, self.device)
             self._views = slot.views_of(unit)
         self._unit, self._is_empty = unit, True
+        errors = self._errors = HookErrors()
         sums = self._sums = [None] * len(weights.leaves)
         for leaf in weights.leaves:
             leaf.grad = None  # a backward that failed may have left one
@@ -196,17 +198,19 @@ class GradientSlots:
         finally:
             # Hooks of the leaves refer to this object, which Python's garbage collector does not see. A reference from
             # here to a module would therefore keep the model alive.
-            self._unit, self._sums, self._views = None, [], {}
-        self._errors.raise_first()
+            self._unit, self._sums, self._views, self._errors = None, [], {}, None
+        errors.raise_first()
 
     def add(self, number: int, leaf: torch.Tensor) -> None:
         """Add the gradient of the leaf of parameter `number` to its sum, in the dtype of the master."""
-        gradient = leaf.grad
+        gradient, errors = leaf.grad, self._errors
+        if errors is None or self._unit is None:  # a backward of the program's own came to a weight that a layer kept
+            return
         # Sparse gradients are summed by autograd, in the leaf.
         if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
             return
         leaf.grad = None
-        with self._errors:
+        with errors:
             total = self._sums[number]
             if total is not None:
                 total.add_(gradient)
@@ -216,7 +220,6 @@ class GradientSlots:
                 stream.wait(self.slots[0].freed, wait_reasons.GRADIENT_SLOT_FREE)
             place = self._views.get(number)
             if place is None:  # where memory is shared, there is no download: the sum itself becomes p.grad
-                assert self._unit is not None, "gradients are added while a layer computes"
                 with without_interception():
                     place = torch.empty_like(self._unit.parameters[number], requires_grad=False)
             self._sums[number] = place.copy_(gradient)

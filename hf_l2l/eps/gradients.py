@@ -46,7 +46,7 @@ class Gradients:
         """Memory for downloaded norms."""
         self._task: int | None = None
         """The backward that `_held` belongs to."""
-        self._held: list[tuple[torch.Tensor, Sum]] = []
+        self._held: list[tuple[torch.Tensor, PendingSum]] = []
         """Gradients that this backward may add to."""
         self._of_losses: list[tuple[Master, torch.Tensor]] = []
         """Masters that a loss uses directly, and the gradients that autograd computed for them."""
@@ -85,9 +85,9 @@ class Gradients:
 
     def _hold(self, gradient: torch.Tensor) -> None:
         pending = pending_of(gradient)
-        if can_hold(gradient) and not (isinstance(pending, Sum) and pending.arrives_at is not None):
+        if can_hold(gradient) and not (isinstance(pending, PendingSum) and pending.arrives_at is not None):
             settle(gradient)  # applies a pending clipping factor first
-            arriving = Sum(arrives_at=self)
+            arriving = PendingSum(arrives_at=self)
             hold(gradient, arriving)
             self._held.append((gradient, arriving))
 
@@ -193,7 +193,7 @@ class Gradients:
                     norms[master] = master.taken_norm = norm_of(total, p.dtype)
                 master.arriving = None
                 pending = pending_of(total)
-                if isinstance(pending, Sum) and pending.arrives_at is not None:
+                if isinstance(pending, PendingSum) and pending.arrives_at is not None:
                     let_go(total, pending)
                 p.grad = None
                 taken.append((master, total))
@@ -231,7 +231,7 @@ class Gradients:
                     if grad is None:  # an eager update has used the gradient in this backward
                         master.taken_norm = norm
                     elif master not in shared:
-                        known.append((grad, Sum(norm, grad._version)))
+                        known.append((grad, PendingSum(norm, grad._version)))
             hold_all(known)
 
     def _add_to_grad(self, master: Master, gradient: torch.Tensor) -> None:
@@ -294,7 +294,11 @@ class Gradients:
                     norms.append(master.taken_norm)
                 elif (grad := p.grad) is not None:
                     pending = grad.__dict__.get("_l2l_pending")
-                    if isinstance(pending, Sum) and pending.norm is not None and pending.version == grad._version:
+                    if (
+                        isinstance(pending, PendingSum)
+                        and pending.norm is not None
+                        and pending.version == grad._version
+                    ):
                         norms.append(pending.norm)
                     else:
                         norms.append(norm_of(grad, p.dtype))
@@ -314,12 +318,12 @@ class Gradients:
                 if grad is None:
                     continue
                 pending = grad.__dict__.get("_l2l_pending")
-                if later and isinstance(pending, Sum) and pending.may_be_scaled:
+                if later and isinstance(pending, PendingSum) and pending.may_be_scaled:
                     pending.norm, pending.factor, pending.may_be_scaled = None, factor, False
                     continue
                 settle(grad)
                 if later and can_hold(grad):
-                    hold(grad, Sum(factor=factor))
+                    hold(grad, PendingSum(factor=factor))
                 else:
                     grad.mul_(factor)
 
@@ -327,7 +331,7 @@ class Gradients:
 _scaling = threading.Lock()
 
 
-class Sum(Pending):
+class PendingSum(Pending):
     """What is pending for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply
     the sum by before it is used, or a backward that may still add to it."""
 
@@ -365,7 +369,7 @@ class Sum(Pending):
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The current norm of one gradient, computed in `dtype`: a 0-dim host tensor."""
     pending = pending_of(gradient)
-    if isinstance(pending, Sum) and pending.norm is None:
+    if isinstance(pending, PendingSum) and pending.norm is None:
         settle(gradient)
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)

@@ -6,7 +6,7 @@ A unit is a layer, or the non-layer modules of one call. Other parts of the EPS 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -25,6 +25,12 @@ from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task
 
 NON_LAYER = "non-layer modules"
+
+
+FUNCTIONAL_CALL = (
+    "torch.func.functional_call, which replaces them for one call, is for torch.no_grad() only under L2L: write the "
+    "values into the parameters, or train this model without L2L"
+)
 
 
 class Update:
@@ -54,17 +60,17 @@ class Master(Pending):
     guards_grad = False
     """True if reading `p.grad` raises: an eager update has used the gradient, and the step is not over."""
 
-    def __init__(self, parameter: torch.Tensor, gradient_like: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, precision: Precision) -> None:
         self.parameter = parameter
         self.name = "a parameter"
-        self.dtype = parameter.dtype
+        self.layer_number = 0
+        """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
         self.can_be_held = can_hold(parameter)
-        self.part = 0
-        """The number of its layer (the first one, if tied) in the order of the model, from 1; 0 if in no layer."""
+        self.dtype = parameter.dtype
         self.update: Update | None = None
         """Its update that is under way or has failed, or the eager update of this step."""
 
-        self.gradient_like = gradient_like
+        self.gradient_like = _gradient_like(parameter, precision)
         """A tensor with dtype, shape and strides of its gradient on the host; its values are not read."""
         self.gradient_room: Room | None = None
         """Page-locked memory for its gradient."""
@@ -92,10 +98,22 @@ class Master(Pending):
         self.refused_bytes = 0
         """Bytes of it or of its copy that are pageable, since the device refused to page-lock more."""
 
+    def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
+        """The model has the parameter under this name; its shape, dtype or strides may have changed."""
+        self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
+        like = _gradient_like(self.parameter, precision)
+        if (like.shape, like.dtype, like.stride()) != (
+            self.gradient_like.shape,
+            self.gradient_like.dtype,
+            self.gradient_like.stride(),
+        ):
+            self.gradient_like, self.gradient_room = like, None
+
     @property
     def is_updating(self) -> bool:
         """Whether an update of it is under way."""
-        return self.update is not None and not self.update.task.done
+        update = self.update  # which a thread of the worker may set to None meanwhile
+        return update is not None and not update.task.done
 
     def before_look(self, tensor: torch.Tensor) -> None:
         """Reading the version waits until the update is done."""
@@ -113,8 +131,9 @@ class Master(Pending):
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         """Using `p.grad` raises RuntimeError: an eager update has used the gradient."""
-        if self.update is not None:
-            self.update.task.check()
+        update = self.update
+        if update is not None:
+            update.task.check()
         raise RuntimeError(
             "eps_update='eager' has used this gradient during backward, so that p.grad does not exist any more; use "
             "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
@@ -124,19 +143,30 @@ class Master(Pending):
     def end_update(masters: Iterable[Master]) -> None:
         """Make `masters` ordinary parameters again, except those with a valid copy. Called when their update has
         succeeded and its step is over."""
-        ordinary: list[tuple[torch.Tensor, Pending]] = []
+        masters = list(masters)
         for master in masters:
-            master.update, master.guards_grad = None, False
-            if not master.copy_is_right:
-                ordinary.append((master.parameter, master))
-        let_go_all(ordinary)
+            master.guards_grad = False
+        let_go_all([(master.parameter, master) for master in masters if not master.copy_is_right])
+        # Last: as long as there is an update, other threads wait for it, and do not hold or let go meanwhile.
+        for master in masters:
+            master.update = None
 
 
 class MasterUnit(LayerUnit):
     """A unit with the records of its parameters."""
 
-    masters: list[Master]
-    """In the order of `parameters`."""
+    def __init__(
+        self,
+        module: nn.Module,
+        modules: Iterable[nn.Module],
+        name: str,
+        precision: Precision,
+        record: Callable[[torch.Tensor], Master],
+    ) -> None:
+        """See `LayerUnit`; `record` gives the record of a parameter."""
+        super().__init__(module, modules, name, precision)
+        self.masters = [record(p) for p in self.parameters]
+        """In the order of `parameters`."""
 
     @property
     def trained_masters(self) -> list[Master]:
@@ -171,61 +201,95 @@ class Masters:
         """The called module, which may be a layer -> its unit."""
         self.layer_names: dict[nn.Module, str] = {}
         """Layer -> its name, in the order of the model."""
-        self.refresh()
+        self._units_of_call: dict[nn.Module, MasterUnit] | None = None
+        """The units of a call without gradients that found the model changed; None for other calls."""
+        self._rebuild()
 
-    def refresh(self) -> None:
-        """Update records and units if the model has changed. Not to be called while device copies replace masters."""
-        before = len(self._units)
-        self._units = {module: unit for module, unit in self._units.items() if unit.is_current()}
-        if before and len(self._units) == before:
-            return
+    def start_call(self) -> None:
+        """A call of the model begins: update records and units if the model has changed.
+
+        Without gradients, `torch.func.functional_call` may have replaced the parameters for this call only. So the
+        call gets units of its own, and the records stay those of the step that is under way.
+
+        Raises:
+            ValueError: with gradients, if other tensors than parameters stand in their places.
+        """
+        self._units_of_call = None
+        is_current = all([unit.is_current() for unit in self._units.values()])
+        if not torch.is_grad_enabled():
+            self._units_of_call = None if is_current else {}
+        elif not is_current:
+            self._refuse_replaced()
+            self._rebuild()
+        elif len(self._records) > len(self.parameters):
+            self._drop_unused()
+
+    def end_call(self) -> None:
+        """The call of the model is over: forget its own units."""
+        self._units_of_call = None
+
+    @property
+    def is_changed_for_call(self) -> bool:
+        """Whether the call under way has units of its own."""
+        return self._units_of_call is not None
+
+    def _refuse_replaced(self) -> None:
+        strange = [p for p in self.model.parameters() if not isinstance(p, nn.Parameter)]
+        if strange:
+            raise ValueError(
+                "the weights of a model that trains under L2L must be its own parameters, where gradients arrive (got "
+                f"a {type(strange[0]).__name__} of shape {list(strange[0].shape)} in place of one); {FUNCTIONAL_CALL}"
+            )
+
+    def _rebuild(self) -> None:
+        """Make the records and units of the model as it is."""
         self.changes += 1
         modules = {module: name for name, module in self.model.named_modules()}
         self.layer_names = {layer: modules.get(layer, type(layer).__name__) for layer in self.layers}
         self.parameters = list(self.model.parameters())
         names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        parts: dict[torch.Tensor, int] = {}
+        numbers: dict[torch.Tensor, int] = {}
         for number, layer in enumerate(self.layers, start=1):
             for p in layer.parameters():
-                parts.setdefault(p, number)  # a tied parameter belongs to its first layer
-        with without_interception():
-            for parameter, name in names.items():
-                master = self.of(parameter)
-                master.name, master.part, master.dtype = name, parts.get(parameter, 0), parameter.dtype
-                if master.gradient_like.shape != parameter.shape:
-                    master.gradient_like = on_meta(parameter, self.precision.of_gradient(parameter))
-                    master.gradient_room = None
-        if torch.is_grad_enabled():  # without gradients, functional_call may replace parameters for one call
-            self._records = {p: m for p, m in self._records.items() if p in names or m.is_updating}
-        for unit in self._units.values():
-            unit.masters = [self.of(p) for p in unit.parameters]
+                numbers.setdefault(p, number)  # a tied parameter belongs to its first layer
+        for parameter, name in names.items():
+            self.of(parameter).found_in_model(name, numbers.get(parameter, 0), self.precision)
+        self._drop_unused()
+        self._units = {module: unit for module, unit in self._units.items() if unit.is_current()}
         for module in (*self.layers, self.model):
             self.unit(module)
 
+    def _drop_unused(self) -> None:
+        """Drop the records of parameters that the model has no more, unless a step with them is under way."""
+        known = set(self.parameters)
+        self._records = {p: m for p, m in self._records.items() if p in known or m.is_updating or m.guards_grad}
+
     def unit(self, module: nn.Module) -> MasterUnit:
         """The unit of a layer, or of the non-layer modules at and below `module`."""
-        unit = self._units.get(module)
+        units = self._units if self._units_of_call is None else self._units_of_call
+        unit = units.get(module)
         if unit is None:
             name = self.layer_names.get(module)
             modules = shell_modules(module, self.layers) if name is None else module.modules()
-            unit = self._units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision)
-            unit.masters = [self.of(p) for p in unit.parameters]
+            record = self.of if self._units_of_call is None else self._of_call
+            unit = units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision, record)
         return unit
 
     def non_layer_unit(self, module: nn.Module) -> MasterUnit:
         """The unit of the non-layer modules at and below `module`; an empty one for a layer."""
-        if module not in self.layer_names:
-            return self.unit(module)
-        unit = MasterUnit(module, (), NON_LAYER, self.precision)
-        unit.masters = []
-        return unit
+        if module in self.layer_names:
+            return MasterUnit(module, (), NON_LAYER, self.precision, self.of)
+        return self.unit(module)
+
+    def _of_call(self, parameter: torch.Tensor) -> Master:
+        """The record of a parameter, or one for this call only."""
+        return self._records.get(parameter) or Master(parameter, self.precision)
 
     def of(self, parameter: torch.Tensor) -> Master:
         """The record of a parameter, which is made if the parameter is not known yet."""
         master = self._records.get(parameter)
         if master is None:
-            like = on_meta(parameter, self.precision.of_gradient(parameter))
-            master = self._records[parameter] = Master(parameter, like)
+            master = self._records[parameter] = Master(parameter, self.precision)
         return master
 
     def of_all(self, parameters: Iterable[torch.Tensor]) -> list[Master]:
@@ -241,7 +305,7 @@ class Masters:
         """Group `masters` in the order of the next forward: non-layer modules, then layer by layer; with names."""
         found: dict[int, list[Master]] = {}
         for master in masters:
-            found.setdefault(master.part, []).append(master)
+            found.setdefault(master.layer_number, []).append(master)
         names = [NON_LAYER, *self.layer_names.values()]
         return [(names[number], found[number]) for number in sorted(found)]
 
@@ -255,6 +319,11 @@ class Masters:
         """Forget all parameters: torch cannot swap a parameter while other objects refer to it."""
         self._records, self._units, self.parameters, self.layers = {}, {}, [], []
         self.precision.release()
+
+
+def _gradient_like(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
+    with without_interception():
+        return on_meta(parameter, precision.of_gradient(parameter))
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, wide: bool = False) -> None:

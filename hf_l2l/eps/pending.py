@@ -123,9 +123,10 @@ def hold_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
 def let_go(tensor: torch.Tensor, pending: Pending | None = None) -> None:
     """Make `tensor` an ordinary one again; with `pending`, only if it is held for that."""
     held: Any = tensor
-    if type(tensor) in _ORDINARY and (pending is None or pending_of(tensor) is pending):
+    kind = type(tensor)  # once: another thread may let go of it meanwhile
+    if kind in _ORDINARY and (pending is None or pending_of(tensor) is pending):
         held.__dict__.pop("_l2l_pending", None)
-        held.__class__ = _ORDINARY[type(tensor)]
+        held.__class__ = _ORDINARY[kind]
 
 
 def let_go_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
@@ -133,7 +134,7 @@ def let_go_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
     for held, pending in pairs:
         kind = type(held)
         if kind in _ORDINARY and held.__dict__.get("_l2l_pending") is pending:
-            del held.__dict__["_l2l_pending"]
+            held.__dict__.pop("_l2l_pending", None)
             held.__class__ = _ORDINARY[kind]
 
 

@@ -108,7 +108,7 @@ class EagerParamServer:
         """
         self.backwards.errors.raise_first()
         self.updates.check()
-        self.masters.refresh()
+        self.masters.start_call()
         if torch.is_grad_enabled():
             refuse_several_processes()  # the group may have been made after the model was attached
             self.updates.start_forward()

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_interception
 from hf_l2l.config import Mode, MomentDtype
 from hf_l2l.eps.eager import EagerStep
-from hf_l2l.eps.gradients import Gradients, Sum, Sums
+from hf_l2l.eps.gradients import Gradients, PendingSum, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
 from hf_l2l.eps.pending import Pending, hold_all, let_go, let_go_all, settle
@@ -49,8 +49,6 @@ class OptimizerEntry:
         """True if another optimizer updates the masters instead, until this one steps again."""
         self.shapes = [p.shape for p in parameters_of(optimizer)]
         """Shapes of its parameters when its state was made."""
-        self.changes_seen: int | None = None
-        """`Masters.changes` when the shapes were compared last."""
         self.places: Places | None = None
         """Groups and numbers of its parameters; found once per step, since eager updates need them for every layer."""
         self.is_widened = False
@@ -171,17 +169,17 @@ class Updates:
         """Raise ValueError if a parameter has changed its shape, or has a gradient hook, which would never run."""
         self.masters.refuse_gradient_hooks()
         for optimizer in self.optimizers:
-            entry = self._entries[optimizer]
-            if entry.changes_seen == self.masters.changes:
-                continue
-            for p, shape in zip(parameters_of(optimizer), entry.shapes, strict=False):  # groups may have been added
-                if p.shape != shape:
-                    raise ValueError(
-                        f"a parameter must keep its shape while an optimizer has state for it (got "
-                        f"{list(p.shape)} for {self.masters.of(p).name}, which was {list(shape)}); make a new "
-                        "optimizer from model.parameters() and pass it to eps.wrap"
-                    )
-            entry.changes_seen = self.masters.changes
+            shapes = self._entries[optimizer].shapes
+            with without_interception():
+                changed = [  # groups may have been added
+                    (p, shape) for p, shape in zip(parameters_of(optimizer), shapes, strict=False) if p.shape != shape
+                ]
+            for p, shape in changed:
+                raise ValueError(
+                    f"a parameter must keep its shape while an optimizer has state for it (got "
+                    f"{list(p.shape)} for {self.masters.of(p).name}, which was {list(shape)}); make a new "
+                    "optimizer from model.parameters() and pass it to eps.wrap"
+                )
 
     # ---- in optimizer.step()
 
@@ -350,7 +348,7 @@ def _taken_factors(sums: Sums) -> dict[torch.Tensor, torch.Tensor]:
         pending = gradient.__dict__.get("_l2l_pending")
         if pending is not None:
             held.append((gradient, pending))
-        if isinstance(pending, Sum) and pending.factor is not None:
+        if isinstance(pending, PendingSum) and pending.factor is not None:
             factors[master.parameter] = pending.factor
     let_go_all(held)
     return factors

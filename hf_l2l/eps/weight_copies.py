@@ -55,7 +55,8 @@ class Copies:
         unit.wait()
         if not self.precision.is_mixed:
             return list(unit.parameters)
-        with without_interception(), torch.no_grad(), torch.inference_mode(False):
+        # no_grad last: leaving inference mode turns gradients on, and a copy with a graph would keep its master alive.
+        with without_interception(), torch.inference_mode(False), torch.no_grad():
             if not self.precision.keeps_copies:
                 return self._made(unit, stage)
             sources: list[torch.Tensor] = []

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from hf_l2l.compat import tables_of, without_interception
@@ -56,7 +57,7 @@ class LayerUnit:
                 for p, dtype in zip(self.parameters, self.dtypes, strict=True)
             ]
             """Tensors with dtype, shape and strides of what travels; their values are not read."""
-            self._kinds = [(p.shape, p.dtype) for p in self.parameters]
+            self._kinds = [_kind(p) for p in self.parameters]
             self.trained = [number for number, p in enumerate(self.parameters) if p.requires_grad]
             """The numbers of the parameters that require a gradient."""
         self.layout = Layout(self.likes)
@@ -73,7 +74,13 @@ class LayerUnit:
         return bool(self.trained)
 
     def has_its_parameters(self) -> bool:
-        """Whether the modules still have the parameters and submodules that they had."""
+        """Whether the module of a layer still has the parameters that it had, whatever submodules hold them."""
+        if self._has_its_tables():
+            return True
+        now = list(self.module.parameters())
+        return len(now) == len(self.parameters) and all(map(is_, now, self.parameters))
+
+    def _has_its_tables(self) -> bool:
         for table, values in self._tables:
             if len(table) != len(values) or not all(map(is_, table.values(), values)):
                 return False
@@ -84,9 +91,9 @@ class LayerUnit:
         the shapes, dtypes and `requires_grad` of the parameters."""
         with without_interception():
             return (
-                self.has_its_parameters()
+                self._has_its_tables()
                 and [p.requires_grad for p in self.parameters] == self._flags
-                and [(p.shape, p.dtype) for p in self.parameters] == self._kinds
+                and [_kind(p) for p in self.parameters] == self._kinds
                 and [len(each._buffers) for each in self.modules] == self._buffer_counts
             )
 
@@ -94,3 +101,8 @@ class LayerUnit:
         """The version of each parameter now, whatever is pending for it."""
         with without_interception():
             return [p._version for p in self.parameters]
+
+
+def _kind(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...] | None]:
+    stride = parameter.stride() if parameter.layout is torch.strided else None
+    return parameter.shape, parameter.dtype, stride
