@@ -147,7 +147,7 @@ class _RelayNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         timeline = ctx.relay.eps.timeline
-        with ctx.relay.eps.backwards.joined(), timeline.inside("backward"), timeline.at(ctx.call.layer):
+        with ctx.relay.eps.backwards.joined(), timeline.inside("backward"), timeline.at(ctx.call.unit.module):
             if torch.is_grad_enabled():  # autograd would record this backward
                 raise RuntimeError(
                     "L2L computes first derivatives only, since a layer's graph is freed in its backward (got "
@@ -176,8 +176,9 @@ class Relay:
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of `layer`, whose original forward is `forward`, in the relay."""
-        if self.shell.call is not None:
-            return self._run(self.shell.call, layer, forward, args, kwargs)
+        call = self.shell.call
+        if call is not None:
+            return self._run(call, layer, forward, args, kwargs)
         with self.shell.entered(layer, forward, args, kwargs) as root:  # the program calls the layer itself
             return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
@@ -203,7 +204,7 @@ class Relay:
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         number, called = len(root.layer_calls), root.layer_calls
-        fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.layer)
+        fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.unit.module)
         call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
         call.before = called[-1] if called else None
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -224,7 +225,7 @@ class Relay:
             self.shell.one_thread.in_layer(),
             self._weights(call.unit, requires_grad=False) as weights,
             self._prefetching(call.fetched_in_forward),
-            self.eps.timeline.computes("forward", call.layer),
+            self.eps.timeline.computes("forward", call.unit.module),
         ):
             return forward_sweep(call, tensors, weights, for_backward=for_backward)
 
@@ -240,7 +241,7 @@ class Relay:
             self._weights(call.unit, requires_grad=True) as weights,
             self._prefetching(fetched),
             self._summing(weights) as sums,
-            self.eps.timeline.computes("backward", call.layer),
+            self.eps.timeline.computes("backward", call.unit.module),
         ):
             backward_sweep(call, inputs, gradients, weights)
             summed = [(m, total) for m, total in zip(call.unit.masters, sums, strict=False) if total is not None]
@@ -255,7 +256,7 @@ class Relay:
                 self._gradient_slots.leave(self.eps.lane)
 
     def _end_forward(self, root: ModelCall) -> None:
-        self._last_time[root.module] = [call.layer for call in root.layer_calls]
+        self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
         self._settle()
         if self._slots is not None and self.eps.masters.is_changed_for_call:
             self._slots.forget()

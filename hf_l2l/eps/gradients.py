@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -69,7 +70,7 @@ class Gradients:
         with self.lane.entered(), without_interception():
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
             with stream.span(self.device, "download", of):
-                stream.keep_until_done(self.device, [g for _, g in sums if g.layout is torch.strided])
+                stream.keep_until_done(self.device, map(itemgetter(1), sums))
                 totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
                 self._send_norms(totals)

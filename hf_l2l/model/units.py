@@ -57,7 +57,7 @@ class LayerUnit:
                 for p, dtype in zip(self.parameters, self.dtypes, strict=True)
             ]
             """Tensors with dtype, shape and strides of what travels; their values are not read."""
-            self._kinds = [_kind(p) for p in self.parameters]
+            self._kinds = _kinds(self.parameters)
             self.trained = [number for number, p in enumerate(self.parameters) if p.requires_grad]
             """The numbers of the parameters that require a gradient."""
         self.layout = Layout(self.likes)
@@ -93,7 +93,7 @@ class LayerUnit:
             return (
                 self._has_its_tables()
                 and [p.requires_grad for p in self.parameters] == self._flags
-                and [_kind(p) for p in self.parameters] == self._kinds
+                and _kinds(self.parameters) == self._kinds
                 and [len(each._buffers) for each in self.modules] == self._buffer_counts
             )
 
@@ -103,6 +103,6 @@ class LayerUnit:
             return [p._version for p in self.parameters]
 
 
-def _kind(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...] | None]:
-    stride = parameter.stride() if parameter.layout is torch.strided else None
-    return parameter.shape, parameter.dtype, stride
+def _kinds(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, tuple[int, ...] | None]]:
+    """Shape, dtype and strides of each."""
+    return [(p.shape, p.dtype, p.stride() if p.layout is torch.strided else None) for p in parameters]

@@ -207,8 +207,8 @@ def _stand_ins(masters: list[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor per master, which replaces it in the optimizer: with its memory and version, without a gradient."""
     tensors = [master.detach().requires_grad_(master.requires_grad) for master in masters]
     for tensor, master in zip(tensors, masters, strict=True):
-        # Some optimizers read attributes that the program set on parameters. The EPS has one there, too.
-        vars(tensor).update({name: value for name, value in vars(master).items() if name != "_l2l_pending"})
+        vars(tensor).update(vars(master))  # some optimizers read attributes that the program set on parameters
+        vars(tensor).pop("_l2l_pending", None)  # the EPS sets one, too, which is of the parameter alone
     return tensors
 
 

@@ -82,7 +82,9 @@ def get_rng_state(device: torch.device) -> RngState:
     module = device_module(device)
     if module is None:
         return RngState(torch.get_rng_state(), None)
-    return RngState(torch.get_rng_state(), module.get_rng_state(*_index(device)))
+    # torch.mps has one device, and functions that take none.
+    where = () if device.type == "mps" else (device,)
+    return RngState(torch.get_rng_state(), module.get_rng_state(*where))
 
 
 def set_rng_state(state: RngState, device: torch.device) -> None:
@@ -90,12 +92,7 @@ def set_rng_state(state: RngState, device: torch.device) -> None:
     torch.set_rng_state(state.host)
     module = device_module(device)
     if module is not None and state.device is not None:
-        module.set_rng_state(state.device, *_index(device))
-
-
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    # torch.mps has one device, and functions that take none.
-    return () if device.type == "mps" else (device,)
+        module.set_rng_state(state.device, *(() if device.type == "mps" else (device,)))
 
 
 @contextmanager

@@ -206,7 +206,8 @@ def keep_until_done(device: torch.device, tensors: Iterable[torch.Tensor]) -> No
     if module is not None:
         current = module.current_stream(device)
         for tensor in tensors:
-            tensor.record_stream(current)
+            if tensor.layout is torch.strided:  # the others are copied synchronously
+                tensor.record_stream(current)
 
 
 def can_page_lock(device: torch.device) -> bool:
