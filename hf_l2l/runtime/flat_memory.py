@@ -79,8 +79,7 @@ class Room:
                 return torch.empty(piece.shape, dtype=piece.dtype)
             memory = torch.frombuffer(self._view, dtype=torch.uint8)
             self._storage = StorageWeakRef(memory.untyped_storage())
-            flat = memory[: piece.stop - piece.start].view(piece.dtype)
-            return flat.view(piece.shape) if piece.stride is None else flat.as_strided(piece.shape, piece.stride)
+            return piece.view_of(memory[: piece.stop - piece.start])
 
 
 def rooms_in(pages: Pages, layout: Layout) -> list[Room]:
@@ -101,6 +100,11 @@ class Piece(NamedTuple):
     stride: tuple[int, ...] | None
     """None for one with gaps between its elements, which is contiguous here."""
 
+    def view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The bytes `memory` (uint8, one dimension, as many as the tensor has) as such a tensor."""
+        flat = memory.view(self.dtype)
+        return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
+
 
 class Layout:
     """The places of some tensors in a piece of memory."""
@@ -118,20 +122,7 @@ class Layout:
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `memory` (uint8, one dimension) that are like the tensors."""
-        found = []
-        for start, stop, dtype, shape, stride in self.pieces:
-            flat = memory[start:stop].view(dtype)
-            found.append(flat.view(shape) if stride is None else flat.as_strided(shape, stride))
-        return found
-
-
-def shaped_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The first bytes of `memory` (uint8, one dimension) with the dtype, the shape and the strides of `tensor`.
-
-    A tensor with gaps between its elements gets contiguous strides.
-    """
-    flat = memory[: _num_bytes(tensor)].view(tensor.dtype)
-    return flat.as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else flat.view(tensor.shape)
+        return [piece.view_of(memory[piece.start : piece.stop]) for piece in self.pieces]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_l2l.runtime.flat_memory import Layout, elements, is_dense, shaped_like
+from hf_l2l.runtime.flat_memory import Layout, elements, is_dense
 
 DTYPES = (
     torch.float32,
@@ -89,17 +89,17 @@ def test_elements_are_those_of_the_memory_in_its_order(tensor):
     flat = elements(tensor)
     assert flat.shape == (tensor.numel(),) and flat.data_ptr() == tensor.data_ptr()
     assert sorted(flat.tolist(), key=str) == sorted(tensor.flatten().tolist(), key=str)
-    like = shaped_like(flat.contiguous().view(torch.uint8), tensor)
+    like = Layout([tensor]).views(flat.contiguous().view(torch.uint8))[0]
     assert torch.equal(like, tensor) and like.stride() == tensor.stride()
 
 
 def test_what_is_transposed_stays_so_and_what_has_gaps_is_closed():
     memory = torch.zeros(64, dtype=torch.uint8)
     transposed, gaps = torch.randn(2, 3).T, torch.randn(3, 4)[:, ::2]
-    assert shaped_like(memory, transposed).stride() == (1, 3)
-    assert shaped_like(memory, gaps).stride() == (2, 1)
+    assert Layout([transposed]).views(memory)[0].stride() == (1, 3)
+    assert Layout([gaps]).views(memory)[0].stride() == (2, 1)
     images = torch.randn(1, 2, 2, 2).to(memory_format=torch.channels_last)
-    assert shaped_like(memory, images).stride() == images.stride()
+    assert Layout([images]).views(memory)[0].stride() == images.stride()
 
 
 def test_a_view_ends_where_its_tensor_ends():
