@@ -132,6 +132,11 @@ class Timeline:
         self._names.clear()
         stop_observing(self.device, self)
 
+    @property
+    def pending(self) -> int:
+        """The number of recorded spans that `collect` has not processed yet."""
+        return len(self._noted)
+
     def averages(self) -> Averages | None:
         """Averages over the steps that have ended since the last call; None if there were none."""
         self.collect()

@@ -60,7 +60,7 @@ class Backwards:
         self.errors = HookErrors()
         self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
         """True for a failed backward, False for one that ended -> the callbacks."""
-        self._under_way: dict[int, weakref.ref[_End]] = {}
+        self.under_way: dict[int, weakref.ref[_End]] = {}
         """The number of a backward -> the object that torch calls at its end."""
         self._ending: set[int] = set()
         """Backwards whose callbacks are running, each in one thread."""
@@ -79,9 +79,9 @@ class Backwards:
         """Take part in the backward that calls this, and return its number."""
         task = current_backward()
         assert task != -1, "called in a node or hook of a backward"
-        if task not in self._under_way:
+        if task not in self.under_way:
             end = _End(self, task)
-            self._under_way[task] = weakref.ref(end)
+            self.under_way[task] = weakref.ref(end)
             call_at_end_of_backward(end)
         return task
 
@@ -89,7 +89,7 @@ class Backwards:
         """Run the callbacks of the backward `task`, once."""
         with self._changed:
             # Two threads may call this for one failed backward.
-            if task not in self._under_way or task in self._ending:
+            if task not in self.under_way or task in self._ending:
                 return
             self._ending.add(task)
         try:
@@ -100,7 +100,7 @@ class Backwards:
                         call()
         finally:
             with self._changed:
-                self._under_way.pop(task, None)
+                self.under_way.pop(task, None)
                 self._ending.discard(task)
                 self._changed.notify_all()
 
@@ -122,14 +122,14 @@ class Backwards:
             return
         if own:
             self.wait_until_over()
-        if self._under_way:
+        if self.under_way:
             raise RuntimeError(ONE_THREAD)
 
     def wait_until_over(self) -> None:
         """Wait for failed backwards: torch's threads leave them a moment after the program has got the error."""
-        if self._under_way:
+        if self.under_way:
             with self._changed:
-                self._changed.wait_for(lambda: not self._under_way, _FAILED_BACKWARD_ENDS_WITHIN_S)
+                self._changed.wait_for(lambda: not self.under_way, _FAILED_BACKWARD_ENDS_WITHIN_S)
 
 
 class _End:

@@ -7,7 +7,7 @@ random generator of its own, backward runs in a thread of its own, and an alloca
 allow, and two operations on the same memory that no wait orders raise an error. What a script does wrong with one GPU,
 it does wrong here. It says nothing about its own speed; `virtual_clock(Costs(...))` works out how long something takes
 on a machine of the speed given. `page_lock_limit` lets page-locking of host memory, by `torch.sim.cudart()`, fail, and
-`page_locked_bytes` counts it.
+`page_locked_bytes` counts it. `copies_under_way` counts the asynchronous copies that have not landed.
 
 Importing this package registers nothing.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_l2l.testing.sim_clock import Costs, Moment, Task, VirtualClock, virtual_clock
+from hf_l2l.testing.sim_copies import copies_under_way
 from hf_l2l.testing.sim_pages import page_lock_limit, page_locked_bytes
 from hf_l2l.testing.sim_worker import engine_on_clock
 
@@ -28,6 +29,7 @@ __all__ = [
     "Moment",
     "Task",
     "VirtualClock",
+    "copies_under_way",
     "enable_simulated_accelerator",
     "engine_on_clock",
     "page_lock_limit",

@@ -130,6 +130,16 @@ def land(clock: Clock) -> None:
         _give_back_held()
 
 
+def copies_under_way(stream: torch.Stream | None = None) -> int:
+    """Return the number of asynchronous copies that have been queued and have not landed.
+
+    Args:
+        stream: a `torch.sim.Stream` whose copies alone are counted; None for all streams.
+    """
+    with LOCK:
+        return sum(stream is None or copy.line.id == stream.stream_id for copy in _queue)
+
+
 def is_done(clock: Clock) -> bool:
     """Return whether all operations within `clock` have run and are visible to the host."""
     queued = any(clock.get(c.line.id, 0) >= c.count for c in _queue)

@@ -181,7 +181,7 @@ def test_without_a_trace_a_raw_loop_keeps_nothing():
     eps = attach_l2l(model, L2LConfig(device="cpu"))
     model(**batch_for(model)).loss.backward()
     eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step()
-    assert not eps.timeline.is_watched and not eps.timeline._noted and eps.timeline.averages() is None
+    assert not eps.timeline.is_watched and not eps.timeline.pending and eps.timeline.averages() is None
 
 
 # ---- averages

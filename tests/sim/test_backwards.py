@@ -12,7 +12,7 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine import slots
+from hf_l2l.eps.weight_copies import Copies
 from other_thread import REFUSAL, in_another_thread
 from training import tiny_bert
 
@@ -114,7 +114,7 @@ def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_
 
     def call() -> None:
         if fails[0]:
-            kept.extend(end() for end in eps.backwards._under_way.values())
+            kept.extend(end() for end in eps.backwards.under_way.values())
             raise KeyError("from between the layers")
 
     with_call_between_layers(model, call)
@@ -157,13 +157,14 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
     attached(model, device="sim")
     train_once(model, batch_for(model))
     filled: list[int] = []
-    fill = slots.WeightSlots._fill
+    fill = Copies.of_unit
 
-    def logged(slots: Any, unit: Any) -> Any:
-        filled.append(index[unit.module])
-        return fill(slots, unit)
+    def logged(copies: Copies, unit: Any, *rest: Any) -> Any:
+        if unit.module in index:  # each copy that is asked for is uploaded
+            filled.append(index[unit.module])
+        return fill(copies, unit, *rest)
 
-    monkeypatch.setattr(slots.WeightSlots, "_fill", logged)
+    monkeypatch.setattr(Copies, "of_unit", logged)
     train_once(model, batch_for(model))
     assert filled == [0, 1, 2, 3, 4, 5, 3]
     with torch.no_grad():
@@ -180,7 +181,7 @@ def test_two_backwards_in_turn_end_by_themselves():
     for _ in range(3):
         model(**batch).loss.backward()
         plain(**batch).loss.backward()
-        assert not eps.backwards._under_way
+        assert not eps.backwards.under_way
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], gradient)
 
@@ -253,7 +254,7 @@ def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
 
     def call() -> None:
         if fails[0]:
-            kept.extend(end() for end in eps.backwards._under_way.values())
+            kept.extend(end() for end in eps.backwards.under_way.values())
             raise KeyError("from between the layers")
 
     with_call_between_layers(model, call)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_l2l.testing import sim_copies
+from hf_l2l.testing import copies_under_way
 from hf_l2l.testing.sim_stream import late_copies, random_landing
 
 SIM = torch.device("sim", 0)
@@ -564,7 +564,7 @@ def test_landed_copies_keep_nothing() -> None:
     assert storage.expired()
     del x
     assert torch.sim.memory_allocated() == held - 40
-    assert not sim_copies._queue and not sim_copies._held
+    assert not copies_under_way()
 
 
 # A pipeline: host -> staging -> slot -> result -> host, two of each
@@ -672,7 +672,7 @@ def test_random_landing_depends_on_its_seed_only() -> None:
         with random_landing(seed):
             for i in range(16):
                 queued(x[i], torch.zeros(()), side)
-                done.append(not any(c.line is side._line for c in sim_copies._queue))
+                done.append(not copies_under_way(side))
         side.synchronize()
         return done
 

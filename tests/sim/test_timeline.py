@@ -320,14 +320,14 @@ def test_what_waits_for_the_device_keeps_nothing_of_earlier_steps(tmp_path):
         optimizer.step()
         eps.synchronize()
         eps.timeline.collect()
-        left.append(len(eps.timeline._noted))
+        left.append(eps.timeline.pending)
         sizes.append(len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]))
     assert left[1:] == [left[0]] * 3 and left[0] < 30
     assert sizes == sorted(set(sizes))
     with torch.no_grad():
         for _ in range(4):
             model(**batch)
-    assert len(eps.timeline._noted) < 60
+    assert eps.timeline.pending < 60
 
 
 def test_an_evaluation_that_runs_ahead_of_the_device_keeps_no_more_with_every_forward(monkeypatch):
@@ -349,7 +349,7 @@ def test_an_evaluation_that_runs_ahead_of_the_device_keeps_no_more_with_every_fo
         for _ in range(60):
             asked = 0
             model(x)
-            found.append((asked, len(eps.timeline._noted), len(eps.timeline.clock._waits)))
+            found.append((asked, eps.timeline.pending, len(eps.timeline.clock._waits)))
     assert found[3:] == [found[3]] * 57
     assert found[3][1] > 0  # it does run ahead
 
@@ -372,7 +372,7 @@ def test_a_model_that_rests_keeps_nothing_of_another_ones_steps(tmp_path):
     lengths = []
     for _ in range(3):
         weights_after(tiny_bert(layers=2), count=2)
-        lengths.append(len(resting.timeline._noted))
+        lengths.append(resting.timeline.pending)
     assert resting.timeline.is_watched and lengths[0] == lengths[1] == lengths[2]
 
 

@@ -15,11 +15,11 @@ from families import assert_same_bits, attached, batch_for, gradients, train_onc
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.relay import Relay
-from hf_l2l.engine.slots import WeightSlots
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.gradients import Gradients
+from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.testing import page_locked_bytes, sim_copies
+from hf_l2l.testing import copies_under_way, page_locked_bytes
 from training import settled_memory, tiny_bert
 
 
@@ -150,10 +150,10 @@ def test_a_backward_that_ends_above_frozen_layers_leaves_nothing_on_its_way(stas
     model.bert.embeddings.requires_grad_(False)
     model.bert.encoder.layer[:2].requires_grad_(False)
     loss = model(**batch_for(model)).loss
-    filled, fill = [], WeightSlots._fill
-    monkeypatch.setattr(WeightSlots, "_fill", lambda slots, layer: filled.append(layer) or fill(slots, layer))
+    filled, fill = [], Copies.of_unit
+    monkeypatch.setattr(Copies, "of_unit", lambda held, unit, *rest: filled.append(unit) or fill(held, unit, *rest))
     loss.backward()
-    assert filled == [] and sim_copies._queue == []
+    assert filled == [] and not copies_under_way()
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
@@ -162,11 +162,11 @@ def test_nothing_is_on_its_way_when_a_backward_to_an_intermediate_is_over(stash)
     model = bert_on_sim(stash=stash)
     outputs = model(**batch_for(model), output_hidden_states=True)
     torch.autograd.grad(outputs.loss, outputs.hidden_states[2])
-    assert sim_copies._queue == []
+    assert not copies_under_way()
     del model, outputs
     settled_memory()
     torch.sim.synchronize()
-    assert sim_copies._queue == []
+    assert not copies_under_way()
 
 
 # ---- errors in hooks of autograd, which run in a thread of torch's own

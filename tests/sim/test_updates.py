@@ -15,8 +15,7 @@ from torch import nn
 
 from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l
-from hf_l2l.engine import slots
-from hf_l2l.eps import gradients, updates
+from hf_l2l.eps import gradients, updates, weight_copies
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.worker import Task
 from hf_l2l.testing import sim_stream
@@ -110,14 +109,14 @@ def master_of(model: nn.Module, index: int) -> torch.Tensor:
 
 @contextmanager
 def fault_in_upload(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    fill = slots.WeightSlots._fill
+    copies = weight_copies.Copies.of_unit
 
-    def broken(self: Any, unit: Any) -> Any:
+    def broken(self: Any, unit: Any, *rest: Any) -> Any:
         if unit.module is model.blocks[index]:
             raise FaultError("no upload")
-        return fill(self, unit)
+        return copies(self, unit, *rest)
 
-    patch.setattr(slots.WeightSlots, "_fill", broken)
+    patch.setattr(weight_copies.Copies, "of_unit", broken)
     yield
 
 
