@@ -148,7 +148,7 @@ def test_forked_data_loaders_live_with_the_worker(tmp_path):
 
 
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 sys.path.insert(0, {root!r})
 import torch
@@ -157,7 +157,7 @@ from hf_l2l.eps import updates
 
 original = updates.carry_out
 def slow(*args):
-    print("updating", flush=True)
+    os.write(1, b"updating\\n")  # at once: two updates may begin together
     time.sleep({seconds})
     original(*args)
 updates.carry_out = slow
@@ -192,10 +192,10 @@ def test_a_signal_ends_the_program(mode, seconds, sent):
     code = SCRIPT.format(root=str(root), mode=mode, seconds=seconds)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None and program.stderr is not None
-        assert program.stdout.readline() == b"updating\n"
-        time.sleep(0.3)
-        program.send_signal(sent)
         try:
+            assert program.stdout.readline() == b"updating\n"
+            time.sleep(0.3)
+            program.send_signal(sent)
             _, errors = program.communicate(timeout=100)  # much less than the update takes
         finally:
             program.kill()
