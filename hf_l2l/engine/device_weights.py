@@ -105,7 +105,7 @@ def uploaded(
     sources = copies.of_unit(unit)
     # Autograd refuses tensors that were created under inference mode.
     with torch.inference_mode(False), torch.no_grad(), without_interception():
-        leaves = [stream.upload(tensor, device) for tensor in sources]
+        leaves = [stream.upload(tensor, device) for tensor in sources.tensors]
         if requires_grad:
             for number in unit.trained:
                 leaf = leaves[number].requires_grad_()

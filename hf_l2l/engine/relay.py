@@ -25,7 +25,7 @@ from hf_l2l.engine.layer_call import InputGradients, LayerCall, without_caches
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.prefetch_order import fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.shell import Shell
-from hf_l2l.engine.slots import GradientSlots, WeightSlots
+from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.masters import MasterUnit
@@ -244,14 +244,15 @@ class Relay:
             self.eps.timeline.computes("backward", call.unit.module),
         ):
             backward_sweep(call, inputs, gradients, weights)
-            summed = [(m, total) for m, total in zip(call.unit.masters, sums, strict=False) if total is not None]
+            pairs = zip(call.unit.masters, sums.totals, strict=False)
+            summed = [(master, total) for master, total in pairs if total is not None]
             received = [*summed, *weights.take_gradients()]
         # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
             with RaisedIn("the download of", call.unit.name):
                 with without_interception():  # as in plain torch, what was frozen after the forward gets no gradient
                     received = [(m, total) for m, total in received if m.parameter.requires_grad]
-                self.eps.receive(received, call.unit.trained_masters)
+                self.eps.receive(received, call.unit, sums.flat)
             if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 
@@ -266,9 +267,10 @@ class Relay:
         if self._slots is not None:
             self._slots.settle()
 
-    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[list[torch.Tensor | None]]:
+    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
         if stream.shares_host_memory(self.device) and not self.eps.copies.precision.is_mixed:
-            return nullcontext([])  # autograd sums the gradients in the leaves, which are in host memory already
+            # Autograd sums the gradients in the leaves, which are in host memory already.
+            return nullcontext(LayerSums([], None))
         return self._gradient_slots.summing(weights)
 
     def _weights(self, unit: MasterUnit, *, requires_grad: bool) -> AbstractContextManager[DeviceWeights]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,6 +38,7 @@ class _Leaves:
     """One layer's weights in a slot."""
 
     def __init__(self, unit: MasterUnit, memory: torch.Tensor, on_gradient: OnGradient) -> None:
+        self.flat = memory[: unit.layout.num_bytes]
         self.views = unit.layout.views(memory)
         self.fixed = [view.detach() for view in self.views]
         """The tensors that the modules read in a forward sweep."""
@@ -143,15 +145,27 @@ class WeightSlots:
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered(), without_interception():
             stream.wait(slot.freed, wait_reasons.WEIGHT_SLOT_FREE)
             stream.released(slot.memory)
-            views = slot.leaves_of(unit).views
+            leaves, lane = slot.leaves_of(unit), self.lane
             try:
                 with stream.span(self.device, "upload", unit.module):
-                    for view, host in zip(views, sources, strict=True):
-                        view.copy_(host, non_blocking=self.lane.is_stream)
+                    if sources.flat is not None:
+                        leaves.flat.copy_(sources.flat, non_blocking=lane.is_stream)
+                    else:
+                        for view, host in zip(leaves.views, sources.tensors, strict=True):
+                            view.copy_(host, non_blocking=lane.is_stream)
             finally:  # also after an error: copies that were submitted before it are waited for
                 slot.uploaded = slot.stage.left = stream.record(self.device)
         slot.unit = unit
         return slot
+
+
+class LayerSums(NamedTuple):
+    """The gradient sums of one layer."""
+
+    totals: list[torch.Tensor | None]
+    """Per parameter, its sum; None for a parameter without a gradient."""
+    flat: torch.Tensor | None
+    """The memory (uint8, one dimension) of all sums, in the unit's gradient layout; None if they are not in a slot."""
 
 
 class GradientSlots:
@@ -176,25 +190,24 @@ class GradientSlots:
         """True until the first gradient of the layer is added."""
 
     @contextmanager
-    def summing(self, weights: DeviceWeights) -> Iterator[list[torch.Tensor | None]]:
+    def summing(self, weights: DeviceWeights) -> Iterator[LayerSums]:
         """Inside, gradients of the leaves of `weights` are summed in a slot and not in `leaf.grad`.
 
-        Yields the sums per parameter (views of the slot, like the parameter), None for parameters without a gradient.
-        After their downloads have been submitted, `leave` must be called.
+        Yields the sums; after their downloads have been submitted, `leave` must be called.
         """
         slot, unit = self.slots[0], weights.unit
-        self._views = {}
+        self._views, flat = {}, None
         if not stream.shares_host_memory(self.device):
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
                 slot = self.slots[0] = _GradientSlot(unit.gradient_layout.num_bytes, self.device)
-            self._views = slot.views_of(unit)
+            self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
         self._unit, self._is_empty = unit, True
         errors = self._errors = HookErrors()
         sums = self._sums = [None] * len(weights.leaves)
         for leaf in weights.leaves:
             leaf.grad = None  # a backward that failed may have left one
         try:
-            yield sums
+            yield LayerSums(sums, flat)
         finally:
             # Hooks of the leaves refer to this object, which Python's garbage collector does not see. A reference from
             # here to a module would therefore keep the model alive.

@@ -8,7 +8,6 @@ at its next use, which mostly is the update of the weights in the background.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -16,10 +15,10 @@ from operator import itemgetter
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hf_l2l.compat import current_backward, leaf_variable, without_interception
+from hf_l2l.compat import leaf_variable, without_interception
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.eps.masters import Master, Masters
-from hf_l2l.eps.pending import Pending, can_hold, hold, hold_all, let_go, pending_of, settle
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.eps.pending import Pending, PendingSum, can_hold, hold, hold_all, let_go, pending_of, settle
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.flat_memory import Room, elements
@@ -55,7 +54,7 @@ class Gradients:
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
     @torch.no_grad()
-    def receive(self, sums: Sums) -> None:
+    def receive(self, sums: Sums, unit: MasterUnit | None = None, flat: torch.Tensor | None = None) -> None:
         """Add sums to what `p.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
         of = sums[0][0].parameter if sums else ""
         if not self.lane.is_stream:
@@ -70,8 +69,11 @@ class Gradients:
         with self.lane.entered(), without_interception():
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
             with stream.span(self.device, "download", of):
-                stream.keep_until_done(self.device, map(itemgetter(1), sums))
-                totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
+                if unit is not None and flat is not None and self._receive_layer(sums, unit, flat):
+                    totals = sums
+                else:
+                    stream.keep_until_done(self.device, map(itemgetter(1), sums))
+                    totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
             with stream.span(self.device, "norm", of):
                 self._send_norms(totals)
 
@@ -114,6 +116,34 @@ class Gradients:
             return None
         self._of_losses.append((master, gradients[0]))
         return (None,)
+
+    def _receive_layer(self, sums: Sums, unit: MasterUnit, flat: torch.Tensor) -> bool:
+        """Start to download all gradients of a layer in one copy, on the lane.
+
+        Returns:
+            False if that is not possible: a parameter has no gradient, or has one from before, to which this one is
+            added; or the program still holds the host memory of an earlier one.
+        """
+        block = unit.gradient_block
+        rooms = [master.gradient_room for master, _ in sums]
+        flat_on_host = None if block is None or len(rooms) != len(block.layout.pieces) else block.flat
+        if block is None or flat_on_host is None or not all([room is not None and room.is_free for room in rooms]):
+            return False
+        if any([master.arriving is not None or master.parameter.grad is not None for master, _ in sums]):
+            return False
+        for (master, _), room, piece in zip(sums, rooms, block.layout.pieces, strict=True):
+            assert room is not None, "checked above"
+            master.arriving = room.tensor_of(piece)
+            self._arriving.append(master)
+        stream.keep_until_done(self.device, [flat])
+        if flat_on_host.numel() == flat.numel():
+            flat_on_host.copy_(flat, non_blocking=True)
+        else:  # gradients are kept in 16 bits
+            wide = flat.view(sums[0][1].dtype)
+            rounded = wide.to(block.layout.pieces[0].dtype)
+            flat_on_host.view(rounded.dtype).copy_(rounded, non_blocking=True)
+            wide.copy_(rounded)  # for the norms, which must be those of the rounded values on the host
+        return True
 
     def _receive(self, master: Master, gradient: torch.Tensor) -> bool:
         """Start to download one gradient, on the lane; an existing sum is added to it on the device first.
@@ -327,44 +357,6 @@ class Gradients:
                     hold(grad, PendingSum(factor=factor))
                 else:
                     grad.mul_(factor)
-
-
-_scaling = threading.Lock()
-
-
-class PendingSum(Pending):
-    """What is pending for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply
-    the sum by before it is used, or a backward that may still add to it."""
-
-    guards_grad = False
-
-    def __init__(
-        self,
-        norm: torch.Tensor | None = None,
-        version: int | None = None,
-        *,
-        factor: torch.Tensor | None = None,
-        arrives_at: Gradients | None = None,
-    ) -> None:
-        self.norm = norm
-        self.version = version
-        """Version of the sum when its norm was computed: writes by autograd itself are not intercepted."""
-        self.factor = factor
-        self.arrives_at = arrives_at
-        self.may_be_scaled = factor is None and arrives_at is None
-
-    def before_values(self, tensor: torch.Tensor) -> None:
-        if self.arrives_at is not None:
-            if current_backward() != -1:
-                self.arrives_at.wait()
-                return
-            self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
-        with _scaling:  # another thread may use the gradient at the same time
-            factor, self.factor = self.factor, None
-            if factor is not None:
-                with without_interception(), torch.no_grad():
-                    tensor.mul_(factor)
-        let_go(tensor, self)
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.flat_memory import Layout, Pages, Room, rooms_in
+from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, placed
 from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
 
 T = TypeVar("T")
@@ -47,6 +47,8 @@ class HostMemory:
         """`masters.changes` when memory for gradients was allocated."""
         self._is_refused = False
         """True if masters or copies that are uploaded are in pageable memory."""
+        self._layout_changes_seen = 0
+        """`masters.changes` when the blocks of the units were found."""
         self._warned = False
 
     @property
@@ -74,38 +76,49 @@ class HostMemory:
         masters = self.masters.all()
         with without_interception():  # reading an address needs no wait for values
             new = {m for m in masters if m.address != m.parameter.data_ptr()}
-        if not new:
-            return
-        sharing = _sharing_memory(self.masters.model)
-        precision = self.masters.precision
-        for unit in self.progress(self._groups(new), "Moving master weights to page-locked memory"):
-            is_uploaded = {m: precision.of(m.parameter) == m.parameter.dtype for m in unit}  # itself, and no copy
-            movable = [m for m in unit if is_uploaded[m] and _is_plain(m.parameter) and m.parameter not in sharing]
-            layout = Layout(m.parameter for m in movable)
-            pages = Pages(layout.num_bytes)
-            if layout.num_bytes and pages.lock(self.device):
-                self._pages.add(pages)
-                for master, room in zip(movable, rooms_in(pages, layout), strict=True):
-                    _move(master.parameter, room.tensor_like(master.parameter))
-            else:
-                for master in movable:
-                    master.refused_bytes = tensor_bytes([master.parameter])
-            self._take_copies([m for m in unit if not is_uploaded[m]])
-            for master in unit:
-                master.address = master.parameter.data_ptr()
-        self._is_refused = any(m.refused_bytes for m in masters)
-        self.warn_once()
+        if new:
+            sharing = _sharing_memory(self.masters.model)
+            for group in self.progress(self._groups(new), "Moving master weights to page-locked memory"):
+                self._place(group, sharing)
+                for master in group:
+                    master.address = master.parameter.data_ptr()
+            self.warn_once()
+        if new or self._layout_changes_seen != self.masters.changes:
+            self._layout_changes_seen = self.masters.changes
+            for unit in self.masters.layer_units:
+                unit.upload_block = block_of([m.upload_part for m in unit.masters], unit.layout)
 
-    def _take_copies(self, masters: Sequence[Master]) -> None:
-        """Allocate memory for the copies that are uploaded instead of `masters`, which are not moved themselves."""
+    def _place(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> None:
+        """Allocate one block for all that is uploaded of a group: masters, which move there, and copies of others.
+
+        Masters stay where they are if the device refuses to page-lock the block.
+        """
         precision = self.masters.precision
-        likes = [on_meta(m.parameter, precision.of(m.parameter)) for m in masters]
-        layout = Layout(likes)
-        if layout.num_bytes and precision.keeps_copies:
-            pages = self._new_pages(layout.num_bytes)
-            for master, like, room in zip(masters, likes, rooms_in(pages, layout), strict=True):
-                master.copy_room = room
-                master.refused_bytes = 0 if pages.locked else tensor_bytes([like])
+        for master in group:
+            master.upload_part = master.copy_room = None
+        is_copied = {m: precision.of(m.parameter) != m.parameter.dtype for m in group}
+        chosen = [
+            m
+            for m in group
+            if (precision.keeps_copies if is_copied[m] else _is_plain(m.parameter) and m.parameter not in sharing)
+        ]
+        layout = Layout(on_meta(m.parameter, precision.of(m.parameter)) for m in chosen)
+        if not layout.num_bytes:
+            return
+        pages = Pages(layout.num_bytes)
+        locked = pages.lock(self.device)
+        self._is_refused |= not locked
+        if locked or any(is_copied[m] for m in chosen):
+            self._pages.add(pages)
+            for master, (part, room) in zip(chosen, placed(pages, layout), strict=True):
+                if is_copied[master]:
+                    master.upload_part, master.copy_room = part, room
+                elif locked:
+                    master.upload_part = part
+                    _move(master.parameter, room.tensor_of(part.piece))
+        if not locked:
+            for master in chosen:
+                master.refused_bytes = 0 if is_copied[master] else tensor_bytes([master.parameter])
 
     def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor for a copy of `master` in `dtype`; page-locked if `adopt` allocated it."""
@@ -124,11 +137,14 @@ class HostMemory:
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
         groups = self._groups(missing) if missing else []
         for unit in self.progress(groups, "Allocating page-locked memory for gradients"):
-            layout = Layout(m.gradient_like for m in unit)
-            rooms = rooms_in(self._new_pages(layout.num_bytes), layout)
-            for master, room, piece in zip(unit, rooms, layout.pieces, strict=True):
-                master.gradient_room, master.gradient_piece = room, piece
+            layout = _gradient_layout(unit)
+            places = placed(self._new_pages(layout.num_bytes), layout)
+            for master, (part, room) in zip(unit, places, strict=True):
+                master.gradient_part, master.gradient_room = part, room
         self._changes_seen = self.masters.changes
+        for layer in self.masters.layer_units:
+            trained = layer.trained_masters
+            layer.gradient_block = block_of([m.gradient_part for m in trained], _gradient_layout(trained))
         self.warn_once()
 
     def _groups(self, masters: set[Master]) -> list[list[Master]]:
@@ -145,9 +161,9 @@ class HostMemory:
 
     def gradient_like(self, master: Master) -> torch.Tensor:
         """A host tensor for the gradient of `master`: the same memory each time, unless a tensor there still lives."""
-        room, piece = master.gradient_room, master.gradient_piece
-        if room is not None and piece is not None and room.is_free:
-            return room.tensor_of(piece)
+        part, room = master.gradient_part, master.gradient_room
+        if part is not None and room is not None and room.is_free:
+            return room.tensor_of(part.piece)
         return torch.empty_like(master.gradient_like, device=stream.HOST)
 
     def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
@@ -184,10 +200,21 @@ class HostMemory:
         """Release the page-locked memory: masters move to ordinary memory of their own."""
         for master in self.masters.all():
             p = master.parameter
-            if p.data_ptr() == master.address and not master.refused_bytes and master.copy_room is None:
+            part = master.upload_part
+            if part is not None and p.data_ptr() == part.block.addresses[part.number] != 0:
                 _move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
+
+
+def _gradient_layout(masters: Sequence[Master]) -> Layout:
+    """Places on the host for gradients, in the order of those on the device, element by element.
+
+    Gradients kept in 16 bits then begin at half the bytes, so that all sums of a layer are rounded and copied at once.
+    """
+    with without_interception():
+        halved = all([2 * m.gradient_like.itemsize == m.parameter.itemsize for m in masters])
+    return Layout((m.gradient_like for m in masters), ALIGNMENT // 2 if halved else ALIGNMENT)
 
 
 def _move(master: torch.Tensor, to: torch.Tensor) -> None:

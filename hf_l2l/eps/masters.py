@@ -20,7 +20,7 @@ from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import wait_reasons
-from hf_l2l.runtime.flat_memory import Piece, Room
+from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
 from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task
 
@@ -72,10 +72,9 @@ class Master(Pending):
 
         self.gradient_like = _gradient_like(parameter, precision)
         """A tensor with dtype, shape and strides of its gradient on the host; its values are not read."""
+        self.gradient_part: BlockPart | None = None
         self.gradient_room: Room | None = None
-        """Page-locked memory for its gradient."""
-        self.gradient_piece: Piece | None = None
-        """Dtype, shape and strides of the gradient in that memory."""
+        """The place of its gradient in page-locked memory, and that memory."""
         self.arriving: torch.Tensor | None = None
         """The host tensor that its gradient sum is downloaded into. At the end of this backward it becomes `p.grad`,
         or is added to that, or it is `p.grad` already."""
@@ -90,13 +89,15 @@ class Master(Pending):
         """True if the copy has the current values, provided that `copy_version` is the current version."""
         self.copy_version = 0
         """Version of the parameter when the copy was made."""
+
         self.copy_room: Room | None = None
         """Page-locked memory for the copy."""
-
+        self.upload_part: BlockPart | None = None
+        """The place in page-locked memory of what is uploaded: itself, which has been moved there, or its copy."""
         self.address: int | None = None
         """Its address after it was moved to page-locked memory, or left where it was."""
         self.refused_bytes = 0
-        """Bytes of it or of its copy that are pageable, since the device refused to page-lock more."""
+        """Bytes of it that were not moved, since the device refused to page-lock more."""
 
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
@@ -107,7 +108,7 @@ class Master(Pending):
             self.gradient_like.dtype,
             self.gradient_like.stride(),
         ):
-            self.gradient_like, self.gradient_room = like, None
+            self.gradient_like, self.gradient_part, self.gradient_room = like, None, None
 
     @property
     def is_updating(self) -> bool:
@@ -167,6 +168,10 @@ class MasterUnit(LayerUnit):
         super().__init__(module, modules, name, precision)
         self.masters = [record(p) for p in self.parameters]
         """In the order of `parameters`."""
+        self.upload_block: Block | None = None
+        """Host memory that holds all that is uploaded of it, in the order of `layout`; None if there is no such."""
+        self.gradient_block: Block | None = None
+        """Host memory for all its gradients, in the order of `gradient_layout`; None if there is no such."""
 
     @property
     def trained_masters(self) -> list[Master]:
@@ -274,6 +279,11 @@ class Masters:
             record = self.of if self._units_of_call is None else self._of_call
             unit = units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision, record)
         return unit
+
+    @property
+    def layer_units(self) -> list[MasterUnit]:
+        """The units of all layers, whatever the call under way uses."""
+        return [self._units[layer] for layer in self.layers]
 
     def non_layer_unit(self, module: nn.Module) -> MasterUnit:
         """The unit of the non-layer modules at and below `module`; an empty one for a layer."""

@@ -12,14 +12,15 @@ The package itself knows from its records what is pending, and reads held tensor
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import without_interception
+from hf_l2l.compat import current_backward, without_interception
 
 
 class Pending:
@@ -148,6 +149,54 @@ def settle(tensor: torch.Tensor) -> None:
     pending = pending_of(tensor)
     if pending is not None:
         pending.before_values(tensor)
+
+
+class Arrivals(Protocol):
+    """Downloads of gradient sums that a backward has submitted."""
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+
+    def wait_for_failed(self) -> None:
+        """Wait for a backward that has failed, and for them."""
+
+
+_scaling = threading.Lock()
+
+
+class PendingSum(Pending):
+    """What is pending for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply
+    the sum by before it is used, or a backward that may still add to it."""
+
+    guards_grad = False
+
+    def __init__(
+        self,
+        norm: torch.Tensor | None = None,
+        version: int | None = None,
+        *,
+        factor: torch.Tensor | None = None,
+        arrives_at: Arrivals | None = None,
+    ) -> None:
+        self.norm = norm
+        self.version = version
+        """Version of the sum when its norm was computed: writes by autograd itself are not intercepted."""
+        self.factor = factor
+        self.arrives_at = arrives_at
+        self.may_be_scaled = factor is None and arrives_at is None
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        if self.arrives_at is not None:
+            if current_backward() != -1:
+                self.arrives_at.wait()
+                return
+            self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
+        with _scaling:  # another thread may use the gradient at the same time
+            factor, self.factor = self.factor, None
+            if factor is not None:
+                with without_interception(), torch.no_grad():
+                    tensor.mul_(factor)
+        let_go(tensor, self)
 
 
 _GRAD, _VERSION, _METADATA = "grad", "version", "metadata"

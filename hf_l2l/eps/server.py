@@ -137,7 +137,7 @@ class EagerParamServer:
             self.receive([(master, gradient)])
 
     @torch.no_grad()
-    def receive(self, sums: Sums, masters: list[Master] | None = None) -> None:
+    def receive(self, sums: Sums, unit: MasterUnit | None = None, flat: torch.Tensor | None = None) -> None:
         """Add gradient sums from the device to what `p.grad` holds, by the end of this backward.
 
         Only to be called inside a backward. The download is overlapped with computation.
@@ -145,8 +145,9 @@ class EagerParamServer:
         Args:
             sums: pairs of master and gradient sum, which has the shape of the parameter and may be overwritten. Its
                 memory may be freed at once; to write to it, wait for `lane`.
-            masters: all masters of the call, with a gradient or without, if `sums` are all its gradients; None for
-                those in `sums`.
+            unit: the layer, if `sums` are all gradients of one call of it; None for others.
+            flat: device memory (uint8, one dimension) in the layout of the unit's gradients, in which the sums lie if
+                each trained parameter has one; None if they lie apart.
 
         Raises:
             RuntimeError: if a master has already been updated in this step, since these gradients were not announced;
@@ -160,8 +161,8 @@ class EagerParamServer:
             for _, gradient in sums:
                 gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, as all but chosen scales are
         self.updates.eager.refuse_second(master for master, _ in sums)
-        self.gradients.receive(sums)
-        self.updates.arrived([master for master, _ in sums] if masters is None else masters)
+        self.gradients.receive(sums, unit, flat)
+        self.updates.arrived([master for master, _ in sums] if unit is None else unit.trained_masters)
 
     def synchronize(self) -> None:
         """Wait until all updates have finished, and renew all 16-bit copies of masters at their next use.

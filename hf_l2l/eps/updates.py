@@ -25,10 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_interception
 from hf_l2l.config import Mode, MomentDtype
 from hf_l2l.eps.eager import EagerStep
-from hf_l2l.eps.gradients import Gradients, PendingSum, Sums
+from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import Pending, hold_all, let_go, let_go_all, settle
+from hf_l2l.eps.pending import Pending, PendingSum, hold_all, let_go, let_go_all, settle
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split

@@ -7,6 +7,7 @@ layer, for which the thread that drives the device then waits.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,6 @@ from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import can_hold, hold
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.flat_memory import Layout
 
 
 class Stage:
@@ -27,12 +27,21 @@ class Stage:
         """The point after which the memory may be written again."""
 
     def memory(self, host: HostMemory, num_bytes: int) -> torch.Tensor:
-        """At least `num_bytes` bytes (uint8); waits until uploads from them have finished."""
+        """`num_bytes` bytes (uint8, one dimension); waits until uploads from them have finished."""
         stream.wait(self.left, wait_reasons.COPIES_READ, host=True)
         if self._memory is None or self._memory.numel() < num_bytes:
             size = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
             self._memory = host.new_rooms(1, num_bytes, "copies of weights")[0].tensor_like(size)
-        return self._memory
+        return self._memory[:num_bytes]
+
+
+class Sources(NamedTuple):
+    """What is uploaded of one unit."""
+
+    tensors: list[torch.Tensor]
+    """Per parameter, a host tensor with its values in the dtype of the device."""
+    flat: torch.Tensor | None
+    """All of them in one host tensor (uint8, one dimension), in the unit's layout; None if they lie apart."""
 
 
 class Copies:
@@ -43,8 +52,8 @@ class Copies:
         self._masters = masters
         self._memory = memory
 
-    def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> list[torch.Tensor]:
-        """Per parameter of `unit`, a host tensor with its values in the dtype of the device; waits for updates.
+    def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> Sources:
+        """What is uploaded of `unit`; waits for updates.
 
         Only to be called after earlier uploads of the unit have finished, since a stale copy is overwritten.
 
@@ -54,11 +63,12 @@ class Copies:
         """
         unit.wait()
         if not self.precision.is_mixed:
-            return list(unit.parameters)
+            with without_interception():
+                return self._together(unit, list(unit.parameters))
         # no_grad last: leaving inference mode turns gradients on, and a copy with a graph would keep its master alive.
         with without_interception(), torch.inference_mode(False), torch.no_grad():
             if not self.precision.keeps_copies:
-                return self._made(unit, stage)
+                return self._made(unit, stage, self._memory)
             sources: list[torch.Tensor] = []
             for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
                 if dtype == p.dtype:
@@ -68,20 +78,23 @@ class Copies:
                 if copy is None or not master.copy_is_right or master.copy_version != p._version:
                     copy = self._renewed(master, dtype)
                 sources.append(copy)
-            return sources
+        return self._together(unit, sources)
 
-    def _made(self, unit: MasterUnit, stage: Stage | None) -> list[torch.Tensor]:
-        short = [number for number, p in enumerate(unit.parameters) if unit.likes[number] is not p]
-        sources: list[torch.Tensor] = list(unit.parameters)
+    @staticmethod
+    def _together(unit: MasterUnit, sources: list[torch.Tensor]) -> Sources:
+        block = unit.upload_block
+        # A program may have given a parameter other memory.
+        if block is None or [source.data_ptr() for source in sources] != block.addresses:
+            return Sources(sources, None)
+        return Sources(sources, block.flat)
+
+    @staticmethod
+    def _made(unit: MasterUnit, stage: Stage | None, host: HostMemory) -> Sources:
         if stage is None:
-            for number in short:
-                sources[number] = sources[number].to(unit.dtypes[number])
-            return sources
-        layout = Layout(unit.likes[number] for number in short)
-        memory = stage.memory(self._memory, layout.num_bytes)
-        for number, view in zip(short, layout.views(memory), strict=True):
-            sources[number] = view.copy_(sources[number])
-        return sources
+            return Sources([p.to(dtype) for p, dtype in zip(unit.parameters, unit.dtypes, strict=True)], None)
+        flat = stage.memory(host, unit.layout.num_bytes)
+        views = unit.layout.views(flat)
+        return Sources([view.copy_(p) for view, p in zip(views, unit.parameters, strict=True)], flat)
 
     def _renewed(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """Renew the copy of a master for which no update is under way; the master is held for it."""

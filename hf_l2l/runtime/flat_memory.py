@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -75,19 +76,14 @@ class Room:
     def tensor_of(self, piece: Piece) -> torch.Tensor:
         """An uninitialised host tensor over this memory, of the kind that `piece` says."""
         with torch.inference_mode(False):
-            if 0 in piece.shape:
+            if piece.start == piece.stop:
                 return torch.empty(piece.shape, dtype=piece.dtype)
-            memory = torch.frombuffer(self._view, dtype=torch.uint8)
-            self._storage = StorageWeakRef(memory.untyped_storage())
-            return piece.view_of(memory[: piece.stop - piece.start])
+            flat = torch.frombuffer(self._view[: piece.stop - piece.start], dtype=piece.dtype)
+            self._storage = StorageWeakRef(flat.untyped_storage())
+            return piece.shaped(flat)
 
 
-def rooms_in(pages: Pages, layout: Layout) -> list[Room]:
-    """One room per tensor of the layout."""
-    return [Room(pages, each.start, each.stop) for each in layout.pieces]
-
-
-_ALIGNMENT = 256  # bytes, as of a separate allocation on any device: how kernels round may depend on alignment
+ALIGNMENT = 256  # bytes, as of a separate allocation on any device: how kernels round may depend on alignment
 
 
 class Piece(NamedTuple):
@@ -102,14 +98,18 @@ class Piece(NamedTuple):
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
         """The bytes `memory` (uint8, one dimension, as many as the tensor has) as such a tensor."""
-        flat = memory.view(self.dtype)
+        return self.shaped(memory.view(self.dtype))
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The elements `flat` (one dimension, of its dtype) as such a tensor."""
         return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
 
 
 class Layout:
     """The places of some tensors in a piece of memory."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], alignment: int = ALIGNMENT) -> None:
+        """Each tensor begins at a multiple of `alignment` bytes."""
         self.pieces: list[Piece] = []
         """In the order of the tensors."""
         self.num_bytes = 0
@@ -118,11 +118,59 @@ class Layout:
                 stride = tensor.stride() if is_dense(tensor) else None
                 stop = self.num_bytes + _num_bytes(tensor)
                 self.pieces.append(Piece(self.num_bytes, stop, tensor.dtype, tensor.shape, stride))
-                self.num_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
+                self.num_bytes = -(-stop // alignment) * alignment
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `memory` (uint8, one dimension) that are like the tensors."""
         return [piece.view_of(memory[piece.start : piece.stop]) for piece in self.pieces]
+
+
+class Block:
+    """Pages that hold the tensors of one layout, so that all of them can be copied at once. It does not keep them."""
+
+    def __init__(self, pages: Pages, layout: Layout) -> None:
+        self.layout = layout
+        self._pages = weakref.ref(pages)
+        start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        self.addresses = [start + each.start if each.stop > each.start else 0 for each in layout.pieces]
+        """Of the tensors; 0 for one without elements."""
+
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """All of it (uint8, one dimension); None if the pages are gone."""
+        pages = self._pages()
+        if pages is None:
+            return None
+        with torch.inference_mode(False):
+            return torch.frombuffer(pages, dtype=torch.uint8, count=self.layout.num_bytes)
+
+
+class BlockPart(NamedTuple):
+    """The place of one tensor in a block."""
+
+    block: Block
+    number: int
+
+    @property
+    def piece(self) -> Piece:
+        """What the tensor is."""
+        return self.block.layout.pieces[self.number]
+
+
+def placed(pages: Pages, layout: Layout) -> list[tuple[BlockPart, Room]]:
+    """A block of these pages: the place and the memory of each tensor of the layout."""
+    block = Block(pages, layout)
+    return [(BlockPart(block, i), Room(pages, each.start, each.stop)) for i, each in enumerate(layout.pieces)]
+
+
+def block_of(parts: Iterable[BlockPart | None], layout: Layout) -> Block | None:
+    """The block that consists of these parts, in this order, and has this layout; None if there is none."""
+    parts = list(parts)
+    first = parts[0] if parts else None
+    if first is None or len(parts) != len(first.block.layout.pieces):
+        return None
+    same = all([part is not None and part == (first.block, number) for number, part in enumerate(parts)])
+    return first.block if same and first.block.layout.pieces == layout.pieces else None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -573,10 +573,10 @@ def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode, monkeypatc
     model, eps, optimizer, batch = toy_under("cpu", mode)
     victim, receive = dict(model.named_parameters())[name], eps.gradients.receive
 
-    def broken(pairs: Any) -> None:
+    def broken(pairs: Any, *rest: Any) -> None:
         if any(master.parameter is victim for master, _ in pairs):
             raise BrokenError("no download")
-        receive(pairs)
+        receive(pairs, *rest)
 
     monkeypatch.setattr(eps.gradients, "receive", broken)
     with pytest.raises(BrokenError) as told:

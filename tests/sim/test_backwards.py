@@ -210,12 +210,12 @@ def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to
     is_late, may_go_on, received = threading.Event(), threading.Event(), []
     receive = eps.gradients.receive
 
-    def slow(pairs: Any) -> None:
+    def slow(pairs: Any, *rest: Any) -> None:
         received.append(pairs)
         if len(received) == 2:
             is_late.set()
             assert may_go_on.wait(60)
-        receive(pairs)
+        receive(pairs, *rest)
 
     monkeypatch.setattr(eps.gradients, "receive", slow)
 
@@ -239,11 +239,13 @@ def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(m
     model = tiny_bert(dropout=0.0)
     eps = attach_l2l(model, L2LConfig(device="sim"))
     taken, gradient_like = [], eps.memory.gradient_like
-    monkeypatch.setattr(eps.memory, "gradient_like", lambda master: taken.append(master) or gradient_like(master))
+    monkeypatch.setattr(eps.memory, "gradient_like", lambda master: taken.append(gradient_like(master)) or taken[-1])
     first, second = model(**batch_for(model)).loss, model(**batch_for(model, seed=2)).loss
     first.backward()
+    sums = [p.grad for p in model.parameters()]
     second.backward()
-    assert len(taken) == len(list(model.parameters()))
+    assert all(p.grad is found and found.is_pinned() for p, found in zip(model.parameters(), sums, strict=True))
+    assert all(each.is_pinned() for each in taken)
 
 
 def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.testing import copies_under_way, page_locked_bytes
+from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from training import settled_memory, tiny_bert
 
 
@@ -71,6 +72,32 @@ def slot_bytes(model: nn.Module) -> tuple[list[int], list[int]]:
     kinds = relay._slots.slots, relay._gradient_slots.slots
     weights, sums = ([slot.memory.numel() for slot in slots] for slots in kinds)
     return weights, sums
+
+
+COPIES: list[dict[str, Any]] = [
+    {},
+    {"cmp": "bf16"},
+    {"cmp": "bf16", "host_copies": "per_sweep"},
+    {"cmp": "bf16", "grad_dtype": "16bit"},
+]
+
+
+@pytest.mark.parametrize("options", COPIES, ids=str)
+def test_a_layer_travels_in_one_copy_each_way(options):
+    layers = 4
+    model = tiny_bert(dropout=0.0, layers=layers)
+    eps = attach_l2l(model, L2LConfig(device="sim", **options))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        train_once(model, batch_for(model))
+        optimizer.step()
+    eps.synchronize()
+    with virtual_clock(Costs(link_bytes_per_s=1e9, flop_per_s=1e9, host_bytes_per_s=1e9)) as clock:
+        train_once(model, batch_for(model))
+    copies = Counter((task.lane, task.stream == "the default stream") for task in clock.tasks)
+    assert copies["upload", False] == layers + layers - 2  # two stay in their slots between the sweeps
+    non_layer = sum(not master.layer_number for master in eps.masters.all())
+    assert copies["download", False] == 2 * (non_layer + layers)  # sums and norms
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -178,15 +205,15 @@ class Interrupted(Exception):
 
 def fail_once_at(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the EPS fail once, when it receives the gradient of the parameter `name`."""
-    receive, failing = Gradients._receive, [dict(model.named_parameters())[name]]
+    receive, failing = Gradients.receive, [dict(model.named_parameters())[name]]
 
-    def fail(held: Gradients, master: Any, gradient: torch.Tensor) -> bool:
-        if failing and master.parameter is failing[0]:
+    def fail(held: Gradients, sums: Any, *rest: Any) -> None:
+        if failing and any(master.parameter is failing[0] for master, _ in sums):
             failing.clear()
             raise Interrupted
-        return receive(held, master, gradient)
+        receive(held, sums, *rest)
 
-    monkeypatch.setattr(Gradients, "_receive", fail)
+    monkeypatch.setattr(Gradients, "receive", fail)
 
 
 LAST, FIRST = "bert.embeddings.word_embeddings.weight", "classifier.weight"  # in the order of a backward

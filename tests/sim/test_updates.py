@@ -122,14 +122,14 @@ def fault_in_upload(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterat
 
 @contextmanager
 def fault_in_download(model: Toy, index: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    receive = gradients.Gradients._receive
+    receive = gradients.Gradients.receive
 
-    def broken(self: Any, master: Any, gradient: torch.Tensor) -> bool:
-        if master.parameter is master_of(model, index):
+    def broken(self: Any, sums: Any, *rest: Any) -> None:
+        if any(master.parameter is master_of(model, index) for master, _ in sums):
             raise FaultError("no download")
-        return receive(self, master, gradient)
+        receive(self, sums, *rest)
 
-    patch.setattr(gradients.Gradients, "_receive", broken)
+    patch.setattr(gradients.Gradients, "receive", broken)
     yield
 
 
