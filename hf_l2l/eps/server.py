@@ -156,9 +156,9 @@ class EagerParamServer:
         self.updates.check()
         self._refuse_without_optimizer()
         self.vote.reset()
-        if self.loss_scale is not None and self.loss_scale.is_dynamic:
-            for _, gradient in sums:
-                gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, as all but chosen scales are
+        if sums and self.loss_scale is not None and self.loss_scale.is_dynamic:
+            # One kernel for all; exact for a power of two, as all but chosen scales are.
+            torch._foreach_mul_([gradient for _, gradient in sums], 1 / self.loss_scale.value)
         self.updates.eager.refuse_second(master for master, _ in sums)
         self.gradients.receive(sums)
         self.updates.arrived([master for master, _ in sums] if masters is None else masters)
