@@ -88,6 +88,11 @@ class LayerCall:
         return self.unit.module
 
     @property
+    def draws(self) -> bool:
+        """Whether earlier calls of the layer in its present mode (training or evaluation) drew random numbers."""
+        return self.layer.training in self.unit.drawing_modes
+
+    @property
     def input_dims(self) -> Sequence[int | None]:
         """Per tensor argument, the dimension that is split into ubatches; None for an argument without rows."""
         return (None,) * len(self.tensor_positions) if self.split is None else self.split.inputs.dims

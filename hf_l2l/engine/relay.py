@@ -1,9 +1,10 @@
 """The relay: layers run one after the other, each with all ubatches of the device batch before the next.
 
 This is algorithm 2 of arXiv:2002.05645 (algorithm 3 of the first text). A layer call becomes one node of the autograd
-graph. Its forward uploads the layer, runs every ubatch without a graph and stashes the layer's inputs; its backward
-uploads the layer again and, per ubatch, recomputes, runs backward and sums the weight gradients on the device, then
-sends the sums to the EPS. Autograd itself calls the nodes from the last layer to the first: the backward sweep.
+graph. Its forward uploads the layer, runs every ubatch without keeping a graph and stashes the layer's inputs; its
+backward uploads the layer again and, per ubatch, recomputes, runs backward and sums the weight gradients on the
+device, then sends the sums to the EPS. Autograd itself calls the nodes from the last layer to the first: the backward
+sweep.
 
 A `ubatch` is a pair (start, stop) of rows, or None for all rows; a tensor "has rows" if one of its dimensions carries
 the batch.
@@ -39,15 +40,23 @@ Tensors = Sequence[torch.Tensor]
 
 
 def forward_sweep(
-    call: LayerCall, tensors: Tensors, weights: DeviceWeights, *, for_backward: bool
+    call: LayerCall,
+    tensors: Tensors,
+    weights: DeviceWeights,
+    *,
+    for_backward: bool,
+    as_recomputed: bool = False,
+    keep_buffers: bool = True,
 ) -> list[torch.Tensor]:
-    """Run one layer on every ubatch, without a graph.
+    """Run one layer on every ubatch; no graph is left.
 
     Args:
         call: the layer call.
         tensors: its tensor arguments, with all rows, on the device.
         weights: the layer's weights, on the device.
         for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
+        as_recomputed: run in grad mode, with tensors that require gradients where those of the recompute do.
+        keep_buffers: keep what the layer writes into its buffers.
 
     Returns:
         The layer's tensor outputs, with all rows.
@@ -56,13 +65,21 @@ def forward_sweep(
         ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
     if for_backward:
-        call.versions = call.unit.versions()
+        call.versions, call.rng = call.unit.versions(), []
     joined: list[torch.Tensor] = []
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
-    with torch.no_grad(), call.autocast.entered(), weights.resident(), arguments:
+    needed = [t.requires_grad for t in tensors]
+    tensors = [t.detach() for t in tensors] if as_recomputed else tensors
+    grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.no_grad()
+    with grad_mode, call.autocast.entered(), weights.resident(keep_buffers=keep_buffers), arguments:
         for ubatch in call.ubatches:
             before = compute_state.get_rng_state(call.device) if for_backward else None
-            outputs = call.execute(call.input_rows(tensors, ubatch))
+            rows = call.input_rows(tensors, ubatch)
+            if as_recomputed:
+                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, needed, strict=True)]
+            outputs = call.execute(rows)
+            if as_recomputed:
+                outputs = [out.detach() for out in outputs]
             if before is not None:
                 call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
             if ubatch is None or call.split is None:
@@ -123,6 +140,10 @@ def _backward(
             root_gradients.append(rows)
     if roots:
         torch.autograd.backward(roots, root_gradients)
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 class _RelayNode(torch.autograd.Function):
@@ -220,14 +241,39 @@ class Relay:
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run the forward of one layer, overlapped with the upload of the next one."""
+        as_recomputed = for_backward and call.draws
         with (
             RaisedIn("the forward of", call.unit.name),
             self.shell.one_thread.in_layer(),
-            self._weights(call.unit, requires_grad=False) as weights,
+            self._weights(call.unit, requires_grad=as_recomputed) as weights,
             self._prefetching(call.fetched_in_forward),
             self.eps.timeline.computes("forward", call.unit.module),
         ):
-            return forward_sweep(call, tensors, weights, for_backward=for_backward)
+            if for_backward and not as_recomputed:
+                return self._forward_that_may_draw(call, tensors, weights)
+            return forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
+
+    def _forward_that_may_draw(self, call: LayerCall, tensors: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:
+        """The forward of a layer that has drawn no random numbers so far: under `no_grad`, which takes the least time.
+
+        If it draws some now, the sweep is repeated in grad mode, as the recompute runs, and so are all later ones of
+        this layer. For torch chooses the kernel of attention by `requires_grad`, among other things, and another
+        kernel makes another dropout mask from the same generator state. That a layer draws can be seen from outside;
+        which of its functions choose in this way cannot.
+        """
+        before = _versions(tensors)
+        outputs = forward_sweep(call, tensors, weights, for_backward=True)
+        drew = next((state for state in call.rng if state is not None), None)
+        if drew is None:
+            return outputs
+        call.unit.drawing_modes.add(call.layer.training)
+        if _versions(tensors) != before:
+            return outputs  # the layer has written into its arguments, so that this call cannot be repeated
+        del outputs  # so that the device holds the outputs of one sweep at a time
+        compute_state.set_rng_state(drew, self.device)  # as at the start: ubatches before it drew nothing
+        with self._weights(call.unit, requires_grad=True) as leaves:
+            # The first sweep has made the writes to buffers.
+            return forward_sweep(call, tensors, leaves, for_backward=True, as_recomputed=True, keep_buffers=False)
 
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the backward of one layer, overlapped with the upload of the previous layer, and with the download of

@@ -186,8 +186,9 @@ class HostMemory:
         self._warned = True
         warnings.warn(
             f"{size_text(self.bytes_locked)} of {size_text(self.bytes_wanted)} of host memory could be page-locked "
-            f"for {self.device}; the rest stays pageable: results are the same, but copies of it block the host. "
-            "Raise the limit on locked memory (`ulimit -l`, or the container's memory)",
+            f"for {self.device}, whose driver refused more (code {stream.last_refusal(self.device)}); the rest stays "
+            "pageable: results are the same, but copies of it block the host. Give the process more host memory, or "
+            "let its container, sandbox or WSL page-lock more (the driver does not ask `ulimit -l`)",
             stacklevel=2,
         )
 

@@ -157,9 +157,9 @@ class EagerParamServer:
         self.updates.check()
         self._refuse_without_optimizer()
         self.vote.reset()
-        if self.loss_scale is not None and self.loss_scale.is_dynamic:
-            for _, gradient in sums:
-                gradient.mul_(1 / self.loss_scale.value)  # exact for a power of two, as all but chosen scales are
+        if sums and self.loss_scale is not None and self.loss_scale.is_dynamic:
+            # One kernel for all; exact for a power of two, as all but chosen scales are.
+            torch._foreach_mul_([gradient for _, gradient in sums], 1 / self.loss_scale.value)
         self.updates.eager.refuse_second(master for master, _ in sums)
         self.gradients.receive(sums, unit, flat)
         self.updates.arrived([master for master, _ in sums] if unit is None else unit.trained_masters)

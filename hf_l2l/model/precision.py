@@ -9,6 +9,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +51,10 @@ def _computes_in_bf16(device: torch.device) -> bool:
     if check is None:
         return True
     emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA counts emulation by default
-    return bool(check(including_emulation=False) if emulated else check())
+    # The answer is about the current device, which may be another GPU. A module without `device` has a single device.
+    current: Any = getattr(module, "device", None)
+    with nullcontext() if current is None else current(device):
+        return bool(check(including_emulation=False) if emulated else check())
 
 
 def _is_of_a_loss(name: str) -> bool:

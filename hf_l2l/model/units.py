@@ -49,6 +49,8 @@ class LayerUnit:
                     self.places.append(Place(each._parameters, name, number))
         self.parameters.extend(numbers)
         self.with_buffers = [each for each in self.modules if each._buffers]
+        self.drawing_modes: set[bool] = set()
+        """The values of `module.training` with which it has been seen to draw random numbers."""
         with without_interception():
             self.dtypes = [precision.of(p) for p in self.parameters]
             """In which each parameter travels to the device."""

@@ -1,10 +1,12 @@
-"""State that a layer computes under, restored for its recompute: autocast settings and random generators."""
+"""State that a layer computes under, the same in its forward and its recompute: autocast settings, random generators,
+and grad mode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -104,3 +106,24 @@ def rng_state_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_rng_state(state, device)
+
+
+@contextmanager
+def graph_without_tensors() -> Iterator[None]:
+    """Run the block in grad mode, with a graph that keeps no tensors; outputs must be detached from it.
+
+    The forward of non-reentrant activation checkpointing runs like this, too.
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward):
+        yield
+
+
+def _keep_nothing(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse_backward(kept: None) -> NoReturn:
+    raise RuntimeError(
+        "a backward must go through the outputs of a layer, since the graph inside its forward keeps no tensors (got "
+        "one through a tensor that a layer computed and did not return); make the layer return it"
+    )

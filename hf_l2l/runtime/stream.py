@@ -216,17 +216,24 @@ def can_page_lock(device: torch.device) -> bool:
     return module is not None and hasattr(module, "cudart")
 
 
+_REFUSALS: dict[torch.device, int] = {}
+
+
+def last_refusal(device: torch.device) -> int | None:
+    """The error code with which the device last refused to page-lock memory; None if it never did."""
+    return _REFUSALS.get(device)
+
+
 def page_lock(address: int, num_bytes: int, device: torch.device) -> bool:
     """Page-lock host memory for the device; False if the device refuses."""
     module = device_module(device)
     assert module is not None and num_bytes > 0, "can_page_lock must be true"
     with module.device(device):  # else a context would be created, and take memory, on the current device
-        if int(module.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
-            return True
-        # The refusal stays this thread's last error, which the next kernel launch would report.
-        with suppress(RuntimeError):
-            torch.zeros(1, device=device)
-    return False
+        code = int(module.cudart().cudaHostRegister(address, num_bytes, 0))
+        if code != 0:
+            _REFUSALS[device] = code
+            _clear_last_error(device)
+    return code == 0
 
 
 def page_unlock(address: int, device: torch.device) -> None:
@@ -234,4 +241,12 @@ def page_unlock(address: int, device: torch.device) -> None:
     module = device_module(device)
     assert module is not None, "the host itself page-locks nothing"
     with module.device(device):
-        module.cudart().cudaHostUnregister(address)
+        if int(module.cudart().cudaHostUnregister(address)) != 0:
+            _clear_last_error(device)
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Clear the error of a call that has failed: it stays this thread's last error, which the next kernel launch would
+    report. So this launches one; `device` must be the current device."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import (
     TOLERANCE,
@@ -21,6 +23,7 @@ from families import (
     train_once,
 )
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
+from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime.stream import HOST
 from memory_switches import forced_copies
 
@@ -82,6 +85,41 @@ def test_gradients_do_not_share_memory_with_each_other_or_with_masters(copies):
     train_once(model, batch_for(model))
     memory = [t.untyped_storage().data_ptr() for p in model.parameters() for t in (p, p.grad)]
     assert len(set(memory)) == len(memory)
+
+
+# ---- loss scale
+
+
+class Products(TorchDispatchMode):
+    """Counts products in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mul_, torch.ops.aten._foreach_mul_):
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_gradients_of_a_call_are_unscaled_by_one_kernel():
+    module = nn.Module()
+    module.table, module.wide = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3).double()
+    module.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    eps = EagerParamServer(module, HOST, loss_scale=LossScale(initial=1000.0))
+    optimizer = eps.wrap(torch.optim.SGD(module.parameters(), lr=0.1))
+    scaled = {p: 1000 * torch.randn_like(p) for p in module.parameters()}
+    scaled[module.table.weight] = scaled[module.table.weight].to_sparse(1)
+    expected = {p: gradient * (1 / 1000) for p, gradient in scaled.items()}
+    with Products() as products:
+        eps.receive([(eps.masters.of(p), gradient.clone()) for p, gradient in scaled.items()])
+        eps.receive([])
+    assert products.found == ["_foreach_mul_"]
+    for p, gradient in expected.items():
+        assert p.grad.dtype == p.dtype and p.grad.is_sparse == (p is module.table.weight)
+        assert torch.equal(p.grad.to_dense(), gradient.to_dense())
+    assert optimizer is not None
 
 
 # ---- sparse gradients

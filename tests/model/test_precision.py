@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -164,6 +166,31 @@ def test_a_device_without_bf16_is_told_to_use_fp16(monkeypatch, module):
     with pytest.raises(ValueError, match="eps_update='eager'"):
         attach_l2l(model, L2LConfig(device="cpu", cmp="auto", eps_update="eager"))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}  # before anything is allocated
+
+
+class TwoGpus:
+    """A device module of two GPUs, of which the second lacks bfloat16; the first is the current one."""
+
+    current = 0
+
+    @classmethod
+    @contextmanager
+    def device(cls, device: torch.device) -> Iterator[None]:
+        before, cls.current = cls.current, device.index
+        yield
+        cls.current = before
+
+    @classmethod
+    def is_bf16_supported(cls, including_emulation: bool = True) -> bool:
+        return including_emulation or cls.current == 0
+
+
+def test_the_execution_device_is_asked_and_not_the_current_one(monkeypatch):
+    monkeypatch.setattr(stream, "device_module", lambda device: TwoGpus)
+    assert computing_dtype("auto", torch.device("cuda", 0)) is torch.bfloat16
+    assert computing_dtype("auto", torch.device("cuda", 1)) is torch.float16
+    with pytest.raises(ValueError, match=r"got cuda:1, which lacks"):
+        computing_dtype("bf16", torch.device("cuda", 1))
 
 
 def test_auto_is_said_aloud(caplog):

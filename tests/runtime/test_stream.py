@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -158,6 +159,54 @@ def test_without_streams_there_is_nothing_to_wait_for():
     assert not lane.is_stream and lane.record() is None and not stream.can_page_lock(HOST)
     with lane.entered():
         assert torch.ones(1) == 1
+
+
+# ---- page-locking
+
+
+class FakeCuda:
+    """A device module whose calls fail; as with CUDA, the next kernel launch of the device reports their error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.last_error = "another device", 0
+        monkeypatch.setattr(stream, "device_module", lambda device: self)
+        monkeypatch.setattr(torch, "zeros", self.launch)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.current = str(device)
+        yield
+        self.current = "another device"
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        return self.fails(2)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return self.fails(713)
+
+    def fails(self, code: int) -> int:
+        assert self.current == "cuda:1"
+        self.last_error = code
+        return code
+
+    def launch(self, *size: int, device: torch.device) -> None:
+        assert self.current == str(device) == "cuda:1"
+        code, self.last_error = self.last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}, of a call before")
+
+
+def test_no_kernel_reports_that_page_locking_was_refused(monkeypatch):
+    cuda, device = FakeCuda(monkeypatch), torch.device("cuda", 1)
+    monkeypatch.setattr(stream, "_REFUSALS", {})
+    assert stream.last_refusal(device) is None
+    assert not stream.page_lock(4096, 4096, device)
+    assert cuda.last_error == 0 and stream.last_refusal(device) == 2
+    stream.page_unlock(4096, device)
+    assert cuda.last_error == 0 and stream.last_refusal(device) == 2
 
 
 def test_a_wait_without_a_reason_is_a_mistake():

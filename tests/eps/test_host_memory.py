@@ -1,0 +1,32 @@
+"""What is said where memory cannot be page-locked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.masters import Masters
+from hf_l2l.runtime import stream
+from training import tiny_bert
+
+
+def refused(device: str, monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+    monkeypatch.setattr(stream, "can_page_lock", lambda device: True)
+    monkeypatch.setattr(stream, "page_lock", lambda address, num_bytes, device: False)
+    return HostMemory(torch.device(device, 0), Masters(tiny_bert()))
+
+
+def test_the_warning_fails_no_test_on_a_gpu_machine(monkeypatch):
+    """Other warnings are errors in the tests; so is this one, for a device that is no GPU."""
+    refused("cuda", monkeypatch).adopt()
+    with pytest.raises(UserWarning, match="could be page-locked for xpu:0"):
+        refused("xpu", monkeypatch).adopt()
+
+
+def test_tests_of_the_warning_see_it(monkeypatch):
+    memory = refused("cuda", monkeypatch)
+    with pytest.warns(UserWarning, match=r"0 bytes of .* for cuda:0, whose driver .* not ask `ulimit -l`"):
+        memory.adopt()
+    memory.adopt()
+    memory.take_gradients()  # once is enough
