@@ -115,9 +115,9 @@ def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
     return cast(torch.Tensor, cast(Any, node).variable)
 
 
-def tables_of(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """The tables of a module's parameters, submodules and buffers (`_parameters`, `_modules`, `_buffers`)."""
-    return module._parameters, module._modules, module._buffers
+def tables_of(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The tables of a module's parameters and submodules (`_parameters` and `_modules`)."""
+    return module._parameters, module._modules
 
 
 def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,8 @@ needs to know of a unit is found when the unit is made; `is_current` tells cheap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -67,7 +68,11 @@ class LayerUnit:
         self.gradient_layout = Layout(self.parameters[number] for number in self.trained)
         """Of the gradient sums of the trained parameters."""
         self._flags = [number in set(self.trained) for number in range(len(self.parameters))]
-        self._tables = [(table, tuple(table.values())) for each in self.modules for table in tables_of(each)[:2]]
+        self._tables = [table for each in self.modules for table in tables_of(each)]
+        self._members = [*_members(self._tables)]
+        """The parameters and submodules in these tables; held, so that no other object gets the identity of one."""
+        self._identities = [*map(id, self._members)]
+        self._lengths = [*map(len, self._tables)]
         self._buffer_counts = [len(each._buffers) for each in self.modules]
 
     @property
@@ -83,10 +88,8 @@ class LayerUnit:
         return len(now) == len(self.parameters) and all(map(is_, now, self.parameters))
 
     def _has_its_tables(self) -> bool:
-        for table, values in self._tables:
-            if len(table) != len(values) or not all(map(is_, table.values(), values)):
-                return False
-        return True
+        tables = self._tables
+        return [*map(len, tables)] == self._lengths and [*map(id, _members(tables))] == self._identities
 
     def is_current(self) -> bool:
         """Whether all that is known of the unit still holds: its parameters, submodules and number of buffers, and
@@ -103,6 +106,10 @@ class LayerUnit:
         """The version of each parameter now, whatever is pending for it."""
         with without_interception():
             return [p._version for p in self.parameters]
+
+
+def _members(tables: list[Mapping[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable([table.values() for table in tables])
 
 
 def _kinds(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, tuple[int, ...] | None]]:

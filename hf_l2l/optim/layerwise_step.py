@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_l2l.compat import drop_step_hooks
+from hf_l2l.compat import drop_step_hooks, without_interception
 from hf_l2l.optim.bf16_state import Rounding, widened
 
 _OF_THE_PARAMETERS = ("params", "param_names")
@@ -56,6 +56,8 @@ class _Share:
     """The dict of the master in `optimizer.state`."""
     has_state: bool
     """True if that dict existed before this step."""
+    requires_grad: bool
+    """Whether the master required a gradient at the step."""
 
 
 class SplitStep:
@@ -94,11 +96,19 @@ class SplitStep:
         self._base = _hookless_copy(optimizer, [], defaultdict(dict), places)
         self._groups = [_snapshots(group) for group in optimizer.param_groups]
         self._shares: dict[torch.Tensor, _Share] = {}
+        state, without_state = self._state, []
+        for p, gradient in gradients.items():
+            found = places.get(p)
+            if found is not None:
+                held = state.get(p)
+                share = self._shares[p] = _Share(
+                    gradient, *found, {} if held is None else held, held is not None, p.requires_grad
+                )
+                if held is None:
+                    without_state.append((share.place, p, share.state))
         # In group order and before any part runs: the state dict then has the order of one whole step.
-        found = [(*places[p], p) for p in gradients if p in places]
-        for place, name, p in sorted(found, key=itemgetter(0)):
-            has_state = p in self._state
-            self._shares[p] = _Share(gradients[p], place, name, self._state.setdefault(p, {}), has_state)
+        for _, p, made in sorted(without_state, key=itemgetter(0)):
+            state[p] = made
 
     def part(self, masters: Iterable[torch.Tensor]) -> Part:
         """The update of all `masters` that have a gradient in this step and are in no part yet."""
@@ -117,21 +127,21 @@ class Part:
     """The update of some masters, to be run once, on any thread."""
 
     def __init__(self, step: SplitStep, shares: list[tuple[torch.Tensor, _Share]]) -> None:
-        # Prepared here and not in `run`, so that it is overlapped with the run of the part before.
         self._step = step
-        by_place = {share.place: (master, share) for master, share in shares}
-        self._shares = [by_place[place] for place in sorted(by_place)]
-        self._stand_ins = _stand_ins([master for master, _ in self._shares])
+        self._shares = shares
+
+    def _groups_of(self, pairs: Iterable[tuple[tuple[torch.Tensor, _Share], torch.Tensor]]) -> list[dict[str, Any]]:
+        """The groups of the optimizer with the stand-ins of this part, and the hyper-parameters of the step."""
         groups: dict[int, dict[str, Any]] = {}
-        for (_, share), stand_in in zip(self._shares, self._stand_ins, strict=True):
+        for (_, share), stand_in in pairs:
             number = share.place[0]
-            if number not in groups:
-                groups[number] = {"params": [], **_snapshots(step._groups[number])}
-            group = groups[number]
+            group = groups.get(number)
+            if group is None:
+                group = groups[number] = {"params": [], **_snapshots(self._step._groups[number])}
             group["params"].append(stand_in)
             if share.name is not None:
                 group.setdefault("param_names", []).append(share.name)
-        self._groups = list(groups.values())
+        return list(groups.values())
 
     def run(self, factors: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Update the masters.
@@ -142,9 +152,10 @@ class Part:
         Raises:
             Exception: the exception of the optimizer; the part stays as the optimizer left it, and cannot run again.
         """
-        shares, stand_ins, self._shares, self._stand_ins = self._shares, self._stand_ins, [], []
+        shares, self._shares = sorted(self._shares, key=lambda pair: pair[1].place), []
         if not shares:
             return
+        stand_ins = _stand_ins(shares)
         pairs = list(zip(shares, stand_ins, strict=True))
         _set_gradients(shares, stand_ins, factors or {})
         rounding = self._step._rounding
@@ -154,8 +165,7 @@ class Part:
             if share.has_state:
                 wide = rounding is not None and master.dtype == torch.float32
                 state[stand_in] = widened(share.state) if wide else share.state
-        optimizer = _hookless_copy(self._step._base, self._groups, state, self._step._places)
-        self._groups = []
+        optimizer = _hookless_copy(self._step._base, self._groups_of(pairs), state, self._step._places)
         self._step._step(optimizer)
         for (master, share), stand_in in pairs:
             made = optimizer.state.get(stand_in)
@@ -203,10 +213,11 @@ def _is_immutable(value: Any) -> bool:
     return value is None or isinstance(value, _IMMUTABLE)
 
 
-def _stand_ins(masters: list[torch.Tensor]) -> list[torch.Tensor]:
+def _stand_ins(shares: list[tuple[torch.Tensor, _Share]]) -> list[torch.Tensor]:
     """One tensor per master, which replaces it in the optimizer: with its memory and version, without a gradient."""
-    tensors = [master.detach().requires_grad_(master.requires_grad) for master in masters]
-    for tensor, master in zip(tensors, masters, strict=True):
+    with without_interception():  # the masters are held until this update is over
+        tensors = [master.detach().requires_grad_(share.requires_grad) for master, share in shares]
+    for tensor, (master, _) in zip(tensors, shares, strict=True):
         vars(tensor).update(vars(master))  # some optimizers read attributes that the program set on parameters
         vars(tensor).pop("_l2l_pending", None)  # the EPS sets one, too, which is of the parameter alone
     return tensors

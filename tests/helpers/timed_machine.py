@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.testing import Costs, VirtualClock, virtual_clock
 
 WIDTH = 16
@@ -57,7 +58,7 @@ class Machine:
         matrix = sum(p.numel() for p in block.parameters() if p.dim() == 2)
         adam_bytes = 28  # per parameter: gradient 4, weight 8, two moments 16
         return Costs(
-            link_bytes_per_s=4 * numel / self.transfer_s,
+            link_bytes_per_s=Layout(block.parameters()).num_bytes / self.transfer_s,  # it travels in one copy
             flop_per_s=2 * matrix * self.rows / self.forward_s,
             host_bytes_per_s=adam_bytes * numel * self.layers / self.optimizer_s,
         )

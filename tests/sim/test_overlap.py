@@ -15,6 +15,7 @@ from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l.engine import slots
 from hf_l2l.model.stacks import parameter_bytes
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.testing import sim_copies, sim_stream
 from memory_switches import poisoned_releases
 from training import tiny_bert, weights_after
@@ -81,8 +82,9 @@ def test_weights_uploaded_in_a_step_do_not_depend_on_the_ubatches(rows, monkeypa
     batch = batch_for(model)
     attached(model, device="sim", ubatch_size=rows)
     train_once(model, batch)
-    layer_bytes = parameter_bytes([model.bert.encoder.layer[0]])
-    shell_bytes = parameter_bytes([model]) - 4 * layer_bytes
+    layer = model.bert.encoder.layer[0]
+    layer_bytes = Layout(layer.parameters()).num_bytes
+    shell_bytes = parameter_bytes([model]) - 4 * parameter_bytes([layer])
     masters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     copied: list[int] = []
     copy_ = sim_copies.copy

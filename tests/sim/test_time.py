@@ -124,7 +124,7 @@ def test_memory_that_is_not_locked_holds_up_the_host():
 def test_the_stash_travels_under_compute(monkeypatch):
     """Layer inputs leave and come back over a link on which each way takes a fifth of the computation."""
     machine = Machine(layers=6, ubatches=4, forward_s=1.0, transfer_s=1.8, optimizer_s=1.0, rows=64)
-    ubatch_s = 1.8 * 64 * WIDTH / sum(p.numel() for p in Block().parameters())
+    ubatch_s = 4 * 64 * WIDTH / machine.costs().link_bytes_per_s
     on_device, on_host = (timed_step(machine, stash=place) for place in ("device", "host"))
     for lane in ("upload", "download"):
         travelled = on_host.busy(lane) - on_device.busy(lane)
