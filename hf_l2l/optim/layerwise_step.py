@@ -44,7 +44,7 @@ def places_of(optimizer: torch.optim.Optimizer) -> Places:
     }
 
 
-@dataclass
+@dataclass(slots=True)
 class _Share:
     """The gradient, place and state of one master in the step."""
 
