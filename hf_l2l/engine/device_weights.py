@@ -42,6 +42,12 @@ class DeviceWeights:
         self.device = device
         self.precision = precision
 
+    def upload_ahead(self, layer_calls: int) -> None:
+        """The call has called so many layers: begin to upload what it will use before the layer after the next one."""
+
+    def settle(self) -> None:
+        """The call is over: wait for all uploads."""
+
     def take_gradients(self) -> list[tuple[Master, torch.Tensor]]:
         """Take the gradient sums out of the leaves: pairs of master and sum, in the dtype of the master."""
         taken: list[tuple[Master, torch.Tensor]] = []

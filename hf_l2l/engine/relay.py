@@ -30,6 +30,7 @@ from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.masters import MasterUnit
+from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import Ubatch
 from hf_l2l.runtime import compute_state, stream
@@ -193,6 +194,7 @@ class Relay:
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
         self.splitter = Splitter(config.ubatch_size, device)
+        shell.at_start = self._start_forward
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -211,16 +213,14 @@ class Relay:
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
-        if root.at_end is None:  # this is the first layer of the call
-            root.at_end = self._end_forward
-            self.stash.start_forward()
-            if self._slots is not None:
-                self._slots.forget()
+        for tensor in tensors:
+            settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
         with self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, call.unit, arguments, spec, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)
+        root.weights.upload_ahead(len(root.layer_calls))
         return call.assemble(outputs)
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
@@ -302,6 +302,18 @@ class Relay:
             if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 
+    def _start_forward(self, root: ModelCall) -> None:
+        """Begin the uploads that the call needs first: of its first layer, and of modules before that."""
+        root.at_end = self._end_forward
+        self.stash.start_forward()
+        first = next(iter(self._last_time.get(root.module, ())), None)
+        if self._slots is not None:
+            self._slots.forget()
+            if self.prefetch and first is not None:
+                with RaisedIn("the upload of", self.eps.masters.unit(first).name):
+                    self._slots.prefetch(self.eps.masters.unit(first))
+        root.weights.upload_ahead(0)
+
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
         self._settle()
@@ -326,7 +338,7 @@ class Relay:
             hook = on_gradient if copies.precision.is_mixed else None
             return nullcontext(uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook))
         if self._slots is None:
-            self._slots = WeightSlots(self.eps.masters, self.device, copies, on_gradient, overlap=self.prefetch)
+            self._slots = WeightSlots(self.eps.masters, self.device, copies, on_gradient, self.shell.lane)
         return self._slots.weights(unit, requires_grad=requires_grad)
 
     @contextmanager

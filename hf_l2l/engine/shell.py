@@ -10,20 +10,130 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_l2l.compat import tables_of, without_interception
 from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
-from hf_l2l.eps.masters import MasterUnit
+from hf_l2l.eps.masters import NON_LAYER, MasterUnit
+from hf_l2l.eps.pending import Pending, hold_all, let_go, settle
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import batch_rows
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
-from hf_l2l.runtime import compute_state, stream
+from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.runtime.tensors import to_device
+
+
+class _Uploads:
+    """The uploads of the weights of one call. It refers to no device tensor, so that each is freed with its last use."""
+
+    def __init__(self, unit: MasterUnit, copies: Copies, lane: stream.Lane) -> None:
+        self._unit, self._copies, self._lane = unit, copies, lane
+        # The allocator may hand out memory that work on the compute stream still uses.
+        self._allocated = stream.record(lane.device)
+        self._ends: dict[int, stream.Point | None] = {}
+        """The number of each weight whose upload has begun -> the end of its upload."""
+        self._sources: list[torch.Tensor] = []
+        """What is being uploaded; 16-bit copies that are not kept would be freed."""
+        self.layer_calls = 0
+        """How many layers the call has called so far."""
+        self._is_over = False
+        """True after the call; a program may still use a weight that it has kept."""
+
+    def begin(self, number: int, leaf: torch.Tensor) -> None:
+        """Upload weight `number` to `leaf`, if that has not begun."""
+        if number in self._ends:
+            return
+        source = self._copies.of_one(self._unit, number)  # this waits for an update, before the lane gets any work
+        self._sources.append(source)
+        with torch.inference_mode(False), torch.no_grad(), self._lane.entered(), without_interception():
+            stream.wait(self._allocated, wait_reasons.WEIGHTS_MEMORY_FREE)
+            try:
+                with stream.span(self._lane.device, "upload", NON_LAYER):
+                    leaf.copy_(source, non_blocking=self._lane.is_stream)
+            finally:  # also after an error: a copy that was submitted before it is waited for
+                self._ends[number] = stream.record(self._lane.device)
+
+    def finish(self, number: int, leaf: torch.Tensor) -> None:
+        """Make the current stream wait for weight `number`, which is used now."""
+        self.begin(number, leaf)
+        stream.wait(self._ends[number], wait_reasons.WEIGHTS_UPLOADED)
+        if self._is_over:
+            self.settle()
+        else:
+            self._unit.masters[number].first_use = self.layer_calls
+
+    def settle(self) -> None:
+        """Wait for all uploads that have begun; the call is over."""
+        self._is_over = True
+        last = next(reversed(self._ends.values()), None)
+        # The memory of a weight that was not used after all is freed in the order of the compute stream.
+        stream.wait(last, wait_reasons.WEIGHTS_UPLOADED)
+        stream.wait(last, wait_reasons.MASTERS_READ, host=True)
+        self._sources.clear()
+
+
+class _FirstUse(Pending):
+    """What is pending for a weight of the non-layer modules on the device: its upload."""
+
+    guards_grad = False
+
+    def __init__(self, uploads: _Uploads, number: int) -> None:
+        self._uploads, self._number = uploads, number
+
+    def before_look(self, tensor: torch.Tensor) -> None:
+        """Reading the version waits for nothing."""
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        """Using the values waits for the upload, on the device."""
+        self._uploads.finish(self._number, tensor)
+        let_go(tensor, self)
+
+
+class NonLayerWeights(DeviceWeights):
+    """The weights of the non-layer modules of one call, each of which is uploaded at the latest at its first use.
+
+    Their device tensors are held (see `pending`): the first use of one makes the compute stream wait for its upload
+    alone. A weight that the call does not use is not uploaded.
+    """
+
+    def __init__(
+        self,
+        unit: MasterUnit,
+        copies: Copies,
+        lane: stream.Lane,
+        *,
+        requires_grad: bool,
+        on_gradient: OnGradient,
+    ) -> None:
+        """Allocate device tensors for `unit`."""
+        with torch.inference_mode(False), torch.no_grad(), without_interception():
+            leaves = [torch.empty_like(like, device=lane.device, requires_grad=False) for like in unit.likes]
+            for number in unit.trained if requires_grad else ():
+                leaf = leaves[number].requires_grad_()
+                leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
+        super().__init__(unit, leaves, lane.device, copies.precision)
+        self.uploads = _Uploads(unit, copies, lane)
+        hold_all([(leaf, _FirstUse(self.uploads, number)) for number, leaf in enumerate(leaves)])
+
+    def upload_ahead(self, layer_calls: int) -> None:
+        """See `DeviceWeights`; the last forward tells when each weight is used."""
+        self.uploads.layer_calls = layer_calls
+        soon = layer_calls if layer_calls == 0 else layer_calls + 1
+        masters = self.unit.masters
+        numbers = [number for number, master in enumerate(masters) if master.first_use <= soon]
+        for number in sorted(numbers, key=lambda number: masters[number].first_use):
+            self.uploads.begin(number, self.leaves[number])
+
+    def settle(self) -> None:
+        """See `DeviceWeights`."""
+        self.uploads.settle()
 
 
 class Shell:
@@ -34,10 +144,15 @@ class Shell:
     the weight is tied or used.
     """
 
-    def __init__(self, device: torch.device, eps: EagerParamServer) -> None:
+    def __init__(self, device: torch.device, eps: EagerParamServer, *, overlap: bool = True) -> None:
+        """Without `overlap`, uploads run on the compute stream, in program order."""
         self.device = device
         self.eps = eps
+        self.lane = stream.Lane(device, "upload", beside=overlap)
+        """The lane that uploads weights, those of layers, too."""
         self.one_thread = OneThread(eps.backwards)
+        self.at_start: Callable[[ModelCall], None] = lambda call: None
+        """Called when the program's call of a module begins, with its weights and inputs on their way."""
         self._call: ModelCall | None = None
 
     @property
@@ -49,6 +164,10 @@ class Shell:
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`; a call nested in another one needs no preparation."""
         if self.call is not None:
+            # Before an extension in C++, in which torch does not intercept the use of a held tensor.
+            for leaf in tables_of(module)[0].values():
+                if leaf is not None:
+                    settle(leaf)
             return forward(*args, **kwargs)
         with self.entered(module, forward, args, kwargs) as call:
             return self.leaving(forward(*call.args, **call.kwargs))
@@ -83,8 +202,7 @@ class Shell:
                 if scale is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
-            with stream.span(self.device, "upload", "non-layer modules"):
-                weights = self._upload(module)
+            weights = self._upload(module)
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
@@ -92,12 +210,14 @@ class Shell:
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor)
             try:
+                self.at_start(call)
                 with weights.resident():
                     yield call
             finally:
                 self._call = None
                 if call.at_end is not None:
                     call.at_end(call)
+                weights.settle()
                 self.eps.masters.end_call()
 
     def _replayed(self, rng: compute_state.RngState, forward: Callable[[], Any]) -> Any:
@@ -109,13 +229,13 @@ class Shell:
         masters = self.eps.masters
         # A layer that the program calls itself has no non-layer modules; the relay uploads it.
         unit = masters.non_layer_unit(module)
-        requires_grad = torch.is_grad_enabled()
-        weights = uploaded(
-            unit, self.device, self.eps.copies, requires_grad=requires_grad, on_gradient=self._sender(unit)
-        )
+        copies, requires_grad, on_gradient = self.eps.copies, torch.is_grad_enabled(), self._sender(unit)
         if requires_grad:
             self.eps.expect(unit)
-        return weights
+        if self.lane.is_stream and not stream.shares_host_memory(self.device):
+            return NonLayerWeights(unit, copies, self.lane, requires_grad=requires_grad, on_gradient=on_gradient)
+        with stream.span(self.device, "upload", NON_LAYER):
+            return uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=on_gradient)
 
     def _sender(self, unit: MasterUnit) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:

@@ -86,13 +86,12 @@ class WeightSlots:
     """
 
     def __init__(
-        self, masters: Masters, device: torch.device, copies: Copies, on_gradient: OnGradient, *, overlap: bool = True
+        self, masters: Masters, device: torch.device, copies: Copies, on_gradient: OnGradient, lane: stream.Lane
     ) -> None:
-        """Allocate slots for the layers of `masters`. Without `overlap`, uploads run on the compute stream, in program
-        order."""
+        """Allocate slots for the layers of `masters`, whose uploads run on `lane`."""
         self.device = device
         self.copies = copies
-        self.lane = stream.Lane(device, "upload", beside=overlap)
+        self.lane = lane
         self._on_gradient = on_gradient
         num_bytes = max(masters.unit(layer).layout.num_bytes for layer in masters.layers)
         self.slots = [_WeightSlot(num_bytes, device, on_gradient) for _ in range(2)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task
 
 NON_LAYER = "non-layer modules"
+
+_LARGE = 2**20  # elements
 
 
 FUNCTIONAL_CALL = (
@@ -65,6 +68,8 @@ class Master(Pending):
         self.name = "a parameter"
         self.layer_number = 0
         """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
+        self.first_use = 0
+        """For one in no layer: how many layers the last forward had called when it first used it."""
         self.can_be_held = can_hold(parameter)
         self.dtype = parameter.dtype
         self.update: Update | None = None
@@ -99,6 +104,11 @@ class Master(Pending):
         self.refused_bytes = 0
         """Bytes of it that were not moved, since the device refused to page-lock more."""
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is updated by itself, if it is in no layer."""
+        return self.gradient_like.numel() >= _LARGE
+
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
         self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
@@ -116,11 +126,15 @@ class Master(Pending):
         update = self.update  # which a thread of the worker may set to None meanwhile
         return update is not None and not update.task.done
 
-    def before_look(self, tensor: torch.Tensor) -> None:
-        """Reading the version waits until the update is done."""
+    def wait(self) -> None:
+        """Wait until no update of it is under way."""
         update = self.update
         if update is not None:
             update.wait()
+
+    def before_look(self, tensor: torch.Tensor) -> None:
+        """Reading the version waits until the update is done."""
+        self.wait()
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Using the values waits until the update is done. The use may be a write that does not change the version (a
@@ -312,12 +326,23 @@ class Masters:
         return [records[p] for p in self.parameters]
 
     def parts(self, masters: Iterable[Master]) -> list[tuple[str, list[Master]]]:
-        """Group `masters` in the order of the next forward: non-layer modules, then layer by layer; with names."""
-        found: dict[int, list[Master]] = {}
+        """Group `masters` in the order in which the next forward needs them, with names.
+
+        A group is a layer, the small parameters of non-layer modules that are first used between the same layers, or
+        one large parameter (an embedding, a head). The first layer comes first of all: its gradients arrive before
+        those of the modules before it.
+        """
+        found: dict[tuple[float, str], list[Master]] = {}
         for master in masters:
-            found.setdefault(master.layer_number, []).append(master)
+            number, alone = master.layer_number, ""
+            if number == 0:
+                before, alone = master.first_use + 0.5, master.name if master.is_large else ""
+            else:
+                before = 0 if number == 1 else number
+            found.setdefault((before, alone), []).append(master)
         names = [NON_LAYER, *self.layer_names.values()]
-        return [(names[number], found[number]) for number in sorted(found)]
+        in_order = sorted(found, key=itemgetter(0))
+        return [(key[1] or names[found[key][0].layer_number], found[key]) for key in in_order]
 
     def refuse_gradient_hooks(self) -> None:
         """Raise ValueError if a parameter has a gradient hook, which would never run."""

@@ -71,14 +71,26 @@ class Copies:
                 return self._made(unit, stage, self._memory)
             sources: list[torch.Tensor] = []
             for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
-                if dtype == p.dtype:
-                    sources.append(p)
-                    continue
-                copy = master.copy
-                if copy is None or not master.copy_is_right or master.copy_version != p._version:
-                    copy = self._renewed(master, dtype)
-                sources.append(copy)
+                sources.append(p if dtype == p.dtype else self._current(master, dtype))
         return self._together(unit, sources)
+
+    def of_one(self, unit: MasterUnit, number: int) -> torch.Tensor:
+        """A host tensor with the values of one parameter of `unit`, in the dtype of the device; waits for its update."""
+        master, p, dtype = unit.masters[number], unit.parameters[number], unit.dtypes[number]
+        master.wait()
+        if dtype == p.dtype:
+            return p
+        with without_interception(), torch.inference_mode(False), torch.no_grad():
+            if not self.precision.keeps_copies:
+                return p.to(dtype)
+            return self._current(master, dtype)
+
+    def _current(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
+        """The kept copy of a master for which no update is under way; it is renewed if that is needed."""
+        copy = master.copy
+        if copy is None or not master.copy_is_right or master.copy_version != master.parameter._version:
+            copy = self._renewed(master, dtype)
+        return copy
 
     @staticmethod
     def _together(unit: MasterUnit, sources: list[torch.Tensor]) -> Sources:

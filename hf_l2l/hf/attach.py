@@ -134,7 +134,7 @@ def _attach(
         is_accumulating=lambda: not GradientState().sync_gradients,
     )
     eps.memory.adopt()
-    shell = Shell(device, eps)
+    shell = Shell(device, eps, overlap=config.prefetch)
     relay = Relay(config, device, eps, shell)
     outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     for module in outside:

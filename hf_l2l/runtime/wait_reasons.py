@@ -8,6 +8,7 @@ from __future__ import annotations
 # ---- weights of a layer
 
 WEIGHTS_UPLOADED = "a layer computes after its weights have been uploaded"
+WEIGHTS_MEMORY_FREE = "weights are uploaded after their device memory has become free"
 WEIGHT_SLOT_FREE = "a weight slot is refilled after the layer in it has computed"
 MASTERS_READ = "masters may be written after the uploads from them have finished"
 COPIES_READ = "memory of 16-bit copies is reused after the copies in it have been uploaded"
