@@ -27,8 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 if not __package__:  # run as a script: the folder above is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import gpu_rows
 from benchmarks import environment as where
+from benchmarks import gpu_rows
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Pages
 

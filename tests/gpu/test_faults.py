@@ -97,5 +97,4 @@ def test_a_process_ends_with_an_update_pending(how):
     finally:
         process.kill()
     assert process.returncode == status, errors
-    told = errors.strip().splitlines()[-1:] if status else errors.splitlines()
-    assert told == {"the end": [], "exit": [], "an exception": ["KeyError: 'stop'"]}[how], errors
+    assert ("Traceback" in errors) == (how == "an exception"), errors

@@ -163,39 +163,45 @@ def test_a_synchronization_would_be_noticed():
         torch.ones(3, device=DEVICE).sum().item()
 
 
+HEAD = 8192 if IS_CUDA else 32
+"""Rows and columns of a matrix of 256 MiB."""
+
+
+class Overwriting(nn.Module):
+    """A layer that overwrites, in its backward, what memory it can get, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.overwrites = nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.overwrites:
+            for _ in range(3):
+                torch.full((HEAD, HEAD), float("nan"), device=x.device)
+        return self.linear(x)
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Overwriting() for _ in range(3))
+        self.middle = nn.Linear(8, HEAD, bias=False)
+        self.head = nn.Linear(HEAD, HEAD, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.middle(x)).square().mean()
+
+
 def test_the_gradient_of_a_non_layer_module_is_read_before_its_memory_is_used_again():
-    """Of 256 MiB, freed in the backward while the lane that downloads it is busy; new tensors of its size are NaN."""
-    width = 8192 if IS_CUDA else 32
-
-    class Overwriting(nn.Module):
-        """A layer that overwrites, in its backward, what memory it can get."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if torch.is_grad_enabled() and overwrites:
-                for _ in range(3):
-                    torch.full((width, width), float("nan"), device=x.device)
-            return self.linear(x)
-
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Overwriting() for _ in range(3))
-            self.middle = nn.Linear(8, width, bias=False)
-            self.head = nn.Linear(width, width, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.middle(x)).square().mean()
-
+    """It is freed in the backward while the lane that downloads it is busy; new tensors of its size are NaN."""
     found = []
     model, x = Headed(), torch.randn(4, 8, device=DEVICE)
     eps = attach_l2l(model, L2LConfig(device=DEVICE, layer_classes=("Overwriting",)))
     for overwrites in (False, True):
+        for block in model.blocks:
+            block.overwrites = overwrites
         model.zero_grad()
         gpu_machine.module().empty_cache()
         loss = model(x)
