@@ -54,7 +54,7 @@ def test_loaders_that_fork_and_pin_change_nothing(tmp_path):
     same: dict[str, Any] = {"ubatch_size": 3, "max_steps": 8 if IS_CUDA else 2}
     model, other = (small_bert() for _ in range(2))
     expected = trained(l2l_trainer(tmp_path / "plain", model=model, **same, dataloader_pin_memory=False))
-    forking: dict[str, Any] = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, **PINS}
+    forking: dict[str, Any] = {"dataloader_num_workers": 2, **PINS}
     found = trained(l2l_trainer(tmp_path / "forked", model=other, **same, **forking))
     assert_same_run(found, expected)
 
