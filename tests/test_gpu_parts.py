@@ -115,6 +115,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "stub.py"
     script.write_text(STUB)
     monkeypatch.setattr(gpu, "MARGIN_S", 0.0)
+    monkeypatch.setattr(gpu, "DOCUMENT_S", 0.0)
     parts = {name: part._replace(script=script, limit_s=3.0) for name, part in gpu.PARTS.items()}
     monkeypatch.setattr(gpu, "PARTS", parts)
     return script
