@@ -18,9 +18,13 @@ SIM_TESTS = tests/sim
 # Of `make soak`: which part, and how many runs it has. A repeated call resumes one that was interrupted.
 PART ?=
 SOAK_RUNS ?= 300
+# Of `make gpu`: which parts (all), where their results go, and after how many minutes all of it has ended.
+PARTS ?=
+OUT ?= benchmarks/results/gpu
+MINUTES ?= 9
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-gpu soak check style clean
+.PHONY: help demo test test-all test-oldest test-gpu gpu gpu-rehearse soak check style clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -42,7 +46,14 @@ test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transfo
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
 
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
-	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/test_gpu.py
+	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/gpu
+
+gpu:  ## Use a GPU that is there for minutes: PARTS="probe tests", then PARTS=bench; results in OUT=folder.
+	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+		$(PYTHON) benchmarks/gpu.py $(PARTS) --out $(OUT) --minutes $(MINUTES)
+
+gpu-rehearse: $(VENV)/ready  ## The same at tiny size, on the CPU and the simulated accelerator.
+	PYTHONPATH=. $(RUN) benchmarks/gpu.py $(PARTS) --out gpu_rehearsal --rehearse
 
 soak: $(VENV)/ready  ## Run a part of what takes long, PART=name; without a name, list the parts.
 	PYTHONPATH=. CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \

@@ -14,40 +14,87 @@ HEAD = (
     "max_grad_norm",
     "tokens/s",
     "of `Trainer`",
-    "step, s: fastest, slowest",
+    "step, s: fastest, slowest, of how many",
     "device bytes, peak",
     "host bytes",
+    "of the peak FLOP/s",
+    "waits, s: upload, download, update",
+    "bound by",
+    "attached in, s",
 )
+NAMES = {
+    "trainer": "`Trainer`, checkpointing",
+    "fsdp2": "FSDP2 on one rank, `CPUOffloadPolicy`, checkpointing",
+}
 
 
 def with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, each with how much it reaches of plain Trainer's speed, None where one of the two has none."""
-    base = {(row["model"], row["tokens"]): row.get("tokens_per_s") for row in rows if row["mode"] == "trainer"}
+    base = {key_of(row): row.get("tokens_per_s") for row in rows if row["mode"] == "trainer"}
     for row in rows:
-        ours, theirs = row.get("tokens_per_s"), base.get((row["model"], row["tokens"]))
+        ours, theirs = row.get("tokens_per_s"), base.get(key_of(row))
         row["of_trainer"] = ours / theirs if ours and theirs else None
     return rows
 
 
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows that are compared have in common."""
+    return row["model"], row["tokens"], row["card"]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The trainer of a row, with what sets it apart."""
+    mode = row["mode"]
+    parts = [NAMES.get(mode, f"`L2LTrainer`, {mode}")]
+    if mode == "cmp":
+        parts = [f"`L2LTrainer`, deferred, cmp={row['cmp']}"]
+        parts += [f"{key}={value}" for key, value in (row["host_setting"] or {}).items()]
+    return ", ".join(parts + ([f"{row['card']} of the device"] if row["card"] else []))
+
+
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    mode = row["mode"]
-    trainer = "`Trainer`, checkpointing" if mode == "trainer" else f"`L2LTrainer`, {mode}"
-    clips = f"{row['max_grad_norm']:g}: eager cannot clip" if mode == "eager" else str(row["max_grad_norm"])
-    start = f"| {row['model']} | {row['tokens']:,} | {trainer} | {clips} "
+    clips = f"{row['max_grad_norm']:g}: eager cannot clip" if row["mode"] == "eager" else str(row["max_grad_norm"])
+    start = f"| {row['model']} | {row['tokens']:,} | {name_of(row)} | {clips} "
     if row["failure"]:
-        return f"{start}| {row['failure']} | - | - | - | - |"
+        return f"{start}| {row['failure']} {'| - ' * (len(HEAD) - 5)}|"
     share = "-" if row["of_trainer"] is None else f"{row['of_trainer']:.1%}"
     label = "measured" if row["is_measured"] else "accounted"
-    return (
-        f"{start}| {row['tokens_per_s']:,.0f} | {share} | {row['fastest_s']:.3f}, {row['slowest_s']:.3f} "
-        f"| {size_text(row['device_bytes'])} ({label}) | {size_text(row['host_bytes'])} |"
+    need = row["estimated_device_bytes"]
+    device = f"{size_text(row['device_bytes'])} ({label}"
+    device += f"; {size_text(need)} by shapes, without activations)" if need and row["is_measured"] else ")"
+    waits = [row["upload_s"], row["download_s"], row["eps_s"]]
+    cells = (
+        f"{row['tokens_per_s']:,.0f}",
+        share,
+        f"{row['fastest_s']:.3f}, {row['slowest_s']:.3f}, {row['steps']}",
+        device,
+        size_text(row["host_bytes"]),
+        "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "-" if None in waits else ", ".join(f"{seconds:.3f}" for seconds in waits),
+        row["bound"] or "-",
+        "-" if row["attach_s"] is None else f"{row['attach_s']:.1f}",
     )
+    return f"{start}| {' | '.join(cells)} |"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The result for people, in markdown."""
     return "\n".join((f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *map(line, rows)))
+
+
+def check_text(checks: list[dict[str, Any]], steps: int) -> str:
+    """What was compared before the timings, and what that found."""
+    if not checks:
+        return "The trainers were not compared before the timings."
+    found = [
+        f"{each['model']}: plain `Trainer` within {each['tolerance']:g}, found {each['difference']:.1e}"
+        if each["failure"] is None
+        else f"**{each['model']}: {each['failure']}**"
+        for each in checks
+    ]
+    what = f"loss and grad_norm of {steps} steps, serial and deferred to the bit"
+    return f"Before the timings, on tiny models: {what}; {'; '.join(found)}."
 
 
 def document(result: dict[str, Any]) -> str:
@@ -67,11 +114,11 @@ def document(result: dict[str, Any]) -> str:
             f"Random weights and tokens; {settings['precision']}; micro-batches (rows x tokens): {ubatches}; stash on "
             f"the {settings['stash']}; {settings['steps']} measured steps after {settings['warmup']}.",
             "",
-            f"Before the timings, on tiny models: {settings['check']}.",
+            check_text(result["checks"], settings["checked_steps"]),
             "",
             "## Result",
             "",
-            table(result["rows"]),
+            table(with_shares(result["rows"])),
             "",
             "## To reproduce",
             "",

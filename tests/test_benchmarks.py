@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib
 import json
 import math
 import os
@@ -14,17 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import transformers as hf
 
 import hf_l2l
+from benchmark_output import columns, refused
 from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, throughput
 from glue_script import ROWS, write
-from hf_l2l import L2LConfig
-from hf_l2l.report.memory_estimate import estimate
-from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 EPS_TINY = ["--layers", "2", "--hidden", "64", "--vocab", "50", "--pairs", "2", "--warmup", "1", "--threads", "1"]
@@ -35,27 +30,6 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def refused(main, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one message with which a benchmark refuses its options."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    errors = [line for line in printed.err.splitlines() if ": error: " in line]
-    assert len(errors) == 1
-    return errors[0].split(": error: ")[1]
-
-
-def columns(text: str) -> list[list[str]]:
-    """The cells of the markdown table in `text`, its head and ruler left out."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert re.fullmatch(r"\|(---\|)+", lines[1])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert {len(row) for row in rows} == {len(rows[0])}
-    return rows[2:]
 
 
 # ---- eps_cpu
@@ -126,123 +100,7 @@ def test_a_model_that_does_not_fit_the_host_is_refused(monkeypatch, capsys):
     assert message == "this takes 5.6 GiB, and 1.0 GiB can be had; use fewer --layers"
 
 
-# ---- throughput
-
-
-def test_all_rows_are_there(tmp_path, capsys):
-    file = tmp_path / "result.md"
-    result = throughput.main(["--tiny", "--steps", "1", "--tokens", "64", "--out", str(file)])
-    text, last, progress = parts(capsys)
-    assert file.read_text() + "\n" == text
-    assert last == json.loads(json.dumps(result))
-    rows = result["rows"]
-    assert progress == [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert [(r["model"], r["mode"], r["tokens"]) for r in rows] == [
-        (model, mode, 64) for model in throughput.MODELS for mode in throughput.MODES
-    ]
-    cells = columns(text)
-    assert [row[0] for row in cells] == [r["model"] for r in rows]
-    for row, cell in zip(rows, cells, strict=True):
-        assert row["failure"] is None
-        assert all(0 < row[name] < math.inf for name in ("tokens_per_s", "device_bytes", "host_bytes"))
-        assert 0 < row["fastest_s"] <= row["slowest_s"] < math.inf
-        assert ("eager cannot clip" in cell[3]) == (row["mode"] == "eager")
-        assert cell[2] == ("`Trainer`, checkpointing" if row["mode"] == "trainer" else f"`L2LTrainer`, {row['mode']}")
-        assert float(cell[3].split(":")[0]) == row["max_grad_norm"]
-        assert cell[4] == f"{row['tokens_per_s']:,.0f}"
-        plain = next(r for r in rows if (r["model"], r["mode"]) == (row["model"], "trainer"))
-        assert row["of_trainer"] == row["tokens_per_s"] / plain["tokens_per_s"]
-        assert cell[5] == f"{row['of_trainer']:.1%}"
-        assert cell[6] == f"{row['fastest_s']:.3f}, {row['slowest_s']:.3f}"
-        assert cell[7:] == [f"{size_text(row['device_bytes'])} (accounted)", size_text(row["host_bytes"])]
-
-
-def parts(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any], list[str]]:
-    """What was printed: the document, the JSON after it, and the rows of the table that told of progress."""
-    printed = capsys.readouterr()
-    text, last = printed.out.removesuffix("\n").rsplit("\n", 1)
-    return f"{text}\n", json.loads(last), [line for line in printed.err.splitlines() if line.startswith("| ")]
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the trainers compute is not compared first."""
-    monkeypatch.setattr(throughput, "check", lambda options: dict.fromkeys(options.model, 0.0))
-
-
-def test_progress_is_compared_with_plain_trainer_in_whatever_order_one_asks(unchecked, capsys):
-    throughput.main(["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes", "deferred", "trainer"])
-    shares = [line.split(" | ")[5] for line in parts(capsys)[2]]
-    assert shares[0] == "100.0%" and shares[1].endswith("%")
-
-
-def test_at_least_ten_steps_are_measured_unless_one_says_otherwise(unchecked, capsys):
-    assert throughput.parsed([]).steps >= 10
-    assert throughput.parsed(["--steps", "4"]).steps == 4
-    throughput.main(["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "serial", "--steps", "3"])
-    text, last, _ = parts(capsys)
-    assert "3 measured steps after 1." in text
-    assert (last["settings"]["steps"], last["settings"]["warmup"]) == (3, 1)
-
-
-@pytest.mark.parametrize("name", throughput.MODELS)
-def test_what_is_compared_first_is_what_the_trainers_log(name):
-    plain, serial, deferred = (throughput.logged(name, mode, "host") for mode in ("trainer", "serial", "deferred"))
-    assert len(plain) == throughput.CHECKED_STEPS == len(set(plain))
-    assert serial == deferred
-    for ours, theirs in zip(serial, plain, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    # The loss of guessing, not the sum over the batches that are accumulated.
-    assert plain[0][0] == pytest.approx(math.log({"bert-large": 2, "llama-1b": 100}[name]), rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("mode", "factor", "message"),
-    [
-        ("deferred", 1 + 1e-15, "serial and deferred log other bits (bert-large, tiny)"),
-        ("deferred", math.nan, "serial and deferred log other bits (bert-large, tiny)"),
-        ("trainer", 1.001, "L2L and plain Trainer differ (bert-large, tiny)"),
-        ("trainer", math.nan, "L2L and plain Trainer differ (bert-large, tiny)"),
-        ("trainer", 1 + 1e-7, None),
-    ],
-)
-@pytest.mark.parametrize("what", [0, 1], ids=["loss", "grad_norm"])
-def test_nothing_is_measured_if_the_trainers_differ(mode, factor, message, what, monkeypatch):
-    def fake(name: str, asked: str, stash: str) -> list[tuple[float, float]]:
-        steps = [[3.0, 7.0] for _ in range(throughput.CHECKED_STEPS)]
-        steps[-1][what] *= factor if asked == mode else 1.0
-        return [(loss, norm) for loss, norm in steps]
-
-    def measured(*args: Any) -> dict[str, Any]:
-        assert message is None, "there is nothing to be measured"
-        raise InterruptedError
-
-    monkeypatch.setattr(throughput, "logged", fake)
-    monkeypatch.setattr(throughput, "measured", measured)
-    with pytest.raises(InterruptedError if message is None else SystemExit) as stopped:
-        throughput.main(["--tiny", "--model", "bert-large"])
-    if message is not None:
-        assert str(stopped.value).startswith(f"nothing is measured: {message}: ")
-
-
-def test_the_document_and_the_json_say_where_it_ran(unchecked, monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    torch.set_num_threads(2)
-    arguments = ["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes", "serial", "--steps", "1"]
-    throughput.main(arguments)
-    text, last, _ = parts(capsys)
-    found = last["environment"]
-    assert datetime.date.today() - datetime.date.fromisoformat(found["date"]) <= datetime.timedelta(days=1)
-    assert (found["cores"], found["threads"]) == (os.cpu_count(), 2)
-    assert found["host_bytes"] == psutil.virtual_memory().total > found["available_host_bytes"] > 0
-    for name in ("torch", "transformers", "accelerate", "hf_l2l"):
-        module = importlib.import_module(name)
-        assert found["versions"][name] == module.__version__
-        assert f"{name} {module.__version__}" in text
-    assert found["command"] == f"OMP_NUM_THREADS=2 python benchmarks/throughput.py {' '.join(arguments)}"
-    for words in (found["date"], found["cpu"], "threads: 2 for", size_text(found["host_bytes"]), found["command"]):
-        assert words in text
+# ---- environment, and scripts in a process of their own
 
 
 def test_a_machine_without_an_accelerator_has_no_link_and_no_driver(monkeypatch):
@@ -279,14 +137,6 @@ def test_the_processor_is_named(tmp_path):
     assert environment.cpu_model(tmp_path / "none") != ""
 
 
-def test_throughput_of_cross_mixed_precision(unchecked):
-    options = ["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "trainer", "deferred", "--cmp", "bf16"]
-    found = throughput.main(options)
-    assert found["settings"]["precision"] == "fp32, and L2L by cmp='bf16'"
-    need = estimate(throughput.made("bert-large", tiny=True), L2LConfig(cmp="bf16"))
-    assert found["rows"][1]["host_bytes"] == need.host_bytes > found["rows"][0]["device_bytes"]
-
-
 @pytest.mark.slow
 def test_memory_of_cross_mixed_precision(tmp_path):
     """In a process of its own: the accelerator is simulated."""
@@ -301,41 +151,6 @@ def test_memory_of_cross_mixed_precision(tmp_path):
     assert all(peak < peaks[0] for peak in peaks[1:])
 
 
-ON_AN_ACCELERATOR = """
-import json, sys
-from hf_l2l.testing import enable_simulated_accelerator
-enable_simulated_accelerator()
-import hf_l2l
-from benchmarks import environment, throughput
-environment.LINK_BYTES = 2**20
-throughput.main(["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "trainer", "deferred"])
-"""
-
-
-@pytest.mark.slow
-def test_on_an_accelerator_the_link_and_the_peaks_are_measured():
-    """In a process of its own: the accelerator is simulated."""
-    done = subprocess.run([sys.executable, "-c", ON_AN_ACCELERATOR], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    text, last = done.stdout.removesuffix("\n").rsplit("\n", 1)
-    found = json.loads(last)
-    ways = found["environment"]["link_bytes_per_s"]
-    assert set(ways) == {"to_device", "to_host"} and all(0 < way < math.inf for way in ways.values())
-    assert f"link {ways['to_device'] / 1e9:.1f} GB/s to the device, {ways['to_host'] / 1e9:.1f} GB/s back" in text
-    assert all(row["is_measured"] for row in found["rows"])
-
-
-@pytest.mark.slow
-def test_it_runs_as_a_script_from_anywhere(tmp_path):
-    script = Path(throughput.__file__).resolve()
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    (tmp_path / "hf_l2l").symlink_to(Path(hf_l2l.__file__).parent)
-    asked = [sys.executable, str(script), "--help"]
-    done = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "--tokens" in done.stdout
-
-
 def test_host_overhead_runs_as_a_script():
     """In a process of its own, since it takes the CPU for a device with streams."""
     asked = [sys.executable, str(FOLDER / "host_overhead.py"), "--rounds", "1", "--depths", "1", "2"]
@@ -347,93 +162,6 @@ def test_host_overhead_runs_as_a_script():
     found = json.loads(last)
     assert found["environment"]["command"].startswith("OMP_NUM_THREADS=1 python benchmarks/host_overhead.py")
     assert all(case["step"] > 0 for case in found["microseconds"].values())
-
-
-def test_bytes_on_the_cpu_are_accounted_and_not_measured(unchecked, capsys):
-    options = ["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "trainer", "deferred"]
-    plain, l2l = throughput.main(options)["rows"]
-    assert "measured)" not in capsys.readouterr().out
-    model = throughput.made("bert-large", tiny=True)
-    need = estimate(model)
-    # A moment more than shapes say: the step counters of AdamW.
-    assert plain["device_bytes"] == 4 * tensor_bytes(model.parameters()) + 4 * len(list(model.parameters()))
-    assert (l2l["device_bytes"], l2l["host_bytes"]) == (need.device_bytes, need.host_bytes)
-    assert not plain["is_measured"] and not l2l["is_measured"]
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(torch.OutOfMemoryError("no more"), "out of memory"), (MemoryError("no more"), "out of host memory")],
-)
-def test_running_out_of_memory_is_a_row(error, words, unchecked, monkeypatch, capsys):
-    train = hf.Trainer.train
-
-    def fail_plain(self, *args, **kwargs):
-        if type(self) is hf.Trainer:
-            raise error
-        return train(self, *args, **kwargs)
-
-    monkeypatch.setattr(hf.Trainer, "train", fail_plain)
-    options = ["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes", "trainer", "serial"]
-    plain, l2l = throughput.main(options)["rows"]
-    assert (plain["failure"], l2l["failure"]) == (words, None)
-    first, second = columns(capsys.readouterr().out)
-    assert first[4:] == [words, "-", "-", "-", "-"]
-    assert second[5] == "-", "there is nothing to compare with"
-
-
-@pytest.mark.parametrize("name", throughput.MODELS)
-def test_full_sizes(name):
-    with torch.device("meta"):
-        model = throughput.made(name, tiny=False)
-    count = sum(p.numel() for p in model.parameters())
-    assert count == {"bert-large": 335_143_938, "llama-1b": 1_235_814_400}[name]
-
-
-def test_both_trainers_see_the_same_tokens(tmp_path):
-    options = throughput.parsed(["--tiny", "--tokens", "64", "--model", "llama-1b"])
-    made = [
-        throughput.trainer_for(
-            throughput.made("llama-1b", tiny=True), "llama-1b", mode, 64, options, str(tmp_path), []
-        )
-        for mode in throughput.MODES
-    ]
-    assert len({t.args.train_batch_size * t.args.gradient_accumulation_steps for t in made}) == 1
-    assert getattr(made[0].args, throughput.CHECKPOINTING)
-    assert [getattr(t.args, "eps_update", "trainer") for t in made] == list(throughput.MODES)
-
-    def first_step(of: hf.Trainer) -> torch.Tensor:
-        torch.manual_seed(0)
-        batches = iter(of.get_train_dataloader())
-        return torch.cat([next(batches)["input_ids"] for _ in range(of.args.gradient_accumulation_steps)])
-
-    plain, *others = (first_step(t) for t in made)
-    assert plain.numel() == 64
-    assert all(torch.equal(plain, other) for other in others)
-    assert len({t.args.max_steps for t in made}) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps must be at least 1 (got 0)"),
-        (["--warmup", "0"], "--warmup must be at least 1 (got 0)"),
-        (["--ubatch-size", "0"], "--ubatch-size must be at least 1 (got 0)"),
-        (
-            ["--model", "bert-large", "--tokens", "8192", "9000"],
-            "--tokens must be a multiple of 8192 for bert-large, 16 rows of 512 (got 9000)",
-        ),
-        (["--tokens", "0"], "--tokens must be a multiple of 8192 for bert-large, 16 rows of 512 (got 0)"),
-        (["--out", "nowhere/result.md"], "--out must be in a folder that exists (got nowhere/result.md)"),
-    ],
-)
-def test_bad_options_of_the_throughput_are_refused(arguments, message, capsys):
-    assert refused(throughput.main, arguments, capsys) == message
-
-
-@pytest.mark.parametrize("option", ["--model", "--modes", "--stash"])
-def test_unknown_choices_are_refused(option, capsys):
-    assert refused(throughput.main, [option, "none"], capsys).startswith(f"argument {option}: invalid choice: 'none'")
 
 
 # ---- cmp_glue

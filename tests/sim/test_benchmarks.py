@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers as hf
 
-from benchmarks import cmp_glue, cmp_memory
+from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows
 from glue_script import ROWS, write
+from hf_l2l.testing import page_lock_limit, page_locked_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +49,13 @@ def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_p
         assert run["losses"] != full["losses"]
         assert run["losses"] == pytest.approx(full["losses"], rel=1e-2), "another head, or other rows"
     assert "rte" in (tmp_path / "result.md").read_text()
+
+
+def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
+    file, locked = tmp_path / "probe.jsonl", page_locked_bytes()
+    with page_lock_limit(locked):
+        assert gpu_probe.main(["--tiny", "--rows", str(file)]) == gpu_probe.REFUSED
+    [row] = gpu_rows.read(file, "row")
+    assert (row["name"], row["code"], row["is_pinned"]) == ("page-locking", 2, False)
+    assert len(gpu_rows.read(file, "environment")) == 1
+    assert page_locked_bytes() == locked

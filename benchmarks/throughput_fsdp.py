@@ -1,0 +1,96 @@
+"""The same step by torch's FSDP2 on one rank, with parameters, gradients and optimizer state in host memory.
+
+`fully_shard` for each layer and for the rest, `CPUOffloadPolicy` with page-locked memory, activation checkpointing,
+bf16 computation over fp32 weights, gradients reduced in fp32, fused AdamW on the host, clipping. Micro-batches are
+those of the other rows; gradients stay on the device until the last of a step, which is what makes it fastest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from benchmarks.throughput_models import MODELS, RandomTokens
+from hf_l2l.model.stacks import find_stacks
+
+
+@contextmanager
+def one_rank(device_type: str) -> Iterator[None]:
+    """Inside, this process is a process group. gloo sums its host tensors: norms of gradients, for clipping."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")  # a borrowed machine may have no other network
+    store = distributed.HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def sharded(model: nn.Module, device_type: str) -> Any:
+    """`model`, each layer checkpointed and sharded, then the rest."""
+    mesh = init_device_mesh(device_type, (1,))
+    is_cuda = device_type == "cuda"
+    policy: dict[str, Any] = {"mesh": mesh}
+    if is_cuda:  # on the CPU, there is nothing to offload to
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+    policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_cuda else MixedPrecisionPolicy()
+    for stack in find_stacks(model):
+        container: Any = model.get_submodule(stack.path)
+        for number, layer in enumerate(container):
+            container[number] = fully_shard(checkpoint_wrapper(layer), **policy)
+    return fully_shard(model, **policy)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, torch.Tensor]]) -> None:
+    """One optimizer step over some micro-batches."""
+    for number, batch in enumerate(batches):
+        model.set_requires_gradient_sync(number == len(batches) - 1)
+        (model(**batch).loss / len(batches)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run_fsdp(model: Any, row: dict[str, Any], options: Namespace) -> dict[str, Any]:
+    """Train as `Trainer` does; returns figures of the row."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = 16 if options.tiny else MODELS[row["model"]][2]
+    rows, micro_batches = row["tokens"] // tokens, max(row["tokens"] // (16 * 2 if options.tiny else 8192), 1)
+    data = RandomTokens(model, rows, tokens)
+    host_bytes = 16 * sum(p.numel() for p in model.parameters())
+    with one_rank(device_type):
+        start = time.perf_counter()
+        model = sharded(model.train(), device_type)
+        found: dict[str, Any] = {"attach_s": time.perf_counter() - start}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
+        loaded = torch.utils.data.default_collate([data[index] for index in range(rows)])
+        batches = [
+            {name: tensor.chunk(micro_batches)[number].to(device_type) for name, tensor in loaded.items()}
+            for number in range(micro_batches)
+        ]
+        seconds = []
+        if device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(options.warmup + options.steps):
+            start = time.perf_counter()
+            step(model, optimizer, batches)
+            if device_type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found["device_bytes"] = torch.cuda.max_memory_allocated() if device_type == "cuda" else host_bytes
+    measured = seconds[options.warmup :]
+    found |= {"mean_s": sum(measured) / len(measured), "fastest_s": min(measured), "slowest_s": max(measured)}
+    found |= dict.fromkeys(("upload_s", "download_s", "eps_s", "bound", "estimated_device_bytes"))
+    return {**found, "host_bytes": host_bytes, "is_measured": device_type == "cuda"}
