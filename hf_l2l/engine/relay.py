@@ -306,12 +306,13 @@ class Relay:
         """Begin the uploads that the call needs first: of its first layer, and of modules before that."""
         root.at_end = self._end_forward
         self.stash.start_forward()
-        first = next(iter(self._last_time.get(root.module, ())), None)
+        first = next((self.eps.masters.unit(layer) for layer in self._last_time.get(root.module, ())), None)
         if self._slots is not None:
             self._slots.forget()
-            if self.prefetch and first is not None:
-                with RaisedIn("the upload of", self.eps.masters.unit(first).name):
-                    self._slots.prefetch(self.eps.masters.unit(first))
+            # If it is being updated, modules before the layers come first: they are updated first, too.
+            if self.prefetch and first is not None and not first.is_updating:
+                with RaisedIn("the upload of", first.name):
+                    self._slots.prefetch(first)
         root.weights.upload_ahead(0)
 
     def _end_forward(self, root: ModelCall) -> None:

@@ -31,7 +31,7 @@ from hf_l2l.runtime.tensors import to_device
 
 
 class _Uploads:
-    """The uploads of the weights of one call. It refers to no device tensor, so that each is freed with its last use."""
+    """The uploads of the weights of one call. It refers to no device tensor, so each is freed with its last use."""
 
     def __init__(self, unit: MasterUnit, copies: Copies, lane: stream.Lane) -> None:
         self._unit, self._copies, self._lane = unit, copies, lane

@@ -328,18 +328,16 @@ class Masters:
     def parts(self, masters: Iterable[Master]) -> list[tuple[str, list[Master]]]:
         """Group `masters` in the order in which the next forward needs them, with names.
 
-        A group is a layer, the small parameters of non-layer modules that are first used between the same layers, or
-        one large parameter (an embedding, a head). The first layer comes first of all: its gradients arrive before
-        those of the modules before it.
+        A group is a layer, one large parameter of the non-layer modules (an embedding, a head), or their small ones
+        that are first used between the same layers.
         """
         found: dict[tuple[float, str], list[Master]] = {}
         for master in masters:
-            number, alone = master.layer_number, ""
+            number: float = master.layer_number
+            alone = ""
             if number == 0:
-                before, alone = master.first_use + 0.5, master.name if master.is_large else ""
-            else:
-                before = 0 if number == 1 else number
-            found.setdefault((before, alone), []).append(master)
+                number, alone = master.first_use + 0.5, master.name if master.is_large else ""
+            found.setdefault((number, alone), []).append(master)
         names = [NON_LAYER, *self.layer_names.values()]
         in_order = sorted(found, key=itemgetter(0))
         return [(key[1] or names[found[key][0].layer_number], found[key]) for key in in_order]

@@ -75,7 +75,7 @@ class Copies:
         return self._together(unit, sources)
 
     def of_one(self, unit: MasterUnit, number: int) -> torch.Tensor:
-        """A host tensor with the values of one parameter of `unit`, in the dtype of the device; waits for its update."""
+        """One parameter of `unit` on the host, in the dtype of the device; waits for its update."""
         master, p, dtype = unit.masters[number], unit.parameters[number], unit.dtypes[number]
         master.wait()
         if dtype == p.dtype:
