@@ -194,7 +194,7 @@ class Relay:
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
         self.splitter = Splitter(config.ubatch_size, device)
-        shell.at_start = self._start_forward
+        shell.call_at_start(self._start_forward)
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ since encoders and losses read weights without calling the module that has them.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -151,9 +152,15 @@ class Shell:
         self.lane = stream.Lane(device, "upload", beside=overlap)
         """The lane that uploads weights, those of layers, too."""
         self.one_thread = OneThread(eps.backwards)
-        self.at_start: Callable[[ModelCall], None] = lambda call: None
-        """Called when the program's call of a module begins, with its weights and inputs on their way."""
+        self._at_start: weakref.WeakMethod[Callable[[ModelCall], None]] | None = None
         self._call: ModelCall | None = None
+
+    def call_at_start(self, at_start: Callable[[ModelCall], None]) -> None:
+        """Call this bound method when a call of the program has begun, as long as its object lives.
+
+        Only a weak reference is kept, so that device memory of a detached engine is freed at once.
+        """
+        self._at_start = weakref.WeakMethod(at_start)
 
     @property
     def call(self) -> ModelCall | None:
@@ -210,8 +217,10 @@ class Shell:
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor)
             try:
-                self.at_start(call)
-                with weights.resident():
+                with weights.resident():  # buffers are uploaded here, before the weights
+                    at_start = self._at_start() if self._at_start is not None else None
+                    if at_start is not None:
+                        at_start(call)
                     yield call
             finally:
                 self._call = None
