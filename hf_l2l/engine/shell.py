@@ -7,6 +7,7 @@ since encoders and losses read weights without calling the module that has them.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ class _Uploads:
         """What is being uploaded; 16-bit copies that are not kept would be freed."""
         self.layer_calls = 0
         """How many layers the call has called so far."""
+        self._used: dict[int, int] = {}
+        """The number of each weight that was used -> how many layers had been called then."""
         self._is_over = False
         """True after the call; a program may still use a weight that it has kept."""
 
@@ -68,11 +71,14 @@ class _Uploads:
         if self._is_over:
             self.settle()
         else:
-            self._unit.masters[number].first_use = self.layer_calls
+            self._used[number] = self.layer_calls
 
     def settle(self) -> None:
         """Wait for all uploads that have begun; the call is over."""
-        self._is_over = True
+        if not self._is_over:
+            self._is_over = True
+            for number, master in enumerate(self._unit.masters):
+                master.first_use = self._used.get(number, math.inf)
         last = next(reversed(self._ends.values()), None)
         # The memory of a weight that was not used after all is freed in the order of the compute stream.
         stream.wait(last, wait_reasons.WEIGHTS_UPLOADED)

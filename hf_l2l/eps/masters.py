@@ -68,8 +68,8 @@ class Master(Pending):
         self.name = "a parameter"
         self.layer_number = 0
         """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
-        self.first_use = 0
-        """For one in no layer: how many layers the last forward had called when it first used it."""
+        self.first_use = 0.0
+        """For one in no layer: how many layers the last forward had called at its first use of it; inf without one."""
         self.can_be_held = can_hold(parameter)
         self.dtype = parameter.dtype
         self.update: Update | None = None
