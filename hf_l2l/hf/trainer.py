@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -163,15 +164,16 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         if isinstance(self.model, nn.Module):  # None if `call_model_init` creates the model
             self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
-        prepare_model, prepare_optimizer = self.accelerator.prepare_model, self.accelerator.prepare_optimizer
+        # Weak references: in a cycle, processes of data loaders would end only when garbage is collected, and slowly.
+        trainer, accelerator, kind = weakref.proxy(self), weakref.proxy(self.accelerator), type(self.accelerator)
 
         def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
             placed = device_placement if attachment_of(model) is None else False  # e.g. for a reference model
-            return prepare_model(model, device_placement=placed, **options)
+            return kind.prepare_model(accelerator, model, device_placement=placed, **options)
 
         def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
-            placed = device_placement if attachment_of(self.model) is None else False
-            return prepare_optimizer(optimizer, device_placement=placed)
+            placed = device_placement if attachment_of(trainer.model) is None else False
+            return kind.prepare_optimizer(accelerator, optimizer, device_placement=placed)
 
         self.accelerator.prepare_model = model_where_it_is
         self.accelerator.prepare_optimizer = optimizer_where_it_is

@@ -140,11 +140,12 @@ def _state_bytes(
 def check_host_memory(need: MemoryEstimate) -> None:
     """Raise MemoryError if training needs more host memory than is available.
 
-    Memory that this process already holds is counted towards the masters; masters still in a mapped file are not.
+    Called after the model was attached. Memory that this process already holds is counted towards the masters and
+    their copies; masters still in a mapped file are not.
     """
     if os.environ.get(SKIP_VARIABLE) == "1":
         return
-    held = min(need.masters, host_limits.own_bytes())
+    held = min(need.masters + need.copies, host_limits.own_bytes())
     have = host_limits.available_host_bytes() + held
     if need.host_bytes <= have:
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -493,3 +495,17 @@ def test_adafactors_own_learning_rates_are_reported(tmp_path, eps_update, relati
     assert len(set(rates)) == 5 and all(rates)
     assert_same_run(found, expected)
     assert set(found.lr_scheduler.state_dict()) == set(expected.lr_scheduler.state_dict())
+
+
+def test_a_trainer_is_freed_with_its_last_reference(tmp_path):
+    """Its data loaders' processes end then, too."""
+    trainer = l2l_trainer(tmp_path, max_steps=2)
+    trainer.train()
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(trainer)
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import random
 from pathlib import Path
@@ -273,6 +274,15 @@ def test_masters_in_memory_are_paid_for(memory):
     memory(7 * 2**30, own=2**40)  # other things that the process holds pay for nothing
     with pytest.raises(MemoryError, match="10.0 GiB is available"):
         check_host_memory(NEED)
+
+
+def test_copies_that_were_made_at_attach_are_paid_for(memory):
+    need = dataclasses.replace(NEED, copies=2 * 2**30)
+    memory(8 * 2**30, own=5 * 2**30)
+    check_host_memory(need)
+    memory(8 * 2**30, own=5 * 2**30 - 1)
+    with pytest.raises(MemoryError):
+        check_host_memory(need)
 
 
 @pytest.mark.parametrize(("value", "skips"), [("1", True), ("0", False), ("", False)])
