@@ -17,7 +17,7 @@ from hf_l2l.model.stacks import parameter_bytes
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.testing import sim_copies, sim_stream
-from memory_switches import poisoned_releases
+from memory_switches import land_the_rest, poisoned_releases
 from training import tiny_bert, weights_after
 from update_cases import raw_loop
 
@@ -142,16 +142,6 @@ def test_every_wait_is_needed(why, monkeypatch):
         everything()
     assert why in waits.found
     land_the_rest()
-
-
-def land_the_rest() -> None:
-    """Let what a test left on its way land now, and not in the next one."""
-    while True:
-        try:
-            torch.sim.synchronize()
-        except RuntimeError:  # each of the copies that came to harm raises once
-            continue
-        return
 
 
 def evaluate_and_write(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from hf_l2l.eps import gradients, updates, weight_copies
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.worker import Task
 from hf_l2l.testing import sim_stream
-from memory_switches import poisoned_releases
+from memory_switches import land_the_rest, poisoned_releases
 from training import settled_memory
 from update_cases import (
     Toy,
@@ -94,6 +94,7 @@ def test_every_wait_for_the_worker_is_needed(why, monkeypatch):
     monkeypatch.undo()
     assert why in found
     time.sleep(0.5)  # until the task without a wait has ended
+    land_the_rest()
 
 
 # ---- faults
