@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -95,24 +94,35 @@ class SplitStep:
         self._places = places = places_of(optimizer) if places is None else places
         self._base = _hookless_copy(optimizer, [], defaultdict(dict), places)
         self._groups = [_snapshots(group) for group in optimizer.param_groups]
-        self._shares: dict[torch.Tensor, _Share] = {}
-        state, without_state = self._state, []
-        for p, gradient in gradients.items():
-            found = places.get(p)
-            if found is not None:
-                held = state.get(p)
-                share = self._shares[p] = _Share(
-                    gradient, *found, {} if held is None else held, held is not None, p.requires_grad
-                )
-                if held is None:
-                    without_state.append((share.place, p, share.state))
-        # In group order and before any part runs: the state dict then has the order of one whole step.
-        for _, p, made in sorted(without_state, key=itemgetter(0)):
-            state[p] = made
+        self._gradients = dict(gradients)
+        self._without_state: set[torch.Tensor] = set()
+        """Masters that had no state before this step."""
+        if not places.keys() <= self._state.keys():
+            new = [p for p in gradients if p in places and p not in self._state]
+            self._without_state.update(new)
+            # In group order and before any part runs: the state dict then has the order of one whole step.
+            for p in sorted(new, key=lambda p: places[p][0]):
+                self._state[p] = {}
 
     def part(self, masters: Iterable[torch.Tensor]) -> Part:
         """The update of all `masters` that have a gradient in this step and are in no part yet."""
-        return Part(self, [(p, share) for p in masters if (share := self._shares.pop(p, None)) is not None])
+        gradients, places = self._gradients, self._places
+        return Part(
+            self,
+            [
+                (p, gradient, p.requires_grad)
+                for p in masters
+                if (gradient := gradients.pop(p, None)) is not None and p in places
+            ],
+        )
+
+    def _shares_of(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]
+    ) -> list[tuple[torch.Tensor, _Share]]:
+        """The masters and their shares, in the order of the groups."""
+        state, places, new = self._state, self._places, self._without_state
+        shares = [(p, _Share(g, *places[p], state[p], p not in new, trains)) for p, g, trains in pairs]
+        return sorted(shares, key=lambda pair: pair[1].place)
 
     def run(self, masters: Iterable[torch.Tensor]) -> None:
         """Make the part for `masters` and run it; see `Part.run`."""
@@ -126,9 +136,11 @@ class SplitStep:
 class Part:
     """The update of some masters, to be run once, on any thread."""
 
-    def __init__(self, step: SplitStep, shares: list[tuple[torch.Tensor, _Share]]) -> None:
+    def __init__(self, step: SplitStep, pairs: list[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+        """Of masters, their gradients, and whether they require a gradient; the rest is left to the thread that runs
+        it."""
         self._step = step
-        self._shares = shares
+        self._pairs = pairs
 
     def _groups_of(self, pairs: Iterable[tuple[tuple[torch.Tensor, _Share], torch.Tensor]]) -> list[dict[str, Any]]:
         """The groups of the optimizer with the stand-ins of this part, and the hyper-parameters of the step."""
@@ -152,7 +164,7 @@ class Part:
         Raises:
             Exception: the exception of the optimizer; the part stays as the optimizer left it, and cannot run again.
         """
-        shares, self._shares = sorted(self._shares, key=lambda pair: pair[1].place), []
+        shares, self._pairs = self._step._shares_of(self._pairs), []
         if not shares:
             return
         stand_ins = _stand_ins(shares)
