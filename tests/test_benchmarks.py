@@ -349,6 +349,18 @@ def test_host_overhead_runs_as_a_script():
     assert all(case["step"] > 0 for case in found["microseconds"].values())
 
 
+def test_attach_runs_as_a_script():
+    """In a process of its own, as above."""
+    asked = [sys.executable, str(FOLDER / "attach.py"), "--rounds", "2", "--layers", "2", "--hidden", "64"]
+    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines[0].split() == "seconds per GB of weights before threads".split()
+    for way in json.loads(last)["seconds_per_gb"].values():
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in way.values())
+
+
 def test_bytes_on_the_cpu_are_accounted_and_not_measured(unchecked, capsys):
     options = ["--tiny", "--model", "bert-large", "--tokens", "64", "--modes", "trainer", "deferred"]
     plain, l2l = throughput.main(options)["rows"]

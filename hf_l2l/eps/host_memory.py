@@ -8,8 +8,9 @@ rest stays pageable: copies then block the host, with the same results.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, placed
+from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
 from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
 
 T = TypeVar("T")
@@ -33,6 +34,18 @@ class Progress(Protocol):
 def unseen(units: Sequence[T], what: str) -> Iterable[T]:
     """A `Progress` that shows nothing."""
     return units
+
+
+class _Plan(NamedTuple):
+    """What of a group of masters is to be in page-locked memory."""
+
+    group: Sequence[Master]
+    chosen: list[Master]
+    """Those that get memory, for themselves or for their copies."""
+    copied: set[Master]
+    """Those of which 16-bit copies are uploaded."""
+    layout: Layout
+    """Of the memory."""
 
 
 class HostMemory:
@@ -78,47 +91,53 @@ class HostMemory:
             new = {m for m in masters if m.address != m.parameter.data_ptr()}
         if new:
             sharing = _sharing_memory(self.masters.model)
-            for group in self.progress(self._groups(new), "Moving master weights to page-locked memory"):
-                self._place(group, sharing)
-                for master in group:
-                    master.address = master.parameter.data_ptr()
+            plans = [self._plan(group, sharing) for group in self._groups(new)]
+            sizes = [plan.layout.num_bytes for plan in plans if plan.layout.num_bytes]
+            with closing(pages_ahead(sizes, self.device)) as made:
+                for plan in self.progress(plans, "Moving master weights to page-locked memory"):
+                    if plan.layout.num_bytes:
+                        self._place(plan, next(made))
+                    for master in plan.group:
+                        master.address = master.parameter.data_ptr()
             self.warn_once()
         if new or self._layout_changes_seen != self.masters.changes:
             self._layout_changes_seen = self.masters.changes
             for unit in self.masters.layer_units:
                 unit.upload_block = block_of([m.upload_part for m in unit.masters], unit.layout)
 
-    def _place(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> None:
-        """Allocate one block for all that is uploaded of a group: masters, which move there, and copies of others.
-
-        Masters stay where they are if the device refuses to page-lock the block.
-        """
+    def _plan(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> _Plan:
+        """What of a group is to be in page-locked memory: masters that can be moved, and copies of others."""
         precision = self.masters.precision
+        chosen: list[Master] = []
+        copied: set[Master] = set()
         for master in group:
+            p = master.parameter
             master.upload_part = master.copy_room = None
-        is_copied = {m: precision.of(m.parameter) != m.parameter.dtype for m in group}
-        chosen = [
-            m
-            for m in group
-            if (precision.keeps_copies if is_copied[m] else _is_plain(m.parameter) and m.parameter not in sharing)
-        ]
+            if precision.of(p) != p.dtype:
+                copied.add(master)
+            if precision.keeps_copies if master in copied else _is_plain(p) and p not in sharing:
+                chosen.append(master)
         layout = Layout(on_meta(m.parameter, precision.of(m.parameter)) for m in chosen)
-        if not layout.num_bytes:
-            return
-        pages = Pages(layout.num_bytes)
-        locked = pages.lock(self.device)
+        return _Plan(group, chosen, copied, layout)
+
+    def _place(self, plan: _Plan, pages: Pages) -> None:
+        """Use `pages` for all that is uploaded of a group: masters, which move there, and copies of others.
+
+        Masters stay where they are if the device has refused to page-lock the pages.
+        """
+        chosen, locked = plan.chosen, pages.locked is not None
         self._is_refused |= not locked
-        if locked or any(is_copied[m] for m in chosen):
+        if locked or not plan.copied.isdisjoint(chosen):
             self._pages.add(pages)
-            for master, (part, room) in zip(chosen, placed(pages, layout), strict=True):
-                if is_copied[master]:
+            for master, (part, room) in zip(chosen, placed(pages, plan.layout), strict=True):
+                if master in plan.copied:
                     master.upload_part, master.copy_room = part, room
                 elif locked:
                     master.upload_part = part
                     _move(master.parameter, room.tensor_of(part.piece))
         if not locked:
             for master in chosen:
-                master.refused_bytes = 0 if is_copied[master] else tensor_bytes([master.parameter])
+                master.refused_bytes = 0 if master in plan.copied else tensor_bytes([master.parameter])
 
     def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor for a copy of `master` in `dtype`; page-locked if `adopt` allocated it."""
@@ -136,10 +155,10 @@ class HostMemory:
         masters = self.masters.all()
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
         groups = self._groups(missing) if missing else []
-        for unit in self.progress(groups, "Allocating page-locked memory for gradients"):
-            layout = _gradient_layout(unit)
-            places = placed(self._new_pages(layout.num_bytes), layout)
-            for master, (part, room) in zip(unit, places, strict=True):
+        layouts = [_gradient_layout(group) for group in groups]
+        new = self._new_pages([layout.num_bytes for layout in layouts], "gradients")
+        for group, layout, pages in zip(groups, layouts, new, strict=True):
+            for master, (part, room) in zip(group, placed(pages, layout), strict=True):
                 master.gradient_part, master.gradient_room = part, room
         self._changes_seen = self.masters.changes
         for layer in self.masters.layer_units:
@@ -168,14 +187,15 @@ class HostMemory:
 
     def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
         """Allocate memory for `count` tensors of up to `num_bytes` bytes each; `what` names their use."""
-        turns = self.progress(range(count), f"Allocating page-locked memory for {what}")
-        return [Room(self._new_pages(num_bytes), 0, num_bytes) for _ in turns]
+        return [Room(pages, 0, num_bytes) for pages in self._new_pages([num_bytes] * count, what)]
 
-    def _new_pages(self, num_bytes: int) -> Pages:
-        pages = Pages(num_bytes)
-        pages.lock(self.device)
-        self._pages.add(pages)
-        return pages
+    def _new_pages(self, sizes: Sequence[int], what: str) -> Iterator[Pages]:
+        """New pages for so many bytes each, page-locked if possible; `what` names their use."""
+        with closing(pages_ahead(sizes, self.device)) as made:
+            for _ in self.progress(sizes, f"Allocating page-locked memory for {what}"):
+                pages = next(made)
+                self._pages.add(pages)
+                yield pages
 
     def warn_once(self) -> None:
         """Warn once if some memory could not be page-locked."""
