@@ -228,6 +228,50 @@ class HostMemory:
             pages.unlock()
 
 
+class SmallTensors:
+    """Page-locked memory for small tensors, such as the norms of a backward, which are all dropped together.
+
+    One block serves all of them; if it does not suffice, the next one has twice its size. So a program that needs as
+    many in every step allocates in the first one alone.
+    """
+
+    def __init__(self, memory: HostMemory, what: str) -> None:
+        """`what` names their use."""
+        self._memory = memory
+        self._what = what
+        self._rooms: list[Room] = []
+        self._left: torch.Tensor | None = None
+        """What nothing uses yet of the block in use."""
+
+    def tensor_like(self, tensor: torch.Tensor, expected_bytes: int) -> torch.Tensor:
+        """An uninitialised host tensor with the dtype and shape of `tensor`, a contiguous one.
+
+        The first block has at least `expected_bytes` bytes.
+        """
+        num_bytes = tensor_bytes([tensor])
+        aligned = -(-num_bytes // 8) * 8  # so that tensors of every dtype can follow
+        if self._left is None or self._left.numel() < aligned:
+            self._left = self._block(max(aligned, expected_bytes))
+        taken, self._left = self._left[:num_bytes], self._left[aligned:]
+        return taken.view(tensor.dtype).view(tensor.shape)
+
+    def drop(self) -> None:
+        """Use the memory again for the next tensors, as soon as those handed out so far are gone."""
+        self._left = None
+
+    def _block(self, num_bytes: int) -> torch.Tensor:
+        """A free block of at least so many bytes, the largest there is, or a new one."""
+        fitting = [room for room in self._rooms if room.is_free and room.num_bytes >= num_bytes]
+        if not fitting:
+            is_full = self._left is not None  # else all blocks are in use, and one more of the size will do
+            largest = max((room.num_bytes for room in self._rooms), default=0)
+            num_bytes = max(num_bytes, 2 * largest if is_full else largest)
+            fitting = self._memory.new_rooms(1, num_bytes, self._what)
+            self._rooms = [room for room in self._rooms if not room.is_free] + fitting
+        room = max(fitting, key=lambda room: room.num_bytes)
+        return room.tensor_like(torch.empty(room.num_bytes, dtype=torch.uint8, device="meta"))
+
+
 def _gradient_layout(masters: Sequence[Master]) -> Layout:
     """Places on the host for gradients, in the order of those on the device, element by element.
 
