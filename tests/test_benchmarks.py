@@ -158,10 +158,37 @@ def test_host_overhead_runs_as_a_script():
     done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
-    assert lines[0].split() == "microseconds checkpointing fp32 bf16 fp32, 4 micro-batches".split()
+    columns = "microseconds checkpointing fp32 checkpointing, bf16 weights bf16 fp32, 4 micro-batches"
+    assert lines[0].split() == columns.split()
     found = json.loads(last)
     assert found["environment"]["command"].startswith("OMP_NUM_THREADS=1 python benchmarks/host_overhead.py")
     assert all(case["step"] > 0 for case in found["microseconds"].values())
+
+
+def test_a_head_of_its_own_does_not_hold_up_the_start_of_a_step(tmp_path):
+    """In a process of its own, with the simulated accelerator."""
+    asked = [sys.executable, str(FOLDER / "step_start.py"), "--out", str(tmp_path / "table.md")]
+    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "table.md").read_text() == done.stdout
+    _, _, *rows = (line.strip("| ").split(" | ") for line in done.stdout.splitlines())
+    found = {label: (float(tied), float(own)) for label, tied, own in rows}
+    tied, own = found["the device waits for the first layer of a step"]
+    assert tied == pytest.approx(own, rel=0.01)
+    assert tied > found["the update of the embedding alone takes"][0]
+
+
+def test_attach_runs_as_a_script():
+    """In a process of its own, as above."""
+    asked = [sys.executable, str(FOLDER / "attach.py"), "--rounds", "2", "--layers", "2", "--hidden", "64"]
+    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines[0].split() == "seconds per GB of weights before threads".split()
+    for way in json.loads(last)["seconds_per_gb"].values():
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in way.values())
 
 
 # ---- cmp_glue

@@ -21,6 +21,10 @@ from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import sent
+
+_STAGED = 16 * 2**20
+"""Bytes up to which a buffer is uploaded from a page-locked copy: attention masks of 2,048 tokens have 4 MiB."""
 
 OnGradient = Callable[[int, torch.Tensor], None]
 """Called in a backward when a leaf has got a gradient, with the number of its parameter in the unit, and the leaf."""
@@ -160,7 +164,7 @@ class _DeviceBuffers:
                         # As transformers loads a checkpoint in 16 bits: buffers that are in none keep their dtype.
                         short = is_in_checkpoints(module, name)
                         dtype = precision.of(buffer) if short else buffer.dtype
-                        made[buffer] = buffer.detach().to(device, dtype, copy=True)
+                        made[buffer] = sent(buffer.detach(), device, dtype, _STAGED, copy=True)
                     place = _BufferPlace(module._buffers, name, buffer)
                     self.copies.append(_BufferCopy(place, made[buffer], _version(made[buffer]), unseen))
 

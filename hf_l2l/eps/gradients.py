@@ -16,12 +16,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.compat import leaf_variable, without_interception
-from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.host_memory import HostMemory, SmallTensors
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import Pending, PendingSum, can_hold, hold, hold_all, let_go, pending_of, settle
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
-from hf_l2l.runtime.flat_memory import Room, elements
+from hf_l2l.runtime.flat_memory import elements
 
 Sums = Sequence[tuple[Master, torch.Tensor]]
 """Masters, and a gradient sum for each."""
@@ -42,8 +42,7 @@ class Gradients:
         """Masters whose sums are being downloaded in this backward."""
         self._norms: list[tuple[list[Master], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are complete when this backward is over."""
-        self._rooms: list[Room] = []
-        """Memory for downloaded norms."""
+        self._norm_memory = SmallTensors(memory, "norms of gradients")
         self._task: int | None = None
         """The backward that `_held` belongs to."""
         self._held: list[tuple[torch.Tensor, PendingSum]] = []
@@ -189,19 +188,9 @@ class Gradients:
             gradients.append(gradient)
         for masters, gradients in by_dtype.values():
             norms = torch.stack(torch._foreach_norm(gradients))
-            on_host = self._room(norms.numel() * norms.element_size()).tensor_like(norms)
+            on_host = self._norm_memory.tensor_like(norms, 8 * len(self.masters.parameters))
             on_host.copy_(norms, non_blocking=True)
             self._norms.append((masters, on_host))
-
-    def _room(self, num_bytes: int) -> Room:
-        """Free host memory: the room that the same norms used in the last backward, if possible."""
-        number = len(self._norms)
-        for room in self._rooms[number : number + 1]:
-            if room.num_bytes >= num_bytes and room.is_free:
-                return room
-        (room,) = self.memory.new_rooms(1, num_bytes)
-        self._rooms[number : number + 1] = [room]
-        return room
 
     def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], stream.Point | None]:
         """Take the sums of `masters` before they become `p.grad`, which is None from now on.
@@ -238,6 +227,7 @@ class Gradients:
     def _publish(self) -> None:
         """Wait for the downloads of this backward, and add the sums to `p.grad`."""
         norms, self._norms = self._norms, []
+        self._norm_memory.drop()
         if self._arriving or norms:
             stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
         arrived, self._arriving = self._arriving, []
@@ -291,6 +281,7 @@ class Gradients:
         self._arriving.clear()
         self._of_losses.clear()
         self._norms.clear()
+        self._norm_memory.drop()
 
     def wait(self) -> None:
         """Wait for all downloads submitted so far."""

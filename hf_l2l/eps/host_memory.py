@@ -8,8 +8,9 @@ rest stays pageable: copies then block the host, with the same results.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, placed
+from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
 from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
 
 T = TypeVar("T")
@@ -33,6 +34,18 @@ class Progress(Protocol):
 def unseen(units: Sequence[T], what: str) -> Iterable[T]:
     """A `Progress` that shows nothing."""
     return units
+
+
+class _Plan(NamedTuple):
+    """What of a group of masters is to be in page-locked memory."""
+
+    group: Sequence[Master]
+    chosen: list[Master]
+    """Those that get memory, for themselves or for their copies."""
+    copied: set[Master]
+    """Those of which 16-bit copies are uploaded."""
+    layout: Layout
+    """Of the memory."""
 
 
 class HostMemory:
@@ -78,47 +91,53 @@ class HostMemory:
             new = {m for m in masters if m.address != m.parameter.data_ptr()}
         if new:
             sharing = _sharing_memory(self.masters.model)
-            for group in self.progress(self._groups(new), "Moving master weights to page-locked memory"):
-                self._place(group, sharing)
-                for master in group:
-                    master.address = master.parameter.data_ptr()
+            plans = [self._plan(group, sharing) for group in self._groups(new)]
+            sizes = [plan.layout.num_bytes for plan in plans if plan.layout.num_bytes]
+            with closing(pages_ahead(sizes, self.device)) as made:
+                for plan in self.progress(plans, "Moving master weights to page-locked memory"):
+                    if plan.layout.num_bytes:
+                        self._place(plan, next(made))
+                    for master in plan.group:
+                        master.address = master.parameter.data_ptr()
             self.warn_once()
         if new or self._layout_changes_seen != self.masters.changes:
             self._layout_changes_seen = self.masters.changes
             for unit in self.masters.layer_units:
                 unit.upload_block = block_of([m.upload_part for m in unit.masters], unit.layout)
 
-    def _place(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> None:
-        """Allocate one block for all that is uploaded of a group: masters, which move there, and copies of others.
-
-        Masters stay where they are if the device refuses to page-lock the block.
-        """
+    def _plan(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> _Plan:
+        """What of a group is to be in page-locked memory: masters that can be moved, and copies of others."""
         precision = self.masters.precision
+        chosen: list[Master] = []
+        copied: set[Master] = set()
         for master in group:
+            p = master.parameter
             master.upload_part = master.copy_room = None
-        is_copied = {m: precision.of(m.parameter) != m.parameter.dtype for m in group}
-        chosen = [
-            m
-            for m in group
-            if (precision.keeps_copies if is_copied[m] else _is_plain(m.parameter) and m.parameter not in sharing)
-        ]
+            if precision.of(p) != p.dtype:
+                copied.add(master)
+            if precision.keeps_copies if master in copied else _is_plain(p) and p not in sharing:
+                chosen.append(master)
         layout = Layout(on_meta(m.parameter, precision.of(m.parameter)) for m in chosen)
-        if not layout.num_bytes:
-            return
-        pages = Pages(layout.num_bytes)
-        locked = pages.lock(self.device)
+        return _Plan(group, chosen, copied, layout)
+
+    def _place(self, plan: _Plan, pages: Pages) -> None:
+        """Use `pages` for all that is uploaded of a group: masters, which move there, and copies of others.
+
+        Masters stay where they are if the device has refused to page-lock the pages.
+        """
+        chosen, locked = plan.chosen, pages.locked is not None
         self._is_refused |= not locked
-        if locked or any(is_copied[m] for m in chosen):
+        if locked or not plan.copied.isdisjoint(chosen):
             self._pages.add(pages)
-            for master, (part, room) in zip(chosen, placed(pages, layout), strict=True):
-                if is_copied[master]:
+            for master, (part, room) in zip(chosen, placed(pages, plan.layout), strict=True):
+                if master in plan.copied:
                     master.upload_part, master.copy_room = part, room
                 elif locked:
                     master.upload_part = part
                     _move(master.parameter, room.tensor_of(part.piece))
         if not locked:
             for master in chosen:
-                master.refused_bytes = 0 if is_copied[master] else tensor_bytes([master.parameter])
+                master.refused_bytes = 0 if master in plan.copied else tensor_bytes([master.parameter])
 
     def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor for a copy of `master` in `dtype`; page-locked if `adopt` allocated it."""
@@ -136,10 +155,10 @@ class HostMemory:
         masters = self.masters.all()
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
         groups = self._groups(missing) if missing else []
-        for unit in self.progress(groups, "Allocating page-locked memory for gradients"):
-            layout = _gradient_layout(unit)
-            places = placed(self._new_pages(layout.num_bytes), layout)
-            for master, (part, room) in zip(unit, places, strict=True):
+        layouts = [_gradient_layout(group) for group in groups]
+        new = self._new_pages([layout.num_bytes for layout in layouts], "gradients")
+        for group, layout, pages in zip(groups, layouts, new, strict=True):
+            for master, (part, room) in zip(group, placed(pages, layout), strict=True):
                 master.gradient_part, master.gradient_room = part, room
         self._changes_seen = self.masters.changes
         for layer in self.masters.layer_units:
@@ -168,14 +187,15 @@ class HostMemory:
 
     def new_rooms(self, count: int, num_bytes: int, what: str = "the stash") -> list[Room]:
         """Allocate memory for `count` tensors of up to `num_bytes` bytes each; `what` names their use."""
-        turns = self.progress(range(count), f"Allocating page-locked memory for {what}")
-        return [Room(self._new_pages(num_bytes), 0, num_bytes) for _ in turns]
+        return [Room(pages, 0, num_bytes) for pages in self._new_pages([num_bytes] * count, what)]
 
-    def _new_pages(self, num_bytes: int) -> Pages:
-        pages = Pages(num_bytes)
-        pages.lock(self.device)
-        self._pages.add(pages)
-        return pages
+    def _new_pages(self, sizes: Sequence[int], what: str) -> Iterator[Pages]:
+        """New pages for so many bytes each, page-locked if possible; `what` names their use."""
+        with closing(pages_ahead(sizes, self.device)) as made:
+            for _ in self.progress(sizes, f"Allocating page-locked memory for {what}"):
+                pages = next(made)
+                self._pages.add(pages)
+                yield pages
 
     def warn_once(self) -> None:
         """Warn once if some memory could not be page-locked."""
@@ -206,6 +226,50 @@ class HostMemory:
                 _move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
+
+
+class SmallTensors:
+    """Page-locked memory for small tensors, such as the norms of a backward, which are all dropped together.
+
+    One block serves all of them; if it does not suffice, the next one has twice its size. So a program that needs as
+    many in every step allocates in the first one alone.
+    """
+
+    def __init__(self, memory: HostMemory, what: str) -> None:
+        """`what` names their use."""
+        self._memory = memory
+        self._what = what
+        self._rooms: list[Room] = []
+        self._left: torch.Tensor | None = None
+        """What nothing uses yet of the block in use."""
+
+    def tensor_like(self, tensor: torch.Tensor, expected_bytes: int) -> torch.Tensor:
+        """An uninitialised host tensor with the dtype and shape of `tensor`, a contiguous one.
+
+        The first block has at least `expected_bytes` bytes.
+        """
+        num_bytes = tensor_bytes([tensor])
+        aligned = -(-num_bytes // 8) * 8  # so that tensors of every dtype can follow
+        if self._left is None or self._left.numel() < aligned:
+            self._left = self._block(max(aligned, expected_bytes))
+        taken, self._left = self._left[:num_bytes], self._left[aligned:]
+        return taken.view(tensor.dtype).view(tensor.shape)
+
+    def drop(self) -> None:
+        """Use the memory again for the next tensors, as soon as those handed out so far are gone."""
+        self._left = None
+
+    def _block(self, num_bytes: int) -> torch.Tensor:
+        """A free block of at least so many bytes, the largest there is, or a new one."""
+        fitting = [room for room in self._rooms if room.is_free and room.num_bytes >= num_bytes]
+        if not fitting:
+            is_full = self._left is not None  # else all blocks are in use, and one more of the size will do
+            largest = max((room.num_bytes for room in self._rooms), default=0)
+            num_bytes = max(num_bytes, 2 * largest if is_full else largest)
+            fitting = self._memory.new_rooms(1, num_bytes, self._what)
+            self._rooms = [room for room in self._rooms if not room.is_free] + fitting
+        room = max(fitting, key=lambda room: room.num_bytes)
+        return room.tensor_like(torch.empty(room.num_bytes, dtype=torch.uint8, device="meta"))
 
 
 def _gradient_layout(masters: Sequence[Master]) -> Layout:

@@ -10,7 +10,11 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -18,13 +22,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_l2l.compat import without_interception
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.worker import usable_cores
+
+_THREADS = 4
+"""The most threads that make pages present and lock them."""
+_TOUCHED_AT_ONCE = 32 * 2**20  # bytes; so that all threads share the pages of one large block
+_HUGE_FROM = 16 * 2**20  # bytes; a block is rounded up to whole huge pages, which wastes little from this size on
 
 
 class Pages(mmap.mmap):
     """Whole pages of host memory for one use; page-locked while `locked` is set.
 
     Shared with forked processes, not copied on write: after a copy the device would still read the old page, and the
-    workers of data loaders are forked while masters are page-locked.
+    workers of data loaders are forked while masters are page-locked. (Newer kernels copy pages that a device uses at
+    the fork, for each process that is forked: masters would take their memory several times.) That is also why most
+    systems give no huge pages: Linux has them for shared memory only where `shmem_enabled` says so.
     """
 
     def __new__(cls, num_bytes: int) -> Pages:
@@ -33,6 +45,15 @@ class Pages(mmap.mmap):
     def __init__(self, num_bytes: int) -> None:
         self.locked: tuple[int, torch.device] | None = None
         self._process = os.getpid()
+        if len(self) >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages refuses the advice
+                self.madvise(mmap.MADV_HUGEPAGE)
+
+    def touch(self, start: int, stop: int) -> None:
+        """Make the pages of these bytes present, which the system else does one by one, when each is used first; to be
+        called before anything is stored in them. Other threads continue meanwhile."""
+        # The first write to a page makes it present. Not `mmap.madvise`, beside which no thread of Python runs.
+        torch.frombuffer(self, dtype=torch.uint8)[start : min(stop, len(self)) : mmap.PAGESIZE].fill_(0)
 
     def lock(self, device: torch.device) -> bool:
         """Page-lock the memory for `device`; False if that is impossible or refused."""
@@ -53,6 +74,44 @@ class Pages(mmap.mmap):
         # forked process has no device.
         if not sys.is_finalizing() and os.getpid() == self._process:
             self.unlock()
+
+
+def pages_ahead(sizes: Iterable[int], device: torch.device) -> Generator[Pages]:
+    """New pages for so many bytes each, in this order, page-locked for `device` if it can do that and grants it.
+
+    Up to four threads make the next ones while the caller fills those before: the system clears each page, which takes
+    longer than to copy to it. As many blocks are made ahead as there are threads. Errors are raised here.
+    """
+    if not stream.can_page_lock(device):
+        yield from map(Pages, sizes)
+        return
+    remaining, count = iter(sizes), min(_THREADS, usable_cores())
+    pool = ThreadPoolExecutor(count, "hf_l2l pages")
+    try:
+        under_way = deque(_begun(pool, size, device) for size in islice(remaining, count))
+        while under_way:
+            pages = under_way.popleft().result()
+            under_way.extend(_begun(pool, size, device) for size in islice(remaining, 1))
+            yield pages
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begun(pool: ThreadPoolExecutor, num_bytes: int, device: torch.device) -> Future[Pages]:
+    """Let the threads of `pool` make pages present, and then lock them."""
+    pages = Pages(num_bytes)
+    touched = []
+    if stream.last_refusal(device) is None:  # what will not be locked may be given when it is used
+        starts = range(0, len(pages), _TOUCHED_AT_ONCE)
+        touched = [pool.submit(pages.touch, start, start + _TOUCHED_AT_ONCE) for start in starts]
+
+    def locked() -> Pages:
+        for each in touched:  # all of them have begun, since tasks begin in order
+            each.result()
+        pages.lock(device)
+        return pages
+
+    return pool.submit(locked)
 
 
 class Room:

@@ -6,6 +6,7 @@ import copy
 import types
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import without_interception
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import is_dense
 
 
 def size_text(num_bytes: int) -> str:
@@ -65,9 +68,49 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return pytree.tree_map(of_leaf, value, is_leaf=is_cache)
 
 
+SMALL = 2**20
+"""Bytes up to which an input is copied on the host first, so that the host need not wait for its upload."""
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`."""
-    return map_tensors(lambda tensor: tensor.to(device), value)
+    return map_tensors(lambda tensor: sent(tensor, device, tensor.dtype, SMALL), value)
+
+
+def sent(
+    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, most: int, *, copy: bool = False
+) -> torch.Tensor:
+    """`tensor` on `device` and in `dtype`; itself if it is that already, unless a `copy` is asked for.
+
+    The host does not wait for uploads of up to `most` bytes: they are made from a page-locked copy, so the program may
+    write to `tensor` right after this. Other uploads block the host until the device has done all earlier work.
+    """
+    if _can_be_staged(tensor, device) and tensor.numel() * dtype.itemsize <= most:
+        staged = _staged(tensor.to(dtype))  # on the host: a conversion in the upload would make it block
+        if staged is not None:
+            return staged.to(device, non_blocking=True)  # torch reuses the memory when the device has read it
+    return tensor.to(device, dtype, copy=copy)
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A page-locked copy of a host tensor; None if no memory can be page-locked."""
+    with suppress(RuntimeError):
+        # A tensor that is page-locked itself, as those of data loaders are, `pin_memory` would return without a copy.
+        return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.pin_memory()
+    return None
+
+
+def _can_be_staged(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a page-locked copy of a host tensor can be uploaded instead of it."""
+    return (
+        tensor.device == stream.HOST != device
+        and stream.can_page_lock(device)
+        and stream.last_refusal(device) is None
+        and type(tensor) is torch.Tensor
+        and not tensor.requires_grad  # autograd would give its gradient to the copy
+        and tensor.layout is torch.strided
+        and is_dense(tensor)
+    )
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

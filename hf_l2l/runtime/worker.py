@@ -290,8 +290,12 @@ def _end_after_work(
 
 def default_num_threads() -> int:
     """Threads for work of the host: as many as torch uses, but one core less than there are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores - 1))
+    return max(1, min(torch.get_num_threads(), usable_cores() - 1))
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _flushes_denormals() -> bool:

@@ -30,3 +30,25 @@ def test_tests_of_the_warning_see_it(monkeypatch):
         memory.adopt()
     memory.adopt()
     memory.take_gradients()  # once is enough
+
+
+def test_a_layer_counts_as_done_when_its_masters_have_moved(monkeypatch):
+    """Threads make the memory of later layers meanwhile."""
+    monkeypatch.setattr(stream, "can_page_lock", lambda device: True)
+    monkeypatch.setattr(stream, "page_lock", lambda address, num_bytes, device: True)
+    monkeypatch.setattr(stream, "page_unlock", lambda address, device: None)
+    model = tiny_bert()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    at = [p.data_ptr() for p in model.parameters()]
+    moved: list[int] = []
+
+    def counting(units, what):
+        for unit in units:
+            moved.append(sum(p.data_ptr() != was for p, was in zip(model.parameters(), at, strict=True)))
+            yield unit
+
+    memory = HostMemory(torch.device("cuda", 0), Masters(model), counting)
+    memory.adopt()
+    assert moved == list(range(len(at))), "one by one, since this engine knows of no layers"
+    assert all(p.data_ptr() != was for p, was in zip(model.parameters(), at, strict=True))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -1,0 +1,168 @@
+"""Pages are made present and locked by threads, ahead of their use; the device is a stand-in that only records."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+import torch
+
+from hf_l2l.runtime import flat_memory, stream
+from hf_l2l.runtime.flat_memory import Pages, pages_ahead
+
+DEVICE = torch.device("cuda", 0)
+PAGE = mmap.PAGESIZE
+
+
+class Recorder:
+    """What the stand-in was asked for."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, int]] = []
+        """("touch", size of the block, first byte) and ("lock", bytes, address), in order."""
+        self.refused = False
+        self.locking: Callable[[int], object] = lambda num_bytes: None
+        """Called with the bytes while they are locked."""
+        self.unlocked: list[int] = []
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    touch = Pages.touch
+
+    def touching(pages: Pages, start: int, stop: int) -> None:
+        touch(pages, start, stop)
+        found.events.append(("touch", len(pages), start))
+
+    def locking(address: int, num_bytes: int, device: torch.device) -> bool:
+        found.locking(num_bytes)
+        found.events.append(("lock", num_bytes, address))
+        return not found.refused
+
+    monkeypatch.setattr(stream, "can_page_lock", lambda device: True)
+    monkeypatch.setattr(stream, "last_refusal", lambda device: 2 if found.refused else None)
+    monkeypatch.setattr(stream, "page_lock", locking)
+    monkeypatch.setattr(stream, "page_unlock", lambda address, device: found.unlocked.append(address))
+    monkeypatch.setattr(flat_memory, "usable_cores", lambda: 8)
+    monkeypatch.setattr(Pages, "touch", touching)
+    return found
+
+
+def test_blocks_come_in_their_order_whichever_is_ready_first(recorder):
+    second_is_locked = threading.Event()
+
+    def locking(num_bytes: int) -> None:
+        if num_bytes == PAGE:
+            assert second_is_locked.wait(10)
+        else:
+            second_is_locked.set()
+
+    recorder.locking = locking
+    sizes = [PAGE, 2 * PAGE, 3 * PAGE, 5, 4 * PAGE + 1, 7 * PAGE]
+    made = list(pages_ahead(sizes, DEVICE))
+    assert [len(pages) for pages in made] == sizes
+    assert all(pages.locked is not None for pages in made)
+
+
+def test_two_blocks_are_locked_at_once(recorder):
+    both = threading.Barrier(2)
+    recorder.locking = lambda num_bytes: both.wait(10)
+    assert len(list(pages_ahead([PAGE] * 6, DEVICE))) == 6
+
+
+def test_all_pages_are_touched_before_the_block_is_locked(recorder, monkeypatch):
+    monkeypatch.setattr(flat_memory, "_TOUCHED_AT_ONCE", 4 * PAGE)
+    sizes = [10 * PAGE + 7, PAGE, 4 * PAGE, 9 * PAGE]
+    list(pages_ahead(sizes, DEVICE))
+    for size in sizes:
+        mine = [event for event in recorder.events if event[1] == size]
+        assert mine[-1][0] == "lock"
+        assert sorted(start for _, _, start in mine[:-1]) == list(range(0, size, 4 * PAGE))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_touching_makes_every_page_present_and_no_other():
+    """The system says which pages of this process are in memory."""
+    pages = Pages(64 * PAGE)
+    assert present(pages) == 0
+    pages.touch(8 * PAGE, 24 * PAGE)
+    assert present(pages) == 16
+    pages.touch(24 * PAGE, 100 * PAGE)
+    assert present(pages) == 56
+
+
+def present(pages: Pages) -> int:
+    """The pages that are in memory."""
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    inside = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            words = line.split()
+            if "-" in words[0] and not words[0].endswith(":"):
+                first, last = (int(each, 16) for each in words[0].split("-"))
+                inside = first <= address < last
+            elif inside and words[0] == "Rss:":
+                return int(words[1]) * 1024 // PAGE
+    raise AssertionError("the pages are mapped")
+
+
+def test_as_many_blocks_are_made_ahead_as_there_are_threads(recorder, monkeypatch):
+    alive: list[int] = []
+    new = Pages.__init__
+
+    def made(pages: Pages, num_bytes: int) -> None:
+        new(pages, num_bytes)
+        alive.append(num_bytes)
+
+    monkeypatch.setattr(Pages, "__init__", made)
+    blocks = pages_ahead([PAGE] * 20, DEVICE)
+    assert alive == []
+    for taken, _ in enumerate(islice(blocks, 10), 1):
+        assert len(alive) == taken + 4
+    blocks.close()
+    assert len(alive) == 14
+
+
+def test_blocks_that_nobody_took_are_unlocked_and_no_thread_is_left(recorder):
+    threads = threading.active_count()
+    blocks = pages_ahead([PAGE] * 8, DEVICE)
+    taken = next(blocks)
+    blocks.close()
+    assert threading.active_count() == threads
+    del blocks
+    gc.collect()
+    locked = [address for kind, _, address in recorder.events if kind == "lock"]
+    assert taken.locked is not None
+    assert sorted([*recorder.unlocked, taken.locked[0]]) == sorted(locked)
+
+
+def test_an_error_of_a_thread_is_raised_where_the_block_is_taken(recorder):
+    def locking(num_bytes: int) -> None:
+        if num_bytes == 3 * PAGE:
+            raise RuntimeError("the device is gone")
+
+    recorder.locking = locking
+    threads = threading.active_count()
+    blocks = pages_ahead([PAGE, 2 * PAGE, 3 * PAGE, 4 * PAGE], DEVICE)
+    assert [len(next(blocks)), len(next(blocks))] == [PAGE, 2 * PAGE]
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        next(blocks)
+    assert threading.active_count() == threads
+
+
+def test_what_will_not_be_locked_is_not_touched(recorder):
+    recorder.refused = True
+    made = list(pages_ahead([PAGE] * 3, DEVICE))
+    assert [pages.locked for pages in made] == [None] * 3
+    assert [kind for kind, *_ in recorder.events] == ["lock"] * 3  # the device may grant some, all the same
+
+
+def test_a_device_that_locks_nothing_gets_ordinary_memory_and_no_threads(monkeypatch):
+    monkeypatch.setattr(flat_memory, "ThreadPoolExecutor", None)
+    assert [len(pages) for pages in pages_ahead([PAGE, 5], torch.device("cpu"))] == [PAGE, 5]

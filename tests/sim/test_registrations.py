@@ -1,0 +1,148 @@
+"""Memory is page-locked when a model is attached and in its first step, not in the midst of later ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import assert_same_bits, attached, batch_for, bert, gradients, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.eps.host_memory import HostMemory, SmallTensors
+from hf_l2l.eps.masters import Masters
+from hf_l2l.runtime import stream
+
+
+@pytest.fixture
+def registrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each registration, in order."""
+    found: list[int] = []
+    lock = stream.page_lock
+
+    def locking(address: int, num_bytes: int, device: torch.device) -> bool:
+        found.append(num_bytes)
+        return lock(address, num_bytes, device)
+
+    monkeypatch.setattr(stream, "page_lock", locking)
+    return found
+
+
+def steps(model: nn.Module, batches: list[dict[str, Any]], after_each: Callable[[], object], **options: Any) -> None:
+    """Train `model` as a program does."""
+    eps = attach_l2l(model, L2LConfig(device="sim", **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        after_each()
+    eps.synchronize()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"eps_update": "eager"}, {"stash": "host", "ubatch_size": 4}, {"cmp": "bf16"}]
+)
+def test_nothing_is_registered_after_the_first_steps(options, registrations):
+    model, done = bert(num_hidden_layers=3), []
+    steps(model, [batch_for(model)] * 6, lambda: done.append(len(registrations)), **options)
+    assert done[0] > 0 and done[2:] == [done[1]] * 4
+
+
+def test_the_norms_of_all_layers_take_one_registration(registrations):
+    """Beside one for masters and one for gradients: of each layer, and of each parameter that is in none."""
+    model = bert(num_hidden_layers=5)
+    in_layers = {id(p) for p in model.bert.encoder.layer.parameters()}
+    groups = 5 + sum(id(p) not in in_layers for p in model.parameters())
+    attached(model, device="sim")
+    assert len(registrations) == groups
+    for _ in range(3):
+        train_once(model, batch_for(model))
+        assert len(registrations) == 2 * groups + 1
+
+
+def of_length(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
+    batch = batch_for(model, masked=False)
+    return {**batch, "input_ids": batch["input_ids"].repeat(1, 4)[:, :tokens]}
+
+
+def test_batches_that_slowly_become_longer_seldom_register(registrations):
+    """In four steps each time that the length doubles, with the bits of a stash on the device."""
+    lengths, done = range(3, 25), []
+    model = bert()
+    on_device = copy.deepcopy(model)
+    batches = [of_length(model, tokens) for tokens in lengths]
+    steps(model, batches, lambda: done.append(len(registrations)), stash="host")
+    registering = sum(now > before for before, now in zip(done, done[1:], strict=False))
+    assert 0 < registering <= 4 * math.log2(lengths[-1] / lengths[0])
+    steps(on_device, batches, lambda: None, stash="device")
+    assert_same_bits(dict(model.named_parameters()), dict(on_device.named_parameters()))
+
+
+def test_gradients_have_the_same_bits_when_norms_need_more_memory(monkeypatch):
+    """A layer that is called several times sends norms each time."""
+    plain = bert()
+    plain.bert.encoder.layer = nn.ModuleList([plain.bert.encoder.layer[0]] * 40)
+    model = attached(copy.deepcopy(plain), device="sim")
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            train_once(each, batch_for(each))
+        assert_same_bits(gradients(model), gradients(plain))
+
+
+# ---- memory of small tensors
+
+
+@pytest.fixture
+def small() -> SmallTensors:
+    return SmallTensors(HostMemory(torch.device("sim", 0), Masters(nn.Linear(1, 1))), "numbers")
+
+
+def test_small_tensors_lie_apart_and_keep_their_kind(small):
+    kinds = [
+        (torch.float32, (3,)),
+        (torch.bfloat16, (5,)),
+        (torch.float64, (2, 2)),
+        (torch.uint8, (1,)),
+        (torch.int64, ()),
+    ]
+    for _ in range(3):
+        made = [small.tensor_like(torch.empty(shape, dtype=dtype), 64) for dtype, shape in kinds * 20]
+        for number, tensor in enumerate(made):
+            tensor.fill_(number)
+        assert [(t.dtype, tuple(t.shape)) for t in made] == kinds * 20
+        assert all(bool((tensor == number).all()) and tensor.is_pinned() for number, tensor in enumerate(made))
+        del made, tensor
+        small.drop()
+
+
+def test_small_tensors_register_at_doubling_sizes_and_then_no_more(small, registrations):
+    for turn in range(3):
+        kept = [small.tensor_like(torch.empty(1, dtype=torch.float64), 16) for _ in range(1000)]
+        assert [-(-size // 16) for size in registrations] == [1, 2, 4, 8, 16, 32, 64, 128, 256], f"turn {turn}"
+        del kept
+        small.drop()
+
+
+def test_small_tensors_that_are_gone_leave_their_memory_to_the_next(small, registrations):
+    for _ in range(5):
+        assert len({small.tensor_like(torch.empty(4), 64).fill_(0).data_ptr() for _ in range(3)}) == 3
+        small.drop()
+    assert registrations == [64]
+
+
+def test_small_tensors_that_are_still_used_keep_their_memory(small, registrations):
+    first = small.tensor_like(torch.empty(4), 16)
+    for value in range(3):  # a program that always keeps the last one
+        first.fill_(7)
+        small.drop()
+        second = small.tensor_like(torch.empty(4), 16).fill_(value)
+        assert first.tolist() == [7] * 4 and second.tolist() == [value] * 4
+        first = second
+        del second
+    assert registrations == [16, 16]
