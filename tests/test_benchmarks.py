@@ -18,7 +18,7 @@ import transformers as hf
 
 import hf_l2l
 from benchmark_output import columns, refused
-from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, throughput
+from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, launch_time, throughput
 from glue_script import ROWS, write
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -189,6 +189,19 @@ def test_attach_runs_as_a_script():
     assert lines[0].split() == "seconds per GB of weights before threads".split()
     for way in json.loads(last)["seconds_per_gb"].values():
         assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in way.values())
+
+
+def test_launch_time_runs_as_a_script():
+    asked = [sys.executable, str(FOLDER / "launch_time.py"), "--rounds", "1", "--steps", "2", "--settings", "1 thread"]
+    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent)}
+    done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["microseconds"]
+    assert list(found) == ["1 thread"]
+    for name in launch_time.MODELS:
+        for when in ("alone", "beside"):
+            assert all(each > 0 for each in found["1 thread"][f"{name}, {when}, clock"])
+            assert len(found["1 thread"][f"{name}, {when}, for the lock"]) == 2
 
 
 # ---- cmp_glue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from types import FunctionType, MethodType
@@ -92,8 +92,11 @@ class SplitStep:
         self._rounding = rounding
         self._state = optimizer.state
         self._places = places = places_of(optimizer) if places is None else places
-        self._base = _hookless_copy(optimizer, [], defaultdict(dict), places)
+        self._mutable = _mutable_attributes(optimizer)
+        self._base = _hookless_copy(optimizer, [], defaultdict(dict), places, self._mutable)
         self._groups = [_snapshots(group) for group in optimizer.param_groups]
+        self._copied = [not all(map(_is_immutable, group.values())) for group in self._groups]
+        """For each group, whether a part must copy the values too, and not only the dict."""
         self._gradients = dict(gradients)
         self._without_state: set[torch.Tensor] = set()
         """Masters that had no state before this step."""
@@ -149,7 +152,10 @@ class Part:
             number = share.place[0]
             group = groups.get(number)
             if group is None:
-                group = groups[number] = {"params": [], **_snapshots(self._step._groups[number])}
+                recorded = self._step._groups[number]
+                if self._step._copied[number]:
+                    recorded = _snapshots(recorded)
+                group = groups[number] = {"params": [], **recorded}
             group["params"].append(stand_in)
             if share.name is not None:
                 group.setdefault("param_names", []).append(share.name)
@@ -177,7 +183,8 @@ class Part:
             if share.has_state:
                 wide = rounding is not None and master.dtype == torch.float32
                 state[stand_in] = widened(share.state) if wide else share.state
-        optimizer = _hookless_copy(self._step._base, self._groups_of(pairs), state, self._step._places)
+        step = self._step
+        optimizer = _hookless_copy(step._base, self._groups_of(pairs), state, step._places, step._mutable)
         self._step._step(optimizer)
         for (master, share), stand_in in pairs:
             made = optimizer.state.get(stand_in)
@@ -197,19 +204,15 @@ def _hookless_copy(
     groups: list[dict[str, Any]],
     state: defaultdict[torch.Tensor, Any],
     parameters: Iterable[torch.Tensor],
+    mutable: Sequence[str],
 ) -> torch.optim.Optimizer:
     """An optimizer with the attributes of this one, and without its hooks (`copy.copy` would lose most attributes).
 
     Attributes that a step may write to are copied, such as a list that it fills and empties, since other parts may run
-    concurrently. The `parameters` are not copied.
+    concurrently: those named in `mutable`. The `parameters` are not copied.
     """
     other = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
-    mutable = [
-        name
-        for name, value in vars(optimizer).items()
-        if not (name in ("param_groups", "state", "defaults") or name.endswith("_hooks") or _is_immutable(value))
-    ]
     if mutable:
         memo: dict[int, Any] = {id(p): p for p in parameters}
         memo |= {id(optimizer): other, id(optimizer.param_groups): groups, id(optimizer.state): state}
@@ -217,6 +220,15 @@ def _hookless_copy(
     other.param_groups, other.state = groups, state
     drop_step_hooks(other)
     return other
+
+
+def _mutable_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the attributes that a step may write into; groups, state, defaults and hooks are none of them."""
+    return [
+        name
+        for name, value in vars(optimizer).items()
+        if not (name in ("param_groups", "state", "defaults") or name.endswith("_hooks") or _is_immutable(value))
+    ]
 
 
 def _is_immutable(value: Any) -> bool:

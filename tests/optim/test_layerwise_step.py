@@ -310,3 +310,31 @@ def test_parts_that_run_at_once_share_nothing_that_a_step_writes_to():
             done.result()
     assert [p[0].item() for p in parameters] == pytest.approx([0.9, 0.5] * 4)
     assert optimizer.todo == [] and Collecting.found == {parameters[0].data_ptr()}
+
+
+class Decaying(torch.optim.SGD):
+    """Writes into the hyper-parameters of its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * group["factors"][0] * p.grad
+            group["lr"] *= 0.5
+            group["factors"][0] *= 0.5
+            group["momentum"] = 9.0
+
+
+@pytest.mark.parametrize("of_tensors", [False, True])
+def test_what_a_part_writes_into_hyper_parameters_is_not_seen_by_the_next(of_tensors):
+    """Each part has those of the step."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
+    lr = torch.tensor(0.5) if of_tensors else 0.5
+    optimizer = Decaying(parameters, lr=lr)
+    optimizer.param_groups[0]["factors"] = [1.0]
+    split = SplitStep(optimizer, {p: torch.ones(2) for p in parameters})
+    for p in parameters:
+        split.run([p])
+    assert [p.tolist() for p in parameters] == [[0.5, 0.5]] * 4
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["factors"], group["momentum"]) == (0.5, [1.0], 0)
