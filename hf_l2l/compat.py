@@ -120,6 +120,11 @@ def tables_of(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return module._parameters, module._modules
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called (`Module._compiled_call_impl`; else such modules would be refused)."""
+    return module._compiled_call_impl is not None
+
+
 def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Give `optimizer`, which shares its attributes with another one, empty tables of step hooks of its own.
 

@@ -46,8 +46,11 @@ class DeviceWeights:
         self.device = device
         self.precision = precision
 
+    def upload_first(self) -> None:
+        """Begin to upload what the call uses before its first layer."""
+
     def upload_ahead(self, layer_calls: int) -> None:
-        """The call has called so many layers: begin to upload what it will use before the layer after the next one."""
+        """The call has called so many layers: begin to upload what it uses after the next one."""
 
     def settle(self) -> None:
         """The call is over: wait for all uploads."""

@@ -213,8 +213,9 @@ class Relay:
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
-        for tensor in tensors:
-            settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
+        if not torch.compiler.is_compiling():
+            for tensor in tensors:
+                settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
         with self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, call.unit, arguments, spec, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
@@ -298,7 +299,9 @@ class Relay:
             with RaisedIn("the download of", call.unit.name):
                 with without_interception():  # as in plain torch, what was frozen after the forward gets no gradient
                     received = [(m, total) for m, total in received if m.parameter.requires_grad]
-                self.eps.receive(received, call.unit, sums.flat)
+                # Sums that are in the slot, of every parameter that trains.
+                in_slot = len(received) == len(summed) == len(call.unit.trained)
+                self.eps.receive(received, call.unit, sums.flat if in_slot else None)
             if summed and not stream.shares_host_memory(self.device):
                 self._gradient_slots.leave(self.eps.lane)
 
@@ -306,14 +309,13 @@ class Relay:
         """Begin the uploads that the call needs first: of its first layer, and of modules before that."""
         root.at_end = self._end_forward
         self.stash.start_forward()
+        root.weights.upload_first()
         first = next((self.eps.masters.unit(layer) for layer in self._last_time.get(root.module, ())), None)
         if self._slots is not None:
             self._slots.forget()
-            # If it is being updated, modules before the layers come first: they are updated first, too.
             if self.prefetch and first is not None and not first.is_updating:
                 with RaisedIn("the upload of", first.name):
                     self._slots.prefetch(first)
-        root.weights.upload_ahead(0)
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]

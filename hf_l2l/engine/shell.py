@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.compat import tables_of, without_interception
+from hf_l2l.compat import is_compiled, tables_of, version_kept, without_interception
 from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
 from hf_l2l.eps.masters import NON_LAYER, MasterUnit
-from hf_l2l.eps.pending import Pending, hold_all, let_go, settle
+from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import batch_rows
@@ -37,6 +37,7 @@ class _Uploads:
 
     def __init__(self, unit: MasterUnit, copies: Copies, lane: stream.Lane) -> None:
         self._unit, self._copies, self._lane = unit, copies, lane
+        self._compute = stream.current(lane.device)
         # The allocator may hand out memory that work on the compute stream still uses.
         self._allocated = stream.record(lane.device)
         self._ends: dict[int, stream.Point | None] = {}
@@ -56,7 +57,13 @@ class _Uploads:
             return
         source = self._copies.of_one(self._unit, number)  # this waits for an update, before the lane gets any work
         self._sources.append(source)
-        with torch.inference_mode(False), torch.no_grad(), self._lane.entered(), without_interception():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self._lane.entered(),
+            without_interception(),
+            version_kept(leaf),  # for whoever looks, the weight has had its values from the beginning
+        ):
             stream.wait(self._allocated, wait_reasons.WEIGHTS_MEMORY_FREE)
             try:
                 with stream.span(self._lane.device, "upload", NON_LAYER):
@@ -65,9 +72,13 @@ class _Uploads:
                 self._ends[number] = stream.record(self._lane.device)
 
     def finish(self, number: int, leaf: torch.Tensor) -> None:
-        """Make the current stream wait for weight `number`, which is used now."""
+        """Make the device wait for weight `number`, which is used now."""
         self.begin(number, leaf)
-        stream.wait(self._ends[number], wait_reasons.WEIGHTS_UPLOADED)
+        end = self._ends[number]
+        stream.wait(end, wait_reasons.WEIGHTS_UPLOADED)
+        if stream.current(self._lane.device) != self._compute:  # the program uses it in a stream of its own
+            with stream.entered(self._lane.device, self._compute):
+                stream.wait(end, wait_reasons.WEIGHTS_UPLOADED)
         if self._is_over:
             self.settle()
         else:
@@ -87,7 +98,7 @@ class _Uploads:
 
 
 class _FirstUse(Pending):
-    """What is pending for a weight of the non-layer modules on the device: its upload."""
+    """What is pending for a large weight of the non-layer modules on the device: its upload."""
 
     guards_grad = False
 
@@ -104,10 +115,12 @@ class _FirstUse(Pending):
 
 
 class NonLayerWeights(DeviceWeights):
-    """The weights of the non-layer modules of one call, each of which is uploaded at the latest at its first use.
+    """The weights of the non-layer modules of one call, on the lane.
 
-    Their device tensors are held (see `pending`): the first use of one makes the compute stream wait for its upload
-    alone. A weight that the call does not use is not uploaded.
+    Small ones are uploaded first, and nothing computes before. A large one (an embedding, a head) is held (see
+    `pending`) and uploaded at the latest at its first use, which waits for its upload alone; if the call does not use
+    it, it is not uploaded. torch does not see how an extension in C++ uses the weight of a module that is not called:
+    a gradient of a large one that was not uploaded is an error.
     """
 
     def __init__(
@@ -127,16 +140,34 @@ class NonLayerWeights(DeviceWeights):
                 leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
         super().__init__(unit, leaves, lane.device, copies.precision)
         self.uploads = _Uploads(unit, copies, lane)
-        hold_all([(leaf, _FirstUse(self.uploads, number)) for number, leaf in enumerate(leaves)])
+        self._large = [number for number, master in enumerate(unit.masters) if master.is_large]
+        hold_all([(leaves[number], _FirstUse(self.uploads, number)) for number in self._large])
+
+    def upload_first(self) -> None:
+        """See `DeviceWeights`."""
+        small = sorted(set(range(len(self.leaves))).difference(self._large))
+        for number in small:
+            self.uploads.begin(number, self.leaves[number])
+        for number in small[-1:]:  # the lane makes uploads in order
+            self.uploads.finish(number, self.leaves[number])
+        if any(map(is_compiled, self.unit.modules)):  # a compiled function cannot take held tensors
+            for number in self._large:
+                settle(self.leaves[number])
+        self._upload_large(0)
 
     def upload_ahead(self, layer_calls: int) -> None:
-        """See `DeviceWeights`; the last forward tells when each weight is used."""
+        """See `DeviceWeights`; the last forward tells when each large weight is used."""
         self.uploads.layer_calls = layer_calls
-        soon = layer_calls if layer_calls == 0 else layer_calls + 1
+        self._upload_large(layer_calls + 1)
+
+    def _upload_large(self, layer_calls: int) -> None:
+        """Begin the uploads of large weights that the last forward used when it had called so many layers."""
         masters = self.unit.masters
-        numbers = [number for number, master in enumerate(masters) if master.first_use <= soon]
-        for number in sorted(numbers, key=lambda number: masters[number].first_use):
-            self.uploads.begin(number, self.leaves[number])
+        for number in sorted(self._large, key=lambda number: masters[number].first_use):
+            master = masters[number]
+            # A later use waits for an update itself: first, the device gets the work of the next layer.
+            if master.first_use <= layer_calls and (layer_calls == 0 or not master.is_updating):
+                self.uploads.begin(number, self.leaves[number])
 
     def settle(self) -> None:
         """See `DeviceWeights`."""
@@ -177,13 +208,19 @@ class Shell:
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`; a call nested in another one needs no preparation."""
         if self.call is not None:
-            # Before an extension in C++, in which torch does not intercept the use of a held tensor.
-            for leaf in tables_of(module)[0].values():
-                if leaf is not None:
-                    settle(leaf)
+            self._settle_own(module)
             return forward(*args, **kwargs)
         with self.entered(module, forward, args, kwargs) as call:
             return self.leaving(forward(*call.args, **call.kwargs))
+
+    @staticmethod
+    def _settle_own(module: nn.Module) -> None:
+        """Wait for the weights of `module` itself: it may give them to an extension in C++, in which torch does not
+        intercept the use of a held tensor."""
+        if not torch.compiler.is_compiling():  # a compiled function is given tensors that are not held
+            for leaf in tables_of(module)[0].values():
+                if leaf is not None:
+                    settle(leaf)
 
     @property
     def _scale(self) -> LossScale | None:
@@ -227,6 +264,7 @@ class Shell:
                     at_start = self._at_start() if self._at_start is not None else None
                     if at_start is not None:
                         at_start(call)
+                    self._settle_own(module)
                     yield call
             finally:
                 self._call = None
@@ -257,6 +295,12 @@ class Shell:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
             master = unit.masters[number]
+            if pending_of(leaf) is not None:
+                raise RuntimeError(
+                    "a large weight outside the layers must be used by the forward of its own module, or by functions "
+                    f"of torch, so that it is uploaded first (got a gradient of {master.name}, which was used in "
+                    "another way); call its module, or train this model without L2L"
+                )
             self.eps.receive_in_hook(master, gradient.to(master.dtype))
 
         return send

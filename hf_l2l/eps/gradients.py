@@ -27,6 +27,7 @@ Sums = Sequence[tuple[Master, torch.Tensor]]
 """Masters, and a gradient sum for each."""
 
 _CHUNK = 2**20  # elements of a host sum that are on the device at once while a new sum is added to it
+_ROUNDED_AT_ONCE = 2**23  # elements of a sum that are on the device in 16 bits at once
 
 
 class Gradients:
@@ -120,8 +121,8 @@ class Gradients:
         """Start to download all gradients of a layer in one copy, on the lane.
 
         Returns:
-            False if that is not possible: a parameter has no gradient, or has one from before, to which this one is
-            added; or the program still holds the host memory of an earlier one.
+            False if that is not possible: a parameter has a gradient from before, to which this one is added, or the
+            program still holds the host memory of an earlier one.
         """
         block = unit.gradient_block
         rooms = [master.gradient_room for master, _ in sums]
@@ -135,12 +136,14 @@ class Gradients:
             master.arriving = room.tensor_of(piece)
             self._arriving.append(master)
         stream.keep_until_done(self.device, [flat])
-        if flat_on_host.numel() == flat.numel():
+        dtype = block.layout.pieces[0].dtype
+        if not unit.gradients_are_rounded:
             flat_on_host.copy_(flat, non_blocking=True)
-        else:  # gradients are kept in 16 bits
-            wide = flat.view(sums[0][1].dtype)
-            rounded = wide.to(block.layout.pieces[0].dtype)
-            flat_on_host.view(rounded.dtype).copy_(rounded, non_blocking=True)
+            return True
+        places = flat_on_host.view(dtype).split(_ROUNDED_AT_ONCE)
+        for place, wide in zip(places, flat.view(sums[0][1].dtype).split(_ROUNDED_AT_ONCE), strict=True):
+            rounded = wide.to(dtype)
+            place.copy_(rounded, non_blocking=True)
             wide.copy_(rounded)  # for the norms, which must be those of the rounded values on the host
         return True
 

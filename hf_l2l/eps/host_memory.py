@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import version_kept, without_interception
-from hf_l2l.eps.masters import Master, Masters
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
 from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
@@ -77,7 +77,9 @@ class HostMemory:
             tensor_bytes([m.gradient_like]) for m in masters if m.parameter.requires_grad and m.gradient_room is None
         ]
         taken = sum(len(pages) for pages in list(self._pages))
-        return taken + sum(m.refused_bytes for m in masters) + sum(to_come)
+        # Copies whose pages were refused have them all the same.
+        refused = sum(m.refused_bytes for m in masters if m.copy_room is None)
+        return taken + refused + sum(to_come)
 
     def adopt(self) -> None:
         """Move parameters that are new, or have other memory now, to page-locked memory; they stay the same objects.
@@ -90,6 +92,10 @@ class HostMemory:
         with without_interception():  # reading an address needs no wait for values
             new = {m for m in masters if m.address != m.parameter.data_ptr()}
         if new:
+            # A layer is placed as a whole, so that it stays one block after one of its parameters has changed.
+            new.update(
+                m for unit in self.masters.layer_units if not new.isdisjoint(unit.masters) for m in unit.masters
+            )
             sharing = _sharing_memory(self.masters.model)
             plans = [self._plan(group, sharing) for group in self._groups(new)]
             sizes = [plan.layout.num_bytes for plan in plans if plan.layout.num_bytes]
@@ -99,6 +105,7 @@ class HostMemory:
                         self._place(plan, next(made))
                     for master in plan.group:
                         master.address = master.parameter.data_ptr()
+            self._is_refused = any(m.refused_bytes for m in masters)
             self.warn_once()
         if new or self._layout_changes_seen != self.masters.changes:
             self._layout_changes_seen = self.masters.changes
@@ -112,7 +119,8 @@ class HostMemory:
         copied: set[Master] = set()
         for master in group:
             p = master.parameter
-            master.upload_part = master.copy_room = None
+            master.upload_part = master.copy_room = master.copy = None
+            master.refused_bytes = 0
             if precision.of(p) != p.dtype:
                 copied.add(master)
             if precision.keeps_copies if master in copied else _is_plain(p) and p not in sharing:
@@ -126,7 +134,6 @@ class HostMemory:
         Masters stay where they are if the device has refused to page-lock the pages.
         """
         chosen, locked = plan.chosen, pages.locked is not None
-        self._is_refused |= not locked
         if locked or not plan.copied.isdisjoint(chosen):
             self._pages.add(pages)
             for master, (part, room) in zip(chosen, placed(pages, plan.layout), strict=True):
@@ -137,7 +144,7 @@ class HostMemory:
                     _move(master.parameter, room.tensor_of(part.piece))
         if not locked:
             for master in chosen:
-                master.refused_bytes = 0 if master in plan.copied else tensor_bytes([master.parameter])
+                master.refused_bytes = tensor_bytes([master.parameter])
 
     def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor for a copy of `master` in `dtype`; page-locked if `adopt` allocated it."""
@@ -154,6 +161,10 @@ class HostMemory:
             return
         masters = self.masters.all()
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
+        # As for the weights: a layer is one block, also after it has got a parameter more.
+        for unit in self.masters.layer_units:
+            if not missing.isdisjoint(unit.masters):
+                missing.update(unit.trained_masters)
         groups = self._groups(missing) if missing else []
         layouts = [_gradient_layout(group) for group in groups]
         new = self._new_pages([layout.num_bytes for layout in layouts], "gradients")
@@ -162,8 +173,7 @@ class HostMemory:
                 master.gradient_part, master.gradient_room = part, room
         self._changes_seen = self.masters.changes
         for layer in self.masters.layer_units:
-            trained = layer.trained_masters
-            layer.gradient_block = block_of([m.gradient_part for m in trained], _gradient_layout(trained))
+            _find_gradient_block(layer)
         self.warn_once()
 
     def _groups(self, masters: set[Master]) -> list[list[Master]]:
@@ -270,6 +280,16 @@ class SmallTensors:
             self._rooms = [room for room in self._rooms if not room.is_free] + fitting
         room = max(fitting, key=lambda room: room.num_bytes)
         return room.tensor_like(torch.empty(room.num_bytes, dtype=torch.uint8, device="meta"))
+
+
+def _find_gradient_block(unit: MasterUnit) -> None:
+    """Record whether all gradients of a layer can be downloaded in one copy."""
+    trained = unit.trained_masters
+    block = block_of([m.gradient_part for m in trained], _gradient_layout(trained))
+    dtypes = {(m.gradient_like.dtype, m.dtype) for m in trained}
+    unit.gradients_are_rounded = dtypes == {(torch.bfloat16, torch.float32)}
+    alike = unit.gradients_are_rounded or all(on_host == on_device for on_host, on_device in dtypes)
+    unit.gradient_block = block if alike else None
 
 
 def _gradient_layout(masters: Sequence[Master]) -> Layout:

@@ -27,7 +27,8 @@ from hf_l2l.runtime.worker import Task
 
 NON_LAYER = "non-layer modules"
 
-_LARGE = 2**20  # elements
+LARGE = 2**20
+"""Elements of a parameter from which on it is updated and uploaded by itself, if it is in no layer."""
 
 
 FUNCTIONAL_CALL = (
@@ -69,7 +70,7 @@ class Master(Pending):
         self.layer_number = 0
         """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
         self.first_use = 0.0
-        """For one in no layer: how many layers the last forward had called at its first use of it; inf without one."""
+        """For a large one in no layer: how many layers the last forward had called at its first use; else inf."""
         self.can_be_held = can_hold(parameter)
         self.dtype = parameter.dtype
         self.update: Update | None = None
@@ -102,12 +103,12 @@ class Master(Pending):
         self.address: int | None = None
         """Its address after it was moved to page-locked memory, or left where it was."""
         self.refused_bytes = 0
-        """Bytes of it that were not moved, since the device refused to page-lock more."""
+        """Its bytes if it or its copy is pageable, since the device refused to page-lock more."""
 
     @property
     def is_large(self) -> bool:
-        """Whether it is updated by itself, if it is in no layer."""
-        return self.gradient_like.numel() >= _LARGE
+        """Whether it is updated and uploaded by itself, if it is in no layer."""
+        return self.gradient_like.numel() >= LARGE
 
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
@@ -183,9 +184,12 @@ class MasterUnit(LayerUnit):
         self.masters = [record(p) for p in self.parameters]
         """In the order of `parameters`."""
         self.upload_block: Block | None = None
-        """Host memory that holds all that is uploaded of it, in the order of `layout`; None if there is no such."""
+        """Host memory that holds all that is uploaded of it, in the order of `layout`; None if it lies apart."""
         self.gradient_block: Block | None = None
-        """Host memory for all its gradients, in the order of `gradient_layout`; None if there is no such."""
+        """Host memory for all its gradients, element by element in the order of `gradient_layout`; None if they lie
+        apart."""
+        self.gradients_are_rounded = False
+        """Whether all of them are float32 on the device, and bfloat16 in that memory."""
 
     @property
     def trained_masters(self) -> list[Master]:
@@ -274,9 +278,12 @@ class Masters:
         for parameter, name in names.items():
             self.of(parameter).found_in_model(name, numbers.get(parameter, 0), self.precision)
         self._drop_unused()
-        self._units = {module: unit for module, unit in self._units.items() if unit.is_current()}
+        before = self._units
+        self._units = {module: unit for module, unit in before.items() if unit.is_current()}
         for module in (*self.layers, self.model):
-            self.unit(module)
+            unit = self.unit(module)
+            if module in before:
+                unit.drawing_modes = before[module].drawing_modes
 
     def _drop_unused(self) -> None:
         """Drop the records of parameters that the model has no more, unless a step with them is under way."""
@@ -328,15 +335,15 @@ class Masters:
     def parts(self, masters: Iterable[Master]) -> list[tuple[str, list[Master]]]:
         """Group `masters` in the order in which the next forward needs them, with names.
 
-        A group is a layer, one large parameter of the non-layer modules (an embedding, a head), or their small ones
-        that are first used between the same layers.
+        First the small parameters of non-layer modules, then their large ones (an embedding, a head), each alone, and
+        layers, in the order of their first use.
         """
         found: dict[tuple[float, str], list[Master]] = {}
         for master in masters:
             number: float = master.layer_number
             alone = ""
-            if number == 0:
-                number, alone = master.first_use + 0.5, master.name if master.is_large else ""
+            if number == 0 and master.is_large:
+                number, alone = master.first_use + 0.5, master.name
             found.setdefault((number, alone), []).append(master)
         names = [NON_LAYER, *self.layer_names.values()]
         in_order = sorted(found, key=itemgetter(0))

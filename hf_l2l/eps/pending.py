@@ -141,7 +141,7 @@ def let_go_all(pairs: Iterable[tuple[torch.Tensor, Pending]]) -> None:
 
 def pending_of(tensor: torch.Tensor) -> Pending | None:
     """The `Pending` that `tensor` is held for; None for an ordinary tensor."""
-    return tensor.__dict__.get("_l2l_pending")
+    return getattr(tensor, "_l2l_pending", None)  # which torch.compile can trace; a look into `__dict__` it cannot
 
 
 def settle(tensor: torch.Tensor) -> None:

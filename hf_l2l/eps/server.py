@@ -146,8 +146,8 @@ class EagerParamServer:
             sums: pairs of master and gradient sum, which has the shape of the parameter and may be overwritten. Its
                 memory may be freed at once; to write to it, wait for `lane`.
             unit: the layer, if `sums` are all gradients of one call of it; None for others.
-            flat: device memory (uint8, one dimension) in the layout of the unit's gradients, in which the sums lie if
-                each trained parameter has one; None if they lie apart.
+            flat: device memory (uint8, one dimension) that holds the sums, one of each trained parameter of the unit,
+                in its gradient layout; None if they lie apart.
 
         Raises:
             RuntimeError: if a master has already been updated in this step, since these gradients were not announced;

@@ -16,6 +16,7 @@ from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import can_hold, hold
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.flat_memory import Layout
 
 
 class Stage:
@@ -104,9 +105,13 @@ class Copies:
     def _made(unit: MasterUnit, stage: Stage | None, host: HostMemory) -> Sources:
         if stage is None:
             return Sources([p.to(dtype) for p, dtype in zip(unit.parameters, unit.dtypes, strict=True)], None)
-        flat = stage.memory(host, unit.layout.num_bytes)
-        views = unit.layout.views(flat)
-        return Sources([view.copy_(p) for view, p in zip(views, unit.parameters, strict=True)], flat)
+        short = [number for number, p in enumerate(unit.parameters) if unit.dtypes[number] != p.dtype]
+        is_whole = len(short) == len(unit.parameters)
+        layout = unit.layout if is_whole else Layout(unit.likes[number] for number in short)
+        flat, sources = stage.memory(host, layout.num_bytes), list[torch.Tensor](unit.parameters)
+        for number, view in zip(short, layout.views(flat), strict=True):
+            sources[number] = view.copy_(sources[number])
+        return Sources(sources, flat if is_whole else None)
 
     def _renewed(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """Renew the copy of a master for which no update is under way; the master is held for it."""

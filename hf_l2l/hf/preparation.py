@@ -10,6 +10,7 @@ from accelerate.hooks import ModelHook
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hf_l2l.compat import is_compiled
 from hf_l2l.runtime import stream
 
 
@@ -46,7 +47,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raise ValueError if `model`, or a module in it, is compiled or wrapped for data parallelism."""
     for path, module in model.named_modules():
         # A submodule compiled in place (`module.compile()`) is called as before; for the model itself it is refused.
-        in_place = module is model and getattr(model, "_compiled_call_impl", None) is not None
+        in_place = module is model and is_compiled(model)
         compiled = in_place or type(module).__name__ == "OptimizedModule"
         if compiled or isinstance(module, DataParallel | DistributedDataParallel):
             name, remedy = (

@@ -165,14 +165,15 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
         # Weak references: in a cycle, processes of data loaders would end only when garbage is collected, and slowly.
-        trainer, accelerator, kind = weakref.proxy(self), weakref.proxy(self.accelerator), type(self.accelerator)
+        own, accelerator, kind = weakref.ref(self), weakref.proxy(self.accelerator), type(self.accelerator)
 
         def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
             placed = device_placement if attachment_of(model) is None else False  # e.g. for a reference model
             return kind.prepare_model(accelerator, model, device_placement=placed, **options)
 
         def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
-            placed = device_placement if attachment_of(trainer.model) is None else False
+            trainer = own()
+            placed = device_placement if trainer is None or attachment_of(trainer.model) is None else False
             return kind.prepare_optimizer(accelerator, optimizer, device_placement=placed)
 
         self.accelerator.prepare_model = model_where_it_is

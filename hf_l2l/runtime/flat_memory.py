@@ -226,7 +226,7 @@ def block_of(parts: Iterable[BlockPart | None], layout: Layout) -> Block | None:
     """The block that consists of these parts, in this order, and has this layout; None if there is none."""
     parts = list(parts)
     first = parts[0] if parts else None
-    if first is None or len(parts) != len(first.block.layout.pieces):
+    if first is None or len(parts) != len(first.block.layout.pieces) or layout.num_bytes == 0:
         return None
     same = all([part is not None and part == (first.block, number) for number, part in enumerate(parts)])
     return first.block if same and first.block.layout.pieces == layout.pieces else None

@@ -138,6 +138,18 @@ def record(device: torch.device) -> Point | None:
     return Point(event, module, device, HERE.row, timed)
 
 
+def current(device: torch.device) -> Any:
+    """The current stream of `device`; None on a device without streams."""
+    module = _streams(device)
+    return None if module is None else module.current_stream(device)
+
+
+def entered(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
+    """Make `stream`, a result of `current`, the current stream in the block."""
+    module = _streams(device)
+    return nullcontext() if module is None else module.stream(stream)
+
+
 def is_reached(point: Point) -> bool:
     """Whether the device has passed `point`. This does not wait; it raises errors of the device."""
     return bool(point.event.query())

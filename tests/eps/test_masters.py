@@ -86,27 +86,19 @@ def test_copies_of_weights_have_no_graph():
 
 
 def test_updates_are_in_the_order_in_which_the_next_forward_needs_them():
-    """With a large embedding, a head of its own, and a small norm after it."""
+    """Small parameters of non-layer modules first; a large one before the layer that follows its first use."""
     model = nn.Module()
     model.head = nn.Linear(1024, 1024, bias=False)
     model.bias, model.norm = nn.Parameter(torch.ones(2)), nn.LayerNorm(2)
     model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
     model.embed = nn.Embedding(1024, 1024)
     masters = Masters(model, list(model.layers))
-    for name, first_use in (
-        ("head.weight", 3),
-        ("bias", 0),
-        ("norm.weight", 2),
-        ("norm.bias", 2),
-        ("embed.weight", 0),
-    ):
-        masters.of(model.get_parameter(name)).first_use = first_use
+    masters.of(model.head.weight).first_use = 2
     assert [(name, [m.name for m in group]) for name, group in masters.parts(masters.all())] == [
-        ("non-layer modules", ["bias"]),
+        ("non-layer modules", ["bias", "norm.weight", "norm.bias"]),
         ("embed.weight", ["embed.weight"]),
         ("layers.0", ["layers.0.weight", "layers.0.bias"]),
         ("layers.1", ["layers.1.weight", "layers.1.bias"]),
-        ("non-layer modules", ["norm.weight", "norm.bias"]),
-        ("layers.2", ["layers.2.weight", "layers.2.bias"]),
         ("head.weight", ["head.weight"]),
+        ("layers.2", ["layers.2.weight", "layers.2.bias"]),
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import threading
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from torch import nn
 
 from families import assert_same_bits, gradients
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.compat import without_interception
 from hf_l2l.engine.shell import _Uploads
 from hf_l2l.engine.slots import WeightSlots
+from hf_l2l.eps import masters, updates
 from hf_l2l.testing import Costs, virtual_clock
+from training import settled_memory
 
 WIDTH, VOCAB = 8, 32
 
@@ -32,7 +37,7 @@ class Decoder(nn.Module):
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        self.embed, self.unused = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embed, self.unused = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -47,6 +52,12 @@ class Decoder(nn.Module):
 
 
 IDS = torch.arange(6)
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch):
+    """Embeddings and heads of these models are large, and nothing else."""
+    monkeypatch.setattr(masters, "LARGE", VOCAB * WIDTH)
 
 
 def decoder(**options: Any) -> tuple[nn.Module, nn.Module]:
@@ -85,8 +96,8 @@ def test_weights_travel_in_the_order_of_use_and_the_head_after_the_layers(upload
     uploaded.clear()
     model(IDS)
     assert uploaded == [
-        *("blocks.0", "embed.weight", "blocks.1", "norm.weight", "norm.bias", "blocks.2", "blocks.3"),
-        *("scale", "head.weight"),
+        *("scale", "norm.weight", "norm.bias", "embed.weight"),
+        *("blocks.0", "blocks.1", "blocks.2", "blocks.3", "head.weight"),
     ]
 
 
@@ -137,7 +148,7 @@ def test_a_weight_that_is_used_after_the_call_has_its_values():
 def test_nothing_of_a_call_stays_on_the_device():
     model, _ = decoder()
     model(IDS).backward()
-    held = torch.sim.memory_allocated()
+    held = settled_memory()
     for _ in range(2):
         model(IDS).backward()
         assert torch.sim.memory_allocated() == held
@@ -157,3 +168,85 @@ def test_the_upload_of_a_head_is_under_the_layers():
     assert len(uploads) == 2  # the embedding, which is as large, and the head
     head_upload, last_layer = uploads[-1], computed[-2]
     assert head_upload.end <= last_layer.end
+
+
+def given_to_an_extension(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Stands for a function in C++ that torch does not intercept."""
+    with without_interception():
+        return x * weight
+
+
+class Extending(Decoder):
+    """Gives weights to an extension: those of a module that is not called, and its own."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return given_to_an_extension(given_to_an_extension(x, self.norm.weight), self.scale).sum()
+
+
+def test_small_weights_may_be_given_to_extensions():
+    torch.manual_seed(0)
+    plain = Extending()
+    model = copy.deepcopy(plain)
+    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            each(IDS).backward()
+        assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_a_large_weight_that_an_extension_alone_uses_is_an_error(monkeypatch):
+    monkeypatch.setattr(masters, "LARGE", WIDTH)
+    model = Extending()
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    eps.masters.of(model.norm.weight).first_use = math.inf  # what is known of it after a call
+    with pytest.raises(RuntimeError, match="got a gradient of norm.weight"):
+        model(IDS).backward()
+
+
+def test_a_weight_may_be_used_in_another_stream_first():
+    class Beside(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            side, main = torch.sim.Stream(), torch.sim.current_stream()
+            side.wait_stream(main)
+            with torch.sim.stream(side):
+                first = x @ self.head.weight.T
+            second = x @ self.head.weight.T  # before the streams join
+            main.wait_stream(side)
+            first.record_stream(main)
+            return (first + second).sum()
+
+    model = Beside()
+    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    with torch.no_grad():
+        assert len({model(IDS).item() for _ in range(3)}) == 1
+
+
+def test_the_last_layer_does_not_wait_for_the_update_of_the_head(monkeypatch):
+    model, _ = decoder(eps_update="deferred")
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    launched, found = threading.Event(), []
+    model.blocks[3].linear.register_forward_pre_hook(lambda *_: launched.set())
+    carry_out = updates.carry_out
+
+    def late(part: Any, held: Any, *rest: Any) -> None:
+        if held[0].name == "head.weight":
+            found.append(launched.wait(60))
+        carry_out(part, held, *rest)
+
+    for _ in range(2):  # the first forward learns the order
+        model(IDS).backward()
+    eps.synchronize()
+    monkeypatch.setattr(updates, "carry_out", late)
+    launched.clear()
+    optimizer.step()
+    model(IDS)
+    eps.synchronize()
+    assert found == [True]

@@ -16,6 +16,7 @@ from families import assert_same_bits, attached, batch_for, gradients, train_onc
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.relay import Relay
+from hf_l2l.engine.slots import GradientSlots
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
@@ -98,6 +99,77 @@ def test_a_layer_travels_in_one_copy_each_way(options):
     non_layer = sum(not master.layer_number for master in eps.masters.all())
     assert copies["upload", False] == non_layer + layers + layers - 2  # two stay in their slots between the sweeps
     assert copies["download", False] == 2 * (non_layer + layers)  # sums and norms
+
+
+class Scaled(nn.Module):
+    """A layer with a weight in bfloat16 and one in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter((torch.rand(width) + 0.5).bfloat16())
+        self.norm = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((x.float() * self.norm).to(x.dtype) * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:the master weights are torch.bfloat16")
+@pytest.mark.parametrize("width", [64, 1000])  # with padding that hides the difference of the dtypes, and without
+def test_gradients_of_a_layer_in_two_dtypes_are_rounded_each_by_itself(width):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, width).bfloat16(), *(Scaled(width) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Scaled",), grad_dtype="16bit"))
+    _optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    for each in (plain, model):
+        each(torch.tensor([1, 2, 3, 1])).float().square().sum().backward()
+    expected = {name: gradient.to(torch.bfloat16) for name, gradient in gradients(plain).items()}
+    assert_same_bits(gradients(model), expected)
+
+
+def test_a_gradient_that_stays_in_the_leaf_is_downloaded_beside_those_in_the_slot(monkeypatch):
+    """As a sparse one does, which the simulated accelerator does not have."""
+    add = GradientSlots.add
+    monkeypatch.setattr(
+        GradientSlots, "add", lambda slots, number, leaf: add(slots, number, leaf) if leaf.dim() == 2 else None
+    )
+    model, plain = pair()
+    for seed in (1, 2):
+        train_as_plain(model, plain, seed=seed)
+
+
+def test_a_layer_without_elements_to_train_travels():
+    model = nn.Sequential(nn.Embedding(9, 4), *(Scaled(4).float() for _ in range(3)))
+    for layer in model[1:]:
+        layer.requires_grad_(False)
+        layer.empty = nn.Parameter(torch.zeros(0, 4))
+        layer.forward = lambda x, layer=layer: torch.cat([Scaled.forward(layer, x), layer.empty])
+    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Scaled",)))
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+    assert model[1].empty.grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}], ids=str)
+def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
+    model = bert_on_sim(layers=2, **options)
+    layers, eps = list(model.bert.encoder.layer), relay_of(model).eps
+
+    def whole() -> bool:
+        train_once(model, batch_for(model))
+        units = eps.masters.layer_units
+        return all(eps.copies.of_unit(unit).flat is not None and unit.gradient_block is not None for unit in units)
+
+    assert whole()
+    locked = page_locked_bytes()
+    weight = layers[0].output.dense.weight
+    weight.data = weight.data.clone()
+    model.zero_grad()
+    assert whole() and page_locked_bytes() == locked
+    for layer in layers:
+        layer.adapter = nn.Linear(2, 2)
+    model.zero_grad()
+    assert whole()
 
 
 @pytest.mark.parametrize("count", [1, 2])
