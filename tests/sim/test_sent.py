@@ -19,6 +19,12 @@ from hf_l2l.runtime.tensors import SMALL, sent, to_device
 SIM = torch.device("sim", 0)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_refused(monkeypatch):
+    """Other tests of this process let the device refuse to page-lock memory."""
+    monkeypatch.setattr(stream, "last_refusal", lambda device: None)
+
+
 class Busy:
     """A download that the device has been given, which the host has not waited for."""
 
