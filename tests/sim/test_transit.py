@@ -161,6 +161,7 @@ def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
         return all(eps.copies.of_unit(unit).flat is not None and unit.gradient_block is not None for unit in units)
 
     assert whole()
+    settled_memory()  # memory of earlier tests goes
     locked = page_locked_bytes()
     weight = layers[0].output.dense.weight
     weight.data = weight.data.clone()
