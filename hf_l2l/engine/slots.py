@@ -164,7 +164,8 @@ class LayerSums(NamedTuple):
     totals: list[torch.Tensor | None]
     """Per parameter, its sum; None for a parameter without a gradient."""
     flat: torch.Tensor | None
-    """The memory (uint8, one dimension) of all sums, in the unit's gradient layout; None if they are not in a slot."""
+    """The slot's memory (uint8, one dimension) for the sums of all trained parameters, in the unit's gradient layout;
+    None if the device shares the memory of the host."""
 
 
 class GradientSlots:

@@ -56,11 +56,11 @@ class HostMemory:
         self.masters = masters
         self.progress = progress
         self._pages: WeakSet[Pages] = WeakSet()
-        self._changes_seen = 0
+        self._gradients_placed_at = 0
         """`masters.changes` when memory for gradients was allocated."""
         self._is_refused = False
         """True if masters or copies that are uploaded are in pageable memory."""
-        self._layout_changes_seen = 0
+        self._blocks_found_at = 0
         """`masters.changes` when the blocks of the units were found."""
         self._warned = False
 
@@ -107,8 +107,8 @@ class HostMemory:
                         master.address = master.parameter.data_ptr()
             self._is_refused = any(m.refused_bytes for m in masters)
             self.warn_once()
-        if new or self._layout_changes_seen != self.masters.changes:
-            self._layout_changes_seen = self.masters.changes
+        if new or self._blocks_found_at != self.masters.changes:
+            self._blocks_found_at = self.masters.changes
             for unit in self.masters.layer_units:
                 unit.upload_block = block_of([m.upload_part for m in unit.masters], unit.layout)
 
@@ -157,7 +157,7 @@ class HostMemory:
 
     def take_gradients(self) -> None:
         """Allocate memory for one gradient per trainable parameter, if that has not been done."""
-        if self._changes_seen == self.masters.changes:
+        if self._gradients_placed_at == self.masters.changes:
             return
         masters = self.masters.all()
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
@@ -171,7 +171,7 @@ class HostMemory:
         for group, layout, pages in zip(groups, layouts, new, strict=True):
             for master, (part, room) in zip(group, placed(pages, layout), strict=True):
                 master.gradient_part, master.gradient_room = part, room
-        self._changes_seen = self.masters.changes
+        self._gradients_placed_at = self.masters.changes
         for layer in self.masters.layer_units:
             _find_gradient_block(layer)
         self.warn_once()

@@ -73,7 +73,7 @@ class Copies:
             sources: list[torch.Tensor] = []
             for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
                 sources.append(p if dtype == p.dtype else self._current(master, dtype))
-        return self._together(unit, sources)
+            return self._together(unit, sources)
 
     def of_one(self, unit: MasterUnit, number: int) -> torch.Tensor:
         """One parameter of `unit` on the host, in the dtype of the device; waits for its update."""

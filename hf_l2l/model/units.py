@@ -67,7 +67,8 @@ class LayerUnit:
         """Of what travels, in one piece of memory."""
         self.gradient_layout = Layout(self.parameters[number] for number in self.trained)
         """Of the gradient sums of the trained parameters."""
-        self._flags = [number in set(self.trained) for number in range(len(self.parameters))]
+        trained = set(self.trained)
+        self._flags = [number in trained for number in range(len(self.parameters))]
         self._tables = [table for each in self.modules for table in tables_of(each)]
         self._members = [*_members(self._tables)]
         """The parameters and submodules in these tables; held, so that no other object gets the identity of one."""
