@@ -170,5 +170,6 @@ class _Anchor(torch.autograd.Function):
                     "gradients of the parameters of a model under L2L are in p.grad after loss.backward() (got "
                     "parameters as inputs of torch.autograd.grad or backward); call loss.backward() without inputs"
                 )
-            ctx.gradients.keep_apart(node for node, _ in ctx.next_functions[1:])
+            # Called only if needed: torch makes an object per master for the list of nodes.
+            ctx.gradients.keep_apart(lambda: [node for node, _ in ctx.next_functions[1:]])
         return None, *[None] * ctx.count

@@ -8,7 +8,7 @@ at its next use, which mostly is the update of the weights in the background.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -94,18 +94,18 @@ class Gradients:
             hold(gradient, arriving)
             self._held.append((gradient, arriving))
 
-    def keep_apart(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
+    def keep_apart(self, nodes: Callable[[], Iterable[torch.autograd.graph.Node]]) -> None:
         """Take gradients of masters from autograd, which would add them to sums without waiting for their downloads.
 
         These are the gradients of a loss that uses a master directly. They are added when the backward is over.
 
         Args:
-            nodes: the nodes that add to the gradients of masters; none of them has run in this backward.
+            nodes: returns the nodes that add to the gradients of masters; none of them has run in this backward.
         """
         with without_interception():
             if not self.lane.is_stream or all([p.grad is None for p in self.masters.parameters]):
                 return
-            for node in nodes:
+            for node in nodes():
                 p = leaf_variable(node)
                 if p.grad is not None:
                     take = partial(self._take_from_autograd, self.masters.of(p))
@@ -230,32 +230,47 @@ class Gradients:
     def _publish(self) -> None:
         """Wait for the downloads of this backward, and add the sums to `p.grad`."""
         norms, self._norms = self._norms, []
-        self._norm_memory.drop()
-        if self._arriving or norms:
-            stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
         arrived, self._arriving = self._arriving, []
         of_losses, self._of_losses = self._of_losses, []
-        self._let_go()
         shared = {master for master, _ in of_losses}
+        # All that needs no values of gradients is done first, while the last of them are downloaded.
+        kept = [torch.empty_like(on_host) for _, on_host in norms]
+        norm_of_each = {
+            master: norm
+            for (masters, _), vector in zip(norms, kept, strict=True)
+            for master, norm in zip(masters, vector.unbind(), strict=True)
+        }
         with without_interception():
-            for master in arrived:
-                p, total, master.arriving = master.parameter, master.arriving, None
-                assert total is not None, "a sum that is being downloaded has its memory"
-                if p.grad is None and total.dtype == p.dtype:
-                    p.grad = total
-                elif p.grad is not total:
-                    shared.update([master] if p.grad is not None else [])
+            totals = [(m, total) for m in arrived if (total := m.arriving) is not None]
+            new = [(m, total) for m, total in totals if m.parameter.grad is None and total.dtype == m.dtype]
+            known: list[tuple[torch.Tensor, Pending]] = [
+                (total, PendingSum(norm_of_each.pop(m), total._version))
+                for m, total in new
+                if m in norm_of_each and m not in shared
+            ]
+        assert len(totals) == len(arrived), "a sum that is being downloaded has its memory"
+        if arrived or norms:
+            stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
+        for vector, (_, on_host) in zip(kept, norms, strict=True):
+            vector.copy_(on_host)
+        self._norm_memory.drop()
+        self._let_go()
+        with without_interception():
+            for master, total in new:
+                master.parameter.grad = total
+            for master, total in totals:
+                master.arriving = None
+                if master.parameter.grad is not total:
+                    shared.update([master] if master.parameter.grad is not None else [])
                     self._add_to_grad(master, total)
             for master, gradient in of_losses:
                 self._add_to_grad(master, gradient)
-            known: list[tuple[torch.Tensor, Pending]] = []
-            for masters, on_host in norms:
-                for master, norm in zip(masters, on_host.clone().unbind(), strict=True):
-                    grad = master.parameter.grad
-                    if grad is None:  # an eager update has used the gradient in this backward
-                        master.taken_norm = norm
-                    elif master not in shared:
-                        known.append((grad, PendingSum(norm, grad._version)))
+            for master, norm in norm_of_each.items():
+                grad = master.parameter.grad
+                if grad is None:  # an eager update has used the gradient in this backward
+                    master.taken_norm = norm
+                elif master not in shared:
+                    known.append((grad, PendingSum(norm, grad._version)))
             hold_all(known)
 
     def _add_to_grad(self, master: Master, gradient: torch.Tensor) -> None:

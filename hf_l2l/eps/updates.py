@@ -169,12 +169,13 @@ class Updates:
         """Raise ValueError if a parameter has changed its shape, or has a gradient hook, which would never run."""
         self.masters.refuse_gradient_hooks()
         for optimizer in self.optimizers:
-            shapes = self._entries[optimizer].shapes
+            parameters, shapes = parameters_of(optimizer), self._entries[optimizer].shapes
             with without_interception():
-                changed = [  # groups may have been added
-                    (p, shape) for p, shape in zip(parameters_of(optimizer), shapes, strict=False) if p.shape != shape
-                ]
-            for p, shape in changed:
+                now = [p.shape for p in parameters]
+            if now[: len(shapes)] == shapes:  # groups may have been added
+                continue
+            changed = [each for each in zip(parameters, shapes, now, strict=False) if each[1] != each[2]]
+            for p, shape, _ in changed:
                 raise ValueError(
                     f"a parameter must keep its shape while an optimizer has state for it (got "
                     f"{list(p.shape)} for {self.masters.of(p).name}, which was {list(shape)}); make a new "
@@ -274,13 +275,13 @@ class Updates:
                 rounding = Rounding.of(optimizer) if self._rounds else None
                 entry.places = places = entry.places or places_of(optimizer)
                 step = SplitStep(optimizer, {m.parameter: gradient for m, gradient in sums}, places, rounding)
-                factors = _taken_factors(sums)
                 modes = self._modes if in_step else Modes.current()
                 for what, masters in self.masters.parts(gradients):
                     unchecked = [norms[m] for m in masters if m in norms] if norms is not None else []
                     check = partial(check_finite, unchecked, self.steps + 1, f"the update of {what}")
                     update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
                     part = step.part([m.parameter for m in masters])
+                    factors = _taken_factors([(m, gradients[m]) for m in masters])
                     for master in masters:
                         master.update, master.guards_grad = update, in_step
                     hold_all([(m.parameter, m) for m in masters])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -61,14 +61,14 @@ class LayerUnit:
             ]
             """Tensors with dtype, shape and strides of what travels; their values are not read."""
             self._kinds = _kinds(self.parameters)
+            self._strided = [p for p in self.parameters if p.layout is torch.strided]
+            self._strides = [*map(torch.Tensor.stride, self._strided)]
             self.trained = [number for number, p in enumerate(self.parameters) if p.requires_grad]
             """The numbers of the parameters that require a gradient."""
         self.layout = Layout(self.likes)
         """Of what travels, in one piece of memory."""
         self.gradient_layout = Layout(self.parameters[number] for number in self.trained)
         """Of the gradient sums of the trained parameters."""
-        trained = set(self.trained)
-        self._flags = [number in trained for number in range(len(self.parameters))]
         self._tables = [table for each in self.modules for table in tables_of(each)]
         self._members = [*_members(self._tables)]
         """The parameters and submodules in these tables; held, so that no other object gets the identity of one."""
@@ -98,8 +98,8 @@ class LayerUnit:
         with without_interception():
             return (
                 self._has_its_tables()
-                and [p.requires_grad for p in self.parameters] == self._flags
                 and _kinds(self.parameters) == self._kinds
+                and [*map(torch.Tensor.stride, self._strided)] == self._strides
                 and [len(each._buffers) for each in self.modules] == self._buffer_counts
             )
 
@@ -113,6 +113,9 @@ def _members(tables: list[Mapping[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable([table.values() for table in tables])
 
 
-def _kinds(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, tuple[int, ...] | None]]:
-    """Shape, dtype and strides of each."""
-    return [(p.shape, p.dtype, p.stride() if p.layout is torch.strided else None) for p in parameters]
+def _kinds(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Shape, dtype, layout and `requires_grad` of each."""
+    return [*map(_kind, parameters)]
+
+
+_kind = attrgetter("shape", "dtype", "layout", "requires_grad")
