@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ if not __package__:  # run as a script: the folder above is not where Python loo
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.environment import description, environment
 
-PHASES = ("start", "forward", "backward", "clip", "step", "zero_grad")
-"""Of a step, in order; "start" is from the call of the model to that of its first module."""
+PHASES = ("start", "forward", "backward", "clip", "step", "zero_grad", "first update")
+"""Of a step, in order; "start" is from the call of the model to that of its first module. "first update" is from the
+end of the backward until a thread in the background begins to update, beside which the rest of a step runs."""
 BETWEEN = ("clip", "step", "zero_grad", "start")
 """The phases in which the device has no work of this step."""
 ROWS, TOKENS, VOCAB, HIDDEN = 4, 8, 100, 32
@@ -136,7 +137,10 @@ class Loop:
         if self.eps is not None:
             self.eps.wrap(self.optimizer)
         model.bert.embeddings.register_forward_pre_hook(self._note_first_module)
-        self.first_module_ns = 0
+        self.first_module_ns = self.first_update_ns = 0
+        if self.eps is not None:
+            worker = self.eps.updates.worker
+            worker.submit = self._noting_first_update(worker.submit)  # type: ignore[method-assign]
         ids = torch.randint(5, VOCAB, (ROWS, TOKENS))
         self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
         self.us: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -159,8 +163,17 @@ class Loop:
         marks.append(self._now())
         for phase, start, end in zip(PHASES, marks, marks[1:], strict=False):
             self.us[phase].append((end - start) * 1e-3)
+        self.us["first update"].append((self.first_update_ns or marks[4]) * 1e-3 - marks[3] * 1e-3)
+        self.first_update_ns = 0
         if self.eps is not None:
             self.eps.synchronize()  # beside the steps that are measured, nothing runs
+
+    def _noting_first_update(self, submit: Callable[..., None]) -> Callable[..., None]:
+        def noting(*args: Any) -> None:
+            self.first_update_ns = self.first_update_ns or self._now()
+            submit(*args)
+
+        return noting
 
     def _note_first_module(self, *_: object) -> None:
         self.first_module_ns = self._now()
@@ -189,7 +202,8 @@ def measured(rounds: int, depths: tuple[int, int]) -> dict[str, dict[str, float]
         found[name] = {
             **{f"layer {phase}": slopes[phase] for phase in PHASES},
             **{f"rest {phase}": low.median(phase) - depths[0] * slopes[phase] for phase in PHASES},
-            "step": sum(high.median(phase) for phase in PHASES),
+            "step": sum(high.median(phase) for phase in PHASES[:-1]),
+            "first update": low.median("first update") + (24 - depths[0]) * slopes["first update"],
             "between": sum(low.median(phase) + (24 - depths[0]) * slopes[phase] for phase in BETWEEN),
         }
     return found
@@ -207,6 +221,7 @@ def table(found: dict[str, dict[str, float]], depth: int) -> str:
         "beside the layers, backward": "rest backward",
         f"a step of {depth} layers": "step",
         "between two steps of 24 layers": "between",
+        "of it until the first update begins": "first update",
     }
     lines += [(label, *(f"{case[key]:,.0f}" for case in found.values())) for label, key in rows.items()]
     plain = {name: found["checkpointing, bf16 weights" if "bf16" in name else "checkpointing"] for name in found}
