@@ -26,6 +26,7 @@ GradDtype = Literal["fp32", "16bit"]
 MomentDtype = Literal["fp32", "bf16"]
 HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
+Resident = Literal["none", "shell"]
 
 
 def _described(default: Any, help: str) -> Any:
@@ -95,6 +96,12 @@ class L2LConfig:
         'What becomes of a step whose gradients are not all finite, in fp32 and bf16: "raise" a `NonFiniteError` that '
         'names step and layer, or "skip" and count the step (`skipped_steps` in the logs; the scheduler waits). fp16 '
         "always skips.",
+    )
+    resident: Resident = _described(
+        "none",
+        'Weights that stay on the device with their gradients and optimizer state, and are updated there: "none", or '
+        '"shell", those in no layer (embeddings, heads), whose update would hold up the start of every step. With '
+        "AdamW they take 16 bytes per parameter of device memory. Where layers run on the CPU, nothing moves.",
     )
     device: torch.device | str | None = _described(
         None,
@@ -205,6 +212,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "grad_dtype": (GradDtype, "use '16bit' where host memory is short"),
     "moment_dtype": (MomentDtype, "use 'bf16' where host memory is short"),
     "host_copies": (HostCopies, "use 'per_sweep' where host memory is short"),
+    "resident": (Resident, "use 'shell' where the device has room for the state of embeddings and heads"),
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
     "eps_update": (
         EpsUpdate,

@@ -88,9 +88,14 @@ class DeviceWeights:
 
     @contextmanager
     def masters_back(self) -> Iterator[None]:
-        """Within `resident`: inside, the modules read the masters and the host's buffers again."""
+        """Within `resident`: inside, the modules read the masters and the host's buffers again.
+
+        Resident masters are downloaded for that.
+        """
         right = [(master.parameter, master) for master in self.unit.masters if master.copy_is_right]
-        masters = [(table, name, self.unit.parameters[number]) for table, name, number in self.unit.places]
+        with torch.no_grad():
+            values = [stream.download(m.parameter) if m.is_resident else m.parameter for m in self.unit.masters]
+        masters = [(table, name, values[number]) for table, name, number in self.unit.places]
         on_host: list[tuple[dict[str, Any], str, Any]] = [*masters, *(copy.place for copy in self.buffers.copies)]
         on_device = [table.get(name) for table, name, _ in on_host]
         try:

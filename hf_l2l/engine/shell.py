@@ -1,6 +1,7 @@
 """The shell: the non-layer modules (embeddings, pooler, final norm, heads) and their buffers.
 
-Their weights and buffers are uploaded at the start of each call of the model by the program. During the call, device
+Their weights and buffers are uploaded at the start of each call of the model by the program, except resident weights,
+which are on the device already. During the call, device
 copies replace those of all non-layer modules below the called module. Hooks on single modules would not be enough,
 since encoders and losses read weights without calling the module that has them.
 """
@@ -134,21 +135,27 @@ class NonLayerWeights(DeviceWeights):
     ) -> None:
         """Allocate device tensors for `unit`."""
         with torch.inference_mode(False), torch.no_grad(), without_interception():
-            leaves = [torch.empty_like(like, device=lane.device, requires_grad=False) for like in unit.likes]
+            leaves = [
+                stream.upload(copies.of_one(unit, number), lane.device)  # a view, or made in 16 bits by the device
+                if unit.masters[number].is_resident
+                else torch.empty_like(like, device=lane.device, requires_grad=False)
+                for number, like in enumerate(unit.likes)
+            ]
             for number in unit.trained if requires_grad else ():
                 leaf = leaves[number].requires_grad_()
                 leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
         super().__init__(unit, leaves, lane.device, copies.precision)
         self.uploads = _Uploads(unit, copies, lane)
-        self._large = [number for number, master in enumerate(unit.masters) if master.is_large]
+        travels = [number for number, master in enumerate(unit.masters) if not master.is_resident]
+        self._small = [number for number in travels if not unit.masters[number].is_large]
+        self._large = [number for number in travels if unit.masters[number].is_large]
         hold_all([(leaves[number], _FirstUse(self.uploads, number)) for number in self._large])
 
     def upload_first(self) -> None:
         """See `DeviceWeights`."""
-        small = sorted(set(range(len(self.leaves))).difference(self._large))
-        for number in small:
+        for number in self._small:
             self.uploads.begin(number, self.leaves[number])
-        for number in small[-1:]:  # the lane makes uploads in order
+        for number in self._small[-1:]:  # the lane makes uploads in order
             self.uploads.finish(number, self.leaves[number])
         if any(map(is_compiled, self.unit.modules)):  # a compiled function cannot take held tensors
             for number in self._large:

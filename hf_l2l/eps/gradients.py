@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.compat import leaf_variable, without_interception
 from hf_l2l.eps.host_memory import HostMemory, SmallTensors
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.eps.pending import Pending, PendingSum, can_hold, hold, hold_all, let_go, pending_of, settle
+from hf_l2l.eps.pending import Pending, PendingSum, can_hold, hold, hold_all, let_go, norm_of, pending_of, settle
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.flat_memory import elements
@@ -48,14 +48,20 @@ class Gradients:
         """The backward that `_held` belongs to."""
         self._held: list[tuple[torch.Tensor, PendingSum]] = []
         """Gradients that this backward may add to."""
-        self._of_losses: list[tuple[Master, torch.Tensor]] = []
-        """Masters that a loss uses directly, and the gradients that autograd computed for them."""
+        self._added_at_end: list[tuple[Master, torch.Tensor]] = []
+        """Masters and gradients that do not travel: those that autograd computed for a loss which uses a master
+        directly, and those of resident masters."""
         self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
     @torch.no_grad()
     def receive(self, sums: Sums, unit: MasterUnit | None = None, flat: torch.Tensor | None = None) -> None:
         """Add sums to what `p.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
+        if sums and sums[0][0].is_resident:
+            assert unit is None, "layers have no resident masters"
+            self.backwards.join()
+            self._added_at_end.extend(sums)
+            return
         of = sums[0][0].parameter if sums else ""
         if not self.lane.is_stream:
             with stream.span(self.device, "download", of), without_interception():
@@ -114,7 +120,7 @@ class Gradients:
     def _take_from_autograd(self, master: Master, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         if gradients[0] is None:
             return None
-        self._of_losses.append((master, gradients[0]))
+        self._added_at_end.append((master, gradients[0]))
         return (None,)
 
     def _receive_layer(self, sums: Sums, unit: MasterUnit, flat: torch.Tensor) -> bool:
@@ -231,8 +237,8 @@ class Gradients:
         """Wait for the downloads of this backward, and add the sums to `p.grad`."""
         norms, self._norms = self._norms, []
         arrived, self._arriving = self._arriving, []
-        of_losses, self._of_losses = self._of_losses, []
-        shared = {master for master, _ in of_losses}
+        added, self._added_at_end = self._added_at_end, []
+        shared = {master for master, _ in added}
         # All that needs no values of gradients is done first, while the last of them are downloaded.
         kept = [torch.empty_like(on_host) for _, on_host in norms]
         norm_of_each = {
@@ -263,7 +269,7 @@ class Gradients:
                 if master.parameter.grad is not total:
                     shared.update([master] if master.parameter.grad is not None else [])
                     self._add_to_grad(master, total)
-            for master, gradient in of_losses:
+            for master, gradient in added:
                 self._add_to_grad(master, gradient)
             for master, norm in norm_of_each.items():
                 grad = master.parameter.grad
@@ -297,7 +303,7 @@ class Gradients:
         for master in self._arriving:
             master.arriving = None
         self._arriving.clear()
-        self._of_losses.clear()
+        self._added_at_end.clear()
         self._norms.clear()
         self._norm_memory.drop()
 
@@ -342,7 +348,7 @@ class Gradients:
                         norms.append(pending.norm)
                     else:
                         norms.append(norm_of(grad, p.dtype))
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        return torch.linalg.vector_norm(torch.stack(_on_host(norms))) if norms else torch.tensor(0.0)
 
     def clip(self, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
         """Scale the gradients, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
@@ -368,14 +374,13 @@ class Gradients:
                     grad.mul_(factor)
 
 
-def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The current norm of one gradient, computed in `dtype`: a 0-dim host tensor."""
-    pending = pending_of(gradient)
-    if isinstance(pending, PendingSum) and pending.norm is None:
-        settle(gradient)
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)
-    return norm
+def _on_host(norms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`norms` (0-dim) on the host; those on the device come in one download, for which the host waits."""
+    there = [norm for norm in norms if norm.device != stream.HOST]
+    if not there:
+        return norms
+    downloaded = iter(torch.stack(there).to(stream.HOST).unbind())
+    return [norm if norm.device == stream.HOST else next(downloaded) for norm in norms]
 
 
 def _is_like(total: torch.Tensor, like: torch.Tensor) -> bool:

@@ -14,13 +14,12 @@ from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
-from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
+from hf_l2l.runtime.tensors import is_plain, on_meta, sharing_memory, size_text, tensor_bytes
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ class HostMemory:
     @property
     def bytes_wanted(self) -> int:
         """Bytes that would be page-locked if nothing had been refused, including gradients that training will need."""
-        masters = self.masters.all()
+        masters = self.masters.on_host()
         to_come = [
             tensor_bytes([m.gradient_like]) for m in masters if m.parameter.requires_grad and m.gradient_room is None
         ]
@@ -88,7 +87,7 @@ class HostMemory:
         """
         if not stream.can_page_lock(self.device):
             return
-        masters = self.masters.all()
+        masters = self.masters.on_host()
         with without_interception():  # reading an address needs no wait for values
             new = {m for m in masters if m.address != m.parameter.data_ptr()}
         if new:
@@ -96,7 +95,8 @@ class HostMemory:
             new.update(
                 m for unit in self.masters.layer_units if not new.isdisjoint(unit.masters) for m in unit.masters
             )
-            sharing = _sharing_memory(self.masters.model)
+            model = self.masters.model
+            sharing = sharing_memory([*model.parameters(), *model.buffers()])
             plans = [self._plan(group, sharing) for group in self._groups(new)]
             sizes = [plan.layout.num_bytes for plan in plans if plan.layout.num_bytes]
             with closing(pages_ahead(sizes, self.device)) as made:
@@ -123,7 +123,7 @@ class HostMemory:
             master.refused_bytes = 0
             if precision.of(p) != p.dtype:
                 copied.add(master)
-            if precision.keeps_copies if master in copied else _is_plain(p) and p not in sharing:
+            if precision.keeps_copies if master in copied else is_plain(p) and p not in sharing:
                 chosen.append(master)
         layout = Layout(on_meta(m.parameter, precision.of(m.parameter)) for m in chosen)
         return _Plan(group, chosen, copied, layout)
@@ -159,7 +159,7 @@ class HostMemory:
         """Allocate memory for one gradient per trainable parameter, if that has not been done."""
         if self._gradients_placed_at == self.masters.changes:
             return
-        masters = self.masters.all()
+        masters = self.masters.on_host()
         missing = {m for m in masters if m.parameter.requires_grad and m.gradient_room is None}
         # As for the weights: a layer is one block, also after it has got a parameter more.
         for unit in self.masters.layer_units:
@@ -181,7 +181,7 @@ class HostMemory:
         groups: list[list[Master]] = []
         remaining = set(masters)
         by_layer = (self.masters.unit(layer).masters for layer in self.masters.layers)
-        for candidates in (*by_layer, *([m] for m in self.masters.all())):
+        for candidates in (*by_layer, *([m] for m in self.masters.on_host())):
             group = [m for m in candidates if m in remaining]
             remaining.difference_update(group)  # a tied master belongs to its first layer
             if group:
@@ -229,7 +229,7 @@ class HostMemory:
 
     def release(self) -> None:
         """Release the page-locked memory: masters move to ordinary memory of their own."""
-        for master in self.masters.all():
+        for master in self.masters.on_host():
             p = master.parameter
             part = master.upload_part
             if part is not None and p.data_ptr() == part.block.addresses[part.number] != 0:
@@ -307,27 +307,3 @@ def _move(master: torch.Tensor, to: torch.Tensor) -> None:
     # The version stays, so that autograd does not refuse the backward of a graph that uses the master.
     with torch.no_grad(), version_kept(master):
         master.set_(to.copy_(master))  # type: ignore[call-overload]
-
-
-def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether the parameter can be moved to other memory without other effects."""
-    return type(parameter) is nn.Parameter and not parameter.is_inference() and not parameter.is_shared()
-
-
-def _sharing_memory(model: nn.Module) -> set[torch.Tensor]:
-    """Parameters whose bytes belong to another parameter or buffer as well: tied by memory, not by name."""
-    found: set[torch.Tensor] = set()
-    ranges = []
-    for tensor in {*model.parameters(), *model.buffers()}:
-        if tensor.layout is torch.strided and tensor.numel():
-            last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            ranges.append((start, start + (last + 1) * tensor.element_size(), tensor))
-    ranges.sort(key=lambda each: each[:2])
-    reaches, holder = 0, None
-    for start, stop, tensor in ranges:
-        if start < reaches and holder is not None:
-            found |= {tensor, holder}
-        if stop > reaches:
-            reaches, holder = stop, tensor
-    return found

@@ -5,7 +5,6 @@ A unit is a layer, or the non-layer modules of one call. Other parts of the EPS 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
@@ -20,12 +19,14 @@ from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime import wait_reasons
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
 from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.runtime.worker import Task
 
 NON_LAYER = "non-layer modules"
+
+_META = torch.device("meta")
 
 LARGE = 2**20
 """Elements of a parameter from which on it is updated and uploaded by itself, if it is in no layer."""
@@ -72,12 +73,14 @@ class Master(Pending):
         self.first_use = 0.0
         """For a large one in no layer: how many layers the last forward had called at its first use; else inf."""
         self.can_be_held = can_hold(parameter)
+        self.is_resident = parameter.device not in (stream.HOST, _META)
+        """Whether it is on the device, where it is updated: nothing of it travels. Only of non-layer modules."""
         self.dtype = parameter.dtype
         self.update: Update | None = None
         """Its update that is under way or has failed, or the eager update of this step."""
 
-        self.gradient_like = _gradient_like(parameter, precision)
-        """A tensor with dtype, shape and strides of its gradient on the host; its values are not read."""
+        self.gradient_like = self._gradient_like(precision)
+        """A tensor with dtype, shape and strides of its gradient in `p.grad`; its values are not read."""
         self.gradient_part: BlockPart | None = None
         self.gradient_room: Room | None = None
         """The place of its gradient in page-locked memory, and that memory."""
@@ -113,13 +116,18 @@ class Master(Pending):
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
         self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
-        like = _gradient_like(self.parameter, precision)
+        like = self._gradient_like(precision)
         if (like.shape, like.dtype, like.stride()) != (
             self.gradient_like.shape,
             self.gradient_like.dtype,
             self.gradient_like.stride(),
         ):
             self.gradient_like, self.gradient_part, self.gradient_room = like, None, None
+
+    def _gradient_like(self, precision: Precision) -> torch.Tensor:
+        p = self.parameter
+        with without_interception():  # gradients wait in 16 bits to save memory of the host
+            return on_meta(p, p.dtype if self.is_resident else precision.of_gradient(p))
 
     @property
     def is_updating(self) -> bool:
@@ -332,6 +340,10 @@ class Masters:
         records = self._records
         return [records[p] for p in self.parameters]
 
+    def on_host(self) -> list[Master]:
+        """The records of the parameters in host memory, in the order of the model."""
+        return [master for master in self.all() if not master.is_resident]
+
     def parts(self, masters: Iterable[Master]) -> list[tuple[str, list[Master]]]:
         """Group `masters` in the order in which the next forward needs them, with names.
 
@@ -359,40 +371,3 @@ class Masters:
         """Forget all parameters: torch cannot swap a parameter while other objects refer to it."""
         self._records, self._units, self.parameters, self.layers = {}, {}, [], []
         self.precision.release()
-
-
-def _gradient_like(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
-    with without_interception():
-        return on_meta(parameter, precision.of_gradient(parameter))
-
-
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, wide: bool = False) -> None:
-    """Raise ValueError if `optimizer` cannot update the masters of `model` (see `EagerParamServer.wrap`).
-
-    With `wide`, masters that train must have more than 16 bits.
-    """
-    name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"the optimizer must step without a closure, which would run the model inside the update (got "
-            f"{name}); use one that takes gradients, such as torch.optim.AdamW"
-        )
-    masters: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = [p for p in held if p not in masters]
-    if strange:
-        raise ValueError(
-            f"the optimizer must hold parameters of the model only (got {name} with {len(strange)} others of "
-            f"{len(held)}, the first of shape {list(strange[0].shape)}); build it from model.parameters() after "
-            "the model has its final parameters, and with the model on the host"
-        )
-    short = [masters[p] for p in held if p.requires_grad and p.is_floating_point() and p.itemsize < 4]
-    if wide and short:
-        raise ValueError(
-            f"parameters that train must be float32 with cmp (got {short[0]} in 16 bits, which was frozen when the "
-            "model was attached); call hf_l2l.detach_l2l(model), and attach it again"
-        )
-    hooked = with_gradient_hooks(masters)
-    if hooked:
-        raise ValueError(gradient_hook_error(masters[hooked[0]]))

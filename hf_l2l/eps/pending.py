@@ -199,6 +199,33 @@ class PendingSum(Pending):
         let_go(tensor, self)
 
 
+def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The current norm of one gradient, computed in `dtype`: a 0-dim tensor where the gradient is."""
+    pending = pending_of(gradient)
+    if isinstance(pending, PendingSum) and pending.norm is None:
+        settle(gradient)
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)
+    return norm
+
+
+def taken_factors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[torch.Tensor, torch.Tensor]:
+    """Parameter -> the factor that is pending for its gradient, for pairs of parameter and gradient.
+
+    The gradients are let go, so the caller must scale them.
+    """
+    factors: dict[torch.Tensor, torch.Tensor] = {}
+    held: list[tuple[torch.Tensor, Pending]] = []
+    for parameter, gradient in pairs:
+        pending = gradient.__dict__.get("_l2l_pending")
+        if pending is not None:
+            held.append((gradient, pending))
+        if isinstance(pending, PendingSum) and pending.factor is not None:
+            factors[parameter] = pending.factor
+    let_go_all(held)
+    return factors
+
+
 _GRAD, _VERSION, _METADATA = "grad", "version", "metadata"
 _NAMES = {
     _GRAD: "grad",

@@ -17,13 +17,15 @@ from torch import distributed, nn
 from hf_l2l.config import L2LConfig, update_mode
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory, Progress, unseen
-from hf_l2l.eps.masters import Master, Masters, MasterUnit, check_optimizer
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import Vote
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
+from hf_l2l.model.residency import state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
+from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
@@ -272,6 +274,7 @@ class EagerParamServer:
         check_optimizer(self.model, inner, wide=self.masters.precision.is_mixed)
         entry = self.updates.add(inner)
         if entry is not None:
+            state_follows(inner)
             entry.step_hook = inner.register_step_pre_hook(self.before_step)
             entry.handles += [entry.step_hook, inner.register_step_post_hook(self.after_step)]
         return optimizer
@@ -291,10 +294,11 @@ class EagerParamServer:
             f"<tbody>{rows}</tbody></table>"
         )
 
-    def release(self) -> None:
-        """Finish all updates, unwrap the optimizers, and move the masters to ordinary memory."""
-        self.updates.release()
+    def release(self) -> list[torch.optim.Optimizer]:
+        """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""
+        optimizers = self.updates.release()
         self.timeline.close()
         # After this no reference to a master is left, not even a weak one: torch refuses to swap such parameters.
         self.memory.release()
         self.masters.release()
+        return optimizers

@@ -26,9 +26,9 @@ from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_inte
 from hf_l2l.config import Mode, MomentDtype
 from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
-from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
+from hf_l2l.eps.masters import NON_LAYER, Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import Pending, PendingSum, hold_all, let_go, let_go_all, settle
+from hf_l2l.eps.pending import hold_all, let_go, norm_of, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
@@ -266,9 +266,14 @@ class Updates:
         in_step: bool = False,
     ) -> None:
         """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the point `landed`,
-        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite."""
+        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite.
+
+        Resident masters are updated by the device, which gets the work here.
+        """
         entry = self._entries[optimizer]
         gradients = dict(sums)
+        resident = [master for master in gradients if master.is_resident]
+        on_host = [master for master in gradients if not master.is_resident] if resident else list(gradients)
         with self.worker.failing_with_errors():
             self._begun = [task for task in self._begun if not task.done]
             with without_interception(), torch.no_grad():
@@ -276,12 +281,12 @@ class Updates:
                 entry.places = places = entry.places or places_of(optimizer)
                 step = SplitStep(optimizer, {m.parameter: gradient for m, gradient in sums}, places, rounding)
                 modes = self._modes if in_step else Modes.current()
-                for what, masters in self.masters.parts(gradients):
+                for what, masters in self.masters.parts(on_host):
                     unchecked = [norms[m] for m in masters if m in norms] if norms is not None else []
                     check = partial(check_finite, unchecked, self.steps + 1, f"the update of {what}")
                     update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
                     part = step.part([m.parameter for m in masters])
-                    factors = _taken_factors([(m, gradients[m]) for m in masters])
+                    factors = taken_factors((m.parameter, gradients[m]) for m in masters)
                     for master in masters:
                         master.update, master.guards_grad = update, in_step
                     hold_all([(m.parameter, m) for m in masters])
@@ -290,6 +295,21 @@ class Updates:
                     run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
                     self.worker.submit(update.task, run, modes)
                     self._begun.append(update.task)
+            if resident:
+                self._update_on_device(step, [(master, gradients[master]) for master in resident])
+
+    def _update_on_device(self, step: SplitStep, sums: Sums) -> None:
+        """Update resident masters, on the current stream.
+
+        Raises:
+            NonFiniteError: with eager updates, for which nothing has checked these gradients.
+        """
+        if self.mode == "eager":
+            norms = torch.stack([norm_of(gradient, master.dtype) for master, gradient in sums])
+            check_finite([norms.to(stream.HOST)], self.steps + 1, f"the update of {NON_LAYER}")
+        with without_interception():
+            factors = taken_factors((master.parameter, gradient) for master, gradient in sums)
+        step.part([master.parameter for master, _ in sums]).run(factors)
 
     # ---- eager
 
@@ -303,7 +323,8 @@ class Updates:
         """Count the received gradients of one call; update eagerly the masters that will get no more in this step."""
         if self.mode != "eager":
             return
-        complete = [m for m in self.eager.complete(masters) if m.can_be_held]
+        # Resident masters are updated in `step()`: on the device, that takes little time.
+        complete = [m for m in self.eager.complete(masters) if m.can_be_held and not m.is_resident]
         if complete and not self.optimizers:
             raise RuntimeError(
                 "eps_update='eager' updates during backward and needs a wrapped optimizer before (none was given); "
@@ -317,8 +338,8 @@ class Updates:
             if sums:
                 self._begin(optimizer, sums, landed=landed, norms=norms, in_step=True)
 
-    def release(self) -> None:
-        """Finish all updates, and remove the hooks of the optimizers, which then step as they did before."""
+    def release(self) -> list[torch.optim.Optimizer]:
+        """Finish all updates, and return the optimizers without their hooks: they step as they did before."""
         masters = self.masters.all()
         if self.worker.has_failed:
             unfinished = sum(m.update is not None and not m.update.made for m in masters)
@@ -337,22 +358,10 @@ class Updates:
             if p.grad is not None:
                 settle(p.grad)
             widen_gradient(p)
+        optimizers = list(self._entries)
         self._entries.clear()
         self.worker.close()
-
-
-def _taken_factors(sums: Sums) -> dict[torch.Tensor, torch.Tensor]:
-    """Parameter -> the pending factor of its gradient. The gradients are let go, so the caller must scale them."""
-    factors: dict[torch.Tensor, torch.Tensor] = {}
-    held: list[tuple[torch.Tensor, Pending]] = []
-    for master, gradient in sums:
-        pending = gradient.__dict__.get("_l2l_pending")
-        if pending is not None:
-            held.append((gradient, pending))
-        if isinstance(pending, PendingSum) and pending.factor is not None:
-            factors[master.parameter] = pending.factor
-    let_go_all(held)
-    return factors
+        return optimizers
 
 
 def carry_out(

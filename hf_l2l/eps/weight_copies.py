@@ -76,18 +76,21 @@ class Copies:
             return self._together(unit, sources)
 
     def of_one(self, unit: MasterUnit, number: int) -> torch.Tensor:
-        """One parameter of `unit` on the host, in the dtype of the device; waits for its update."""
+        """One parameter of `unit` where it is, in the dtype of the device; waits for its update."""
         master, p, dtype = unit.masters[number], unit.parameters[number], unit.dtypes[number]
         master.wait()
         if dtype == p.dtype:
             return p
         with without_interception(), torch.inference_mode(False), torch.no_grad():
-            if not self.precision.keeps_copies:
-                return p.to(dtype)
-            return self._current(master, dtype)
+            return self._current(master, dtype) if self.precision.keeps_copies else p.to(dtype)
 
     def _current(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
-        """The kept copy of a master for which no update is under way; it is renewed if that is needed."""
+        """The kept copy of a master for which no update is under way; it is renewed if that is needed.
+
+        Of a resident master it is made by the device, each time.
+        """
+        if master.is_resident:
+            return master.parameter.to(dtype)
         copy = master.copy
         if copy is None or not master.copy_is_right or master.copy_version != master.parameter._version:
             copy = self._renewed(master, dtype)

@@ -16,7 +16,7 @@ from accelerate.state import GradientState
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_l2l.config import EAGER_FP16, L2LConfig
+from hf_l2l.config import EAGER_FP16, L2LConfig, check_trace_path
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
@@ -31,6 +31,7 @@ from hf_l2l.hf.preparation import (
 )
 from hf_l2l.hf.progress import with_progress_bar
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
+from hf_l2l.model.residency import make_resident, move_back, state_follows
 from hf_l2l.model.stacks import LayerStack, find_stacks, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
@@ -119,7 +120,11 @@ def _attach(
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
-    timeline = Timeline(device, model, layers, config.trace)  # first, since it raises if its file is not writable
+    if config.trace is not None:
+        check_trace_path(config.trace)  # again: its folder may be gone since the config was made
+    if config.resident == "shell" and not stream.shares_host_memory(device):
+        make_resident(model, layers, device)  # before anything refers to parameters weakly
+    timeline = Timeline(device, model, layers, config.trace)
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
         model,
@@ -161,7 +166,7 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     attached = attachment_of(model)
     if attached is None:
         return model
-    attached.eps.release()
+    optimizers = attached.eps.release()
     for handle in attached.handles:
         handle.remove()
     later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), L2LHook)]  # resized embeddings
@@ -174,6 +179,9 @@ def detach_l2l(model: nn.Module) -> nn.Module:
         if "forward" not in module.__dict__:
             module.__dict__.pop("_original_forward", None)  # left by accelerate's autocast wrapper
     delattr(model, _ATTRIBUTE)
+    move_back(model)
+    for optimizer in optimizers:
+        state_follows(optimizer)
     return model
 
 

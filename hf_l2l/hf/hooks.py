@@ -114,5 +114,7 @@ class _MoveGuard(Replacement):
                 )
             if asked.device == self.device != stream.HOST:
                 return self.module  # the engine uploads layers itself
+        if any(p.device != stream.HOST for p in self.module.parameters()):
+            return self.module  # resident weights stay where they are
         moved: nn.Module = self.original(fn, recurse)
         return moved

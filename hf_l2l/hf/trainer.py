@@ -25,7 +25,6 @@ from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
-from hf_l2l.eps.masters import check_optimizer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator, set_aside_interrupted
@@ -35,6 +34,7 @@ from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.report.memory_estimate import check_host_memory, estimate
 from hf_l2l.report.summary import summary
 
@@ -143,6 +143,8 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Overridden because the model must stay on the host; plain `TrainingArguments` request the move."""
+        if attachment_of(model) is not None:
+            return
         if self._streams(model):
             move_to_host(model)
         else:

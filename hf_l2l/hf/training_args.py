@@ -15,6 +15,7 @@ from hf_l2l.config import (
     L2LConfig,
     MomentDtype,
     Nonfinite,
+    Resident,
     StashPlace,
     argument,
     help_text,
@@ -58,6 +59,7 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
     l2l_moment_dtype: MomentDtype = _as_configured("moment_dtype")
     l2l_host_copies: HostCopies = _as_configured("host_copies")
     l2l_nonfinite: Nonfinite = _as_configured("nonfinite")
+    l2l_resident: Resident = _as_configured("resident")
     l2l_prefetch: bool = _as_configured("prefetch")
     l2l_gradient_slots: int = _as_configured("gradient_slots")
     eps_update: EpsUpdate = _as_configured("eps_update")

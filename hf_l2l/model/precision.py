@@ -219,7 +219,7 @@ def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     precision = Precision(model, dtype)
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(p.detach().to(precision.of(p), copy=True), requires_grad=p.requires_grad)
+        memo[id(p)] = nn.Parameter(p.detach().to(stream.HOST, precision.of(p), copy=True), p.requires_grad)
     for module in model.modules():
         for name, b in module._buffers.items():
             if b is not None and is_in_checkpoints(module, name):

@@ -87,6 +87,11 @@ def is_rounded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() > 0
 
 
+def rounds(parameter: torch.Tensor) -> bool:
+    """Whether the state of this parameter is kept in 16 bits: that saves host memory, so on the device it is not."""
+    return parameter.device.type == "cpu"
+
+
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter with its bfloat16 tensors converted to float32, in new memory."""
     return {
@@ -116,8 +121,11 @@ def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle
     def after(optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for place, state in apart.pop().items() if apart else ():
+            p = parameters[place]
+            if state and not rounds(p):
+                state = {key: value.to(p.device, p.dtype) for key, value in state.items()}
             if state:
-                optimizer.state[parameters[place]].update(state)
+                optimizer.state[p].update(state)
 
     return [
         optimizer.register_load_state_dict_pre_hook(before),
@@ -130,7 +138,7 @@ def widen_all(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             widen_gradient(p)
-            if p in optimizer.state and p.dtype == torch.float32:
+            if p in optimizer.state and p.dtype == torch.float32 and rounds(p):
                 optimizer.state[p].update(widened(optimizer.state[p]))
 
 
@@ -148,5 +156,5 @@ def narrow_all(optimizer: torch.optim.Optimizer) -> None:
     rounding = Rounding.of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
-            if p in optimizer.state:
+            if p in optimizer.state and rounds(p):
                 optimizer.state[p].update(rounding.narrowed(optimizer.state[p], (number, index)))

@@ -7,6 +7,7 @@ does not fit fails within a second and not after an hour of swapping.
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig, MomentDtype
 from hf_l2l.model.precision import Precision, computing_dtype
+from hf_l2l.model.residency import resident_candidates
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
@@ -37,13 +39,13 @@ class MemoryEstimate:
     two layer outputs of the device batch, and the stash if it is on the device."""
 
     masters: int
-    """Host: the parameters of the model."""
+    """Host: the parameters of the model, except resident ones."""
     gradients: int
     """Host: one gradient per trainable parameter."""
     moments: int
     """Host: the optimizer's state."""
     shell: int
-    """Device: weights, gradients and buffers of non-layer modules (the shell)."""
+    """Device: weights, gradients and buffers of non-layer modules (the shell); the state of resident ones, too."""
     slots: int
     """Device: slots for the weights of two layers (one computes while the other is uploaded) and for the gradients of
     `gradient_slots` layers, each as large as the largest layer."""
@@ -77,24 +79,36 @@ def estimate(
     shell = list(shell_modules(model, layers))
     shell_parameters = {p for m in shell for p in m._parameters.values() if p is not None}
     shell_buffers = {b for m in shell for b in m._buffers.values() if b is not None}
-    dtype = computing_dtype(config.cmp, stream.execution_device(config.device))
+    device = stream.execution_device(config.device)
+    dtype = computing_dtype(config.cmp, device)
+    is_resident = config.resident == "shell" and not stream.shares_host_memory(device)
+    resident = {*resident_candidates(model, layers)} if is_resident else set()
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     masters = {p: _master(p, precision) for p in model.parameters()}
-    trainable = [masters[p] for p in masters if p.requires_grad]
+    on_host = {p: master for p, master in masters.items() if p not in resident}
+    trainable = [master for p, master in on_host.items() if p.requires_grad]
+    trained_there = [masters[p] for p in resident if p.requires_grad]
     sent = {p: on_meta(p, precision.of(p)) for p in masters}
-    short = [like for p, like in sent.items() if like.dtype != masters[p].dtype and precision.keeps_copies]
-    moments = MOMENTS_ASSUMED * tensor_bytes(trainable)
+    short = [sent[p] for p in on_host if sent[p].dtype != masters[p].dtype and precision.keeps_copies]
+    moments, moments_there = (MOMENTS_ASSUMED * tensor_bytes(each) for each in (trainable, trained_there))
     if config.moment_dtype == "bf16":
         moments //= 2
+    if optimizer is not None:
+        moments = moment_bytes(optimizer, config.moment_dtype, on_host)
+        moments_there = moment_bytes(optimizer, "fp32", resident)
     weights = [Layout(sent[p] for p in layer.parameters()).num_bytes for layer in layers]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in layers]
     return MemoryEstimate(
-        masters=tensor_bytes(masters.values()),
+        masters=tensor_bytes(on_host.values()),
         gradients=sum(p.numel() * precision.of_gradient(p).itemsize for p in trainable),
-        moments=moments if optimizer is None else moment_bytes(optimizer, config.moment_dtype),
+        moments=moments,
         shell=tensor_bytes(sent[p] for p in shell_parameters)
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
-        + tensor_bytes(shell_buffers),
+        + tensor_bytes(shell_buffers)
+        # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
+        + tensor_bytes(masters[p] for p in resident if sent[p].dtype != masters[p].dtype)
+        + tensor_bytes(masters[p] for p in resident if p.requires_grad and sent[p].dtype != masters[p].dtype)
+        + moments_there,
         slots=2 * max(weights, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
     )
@@ -106,8 +120,10 @@ def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
     return on_meta(parameter, torch.float32 if short and precision.is_mixed else parameter.dtype)
 
 
-def moment_bytes(optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32") -> int:
-    """Bytes of the optimizer's state, kept in `dtype`, once every parameter has been updated, from shapes.
+def moment_bytes(
+    optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32", of: Container[torch.Tensor] | None = None
+) -> int:
+    """Bytes of the optimizer's state `of` these parameters (None: all), kept in `dtype`, once all have been updated.
 
     A copy of the optimizer takes one step on the meta device, for one parameter of each shape. If that raises before
     there is a state, the size of Adam's state is assumed.
@@ -117,7 +133,7 @@ def moment_bytes(optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32") 
     for group in optimizer.param_groups:
         per_shape: dict[tuple[torch.Size, torch.dtype], int] = {}
         for p in group["params"]:
-            if not p.requires_grad:
+            if not p.requires_grad or (of is not None and p not in of):
                 continue
             key = p.shape, p.dtype
             if key not in per_shape:

@@ -45,7 +45,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         "parameter)",
         f"  Device memory = {_device_text(config, device, need)}",
         f"  Link = {_link_text(model, config, device, layers, need)}",
-        f"  Bound by = what l2l_bound says in the logs: {_BOUNDS[mode]}",
+        f"  Bound by = what l2l_bound says in the logs: {_bound_text(config, mode)}",
     ]
     return "\n".join(lines)
 
@@ -65,10 +65,16 @@ _BOUNDS: dict[Mode, str] = {
 """The bottleneck as far as it is known before the run."""
 
 
+def _bound_text(config: L2LConfig, mode: Mode) -> str:
+    text = _BOUNDS[mode]
+    return text if config.resident == "none" else text.replace("the shell and the first layer", "the first layer")
+
+
 def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) -> str:
     if not stream.shares_host_memory(device):
+        stays = " (stays there, with its optimizer state)" if config.resident == "shell" else ""
         return (
-            f"shell {size_text(need.shell)} + slots {size_text(need.slots)} (weights of 2 layers, gradients of "
+            f"shell {size_text(need.shell)}{stays} + slots {size_text(need.slots)} (weights of 2 layers, gradients of "
             f"{config.gradient_slots}), and activations"
         )
     weights = "masters" if computing_dtype(config.cmp, device) is None else "16-bit copies"

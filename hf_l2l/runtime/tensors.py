@@ -201,3 +201,27 @@ def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Shape and strides of `tensor` with another dtype."""
     with without_interception():
         return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
+
+
+def is_plain(parameter: torch.Tensor) -> bool:
+    """Whether the parameter can be moved to other memory without other effects."""
+    return type(parameter) is nn.Parameter and not parameter.is_inference() and not parameter.is_shared()
+
+
+def sharing_memory(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """Those of the host tensors among `tensors` whose bytes belong to another one as well: tied by memory."""
+    found: set[torch.Tensor] = set()
+    ranges = []
+    for tensor in set(tensors):
+        if tensor.device == stream.HOST and tensor.layout is torch.strided and tensor.numel():
+            last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            ranges.append((start, start + (last + 1) * tensor.element_size(), tensor))
+    ranges.sort(key=lambda each: each[:2])
+    reaches, holder = 0, None
+    for start, stop, tensor in ranges:
+        if start < reaches and holder is not None:
+            found |= {tensor, holder}
+        if stop > reaches:
+            reaches, holder = stop, tensor
+    return found

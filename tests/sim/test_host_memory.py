@@ -22,9 +22,9 @@ from torch import nn
 from families import TOLERANCE, assert_same_bits, attached, batch_for, bert, gpt2, gradients, llama, train_once
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps import gradients as gradients_module
-from hf_l2l.eps.host_memory import HostMemory, _sharing_memory
+from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.hf.attach import attachment_of
-from hf_l2l.runtime.tensors import tensor_bytes
+from hf_l2l.runtime.tensors import sharing_memory, tensor_bytes
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 from training import tiny_bert
 
@@ -242,7 +242,7 @@ def test_sharing_is_found_between_any_two_of_many():
             model.register_parameter(f"p{i}", nn.Parameter(memory[start : start + size]))
         every = list(model.parameters())
         expected = {a for a in every if any(a is not b and overlapping(a, b) for b in every)}
-        assert _sharing_memory(model) == expected
+        assert sharing_memory([*model.parameters(), *model.buffers()]) == expected
 
 
 def test_parameters_in_shared_memory_stay_there():
