@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("--model llama-1b --modes trainer deferred cmp --tokens 32768 --warmup 2 --steps 5"),
+    Group("--model llama-1b --modes trainer deferred cmp resident --tokens 32768 --warmup 2 --steps 5"),
     Group("--model llama-8b --modes cmp --tokens 32768 --warmup 1 --steps 2 --no-check", 240.0),
     Group("--model bert-large --modes trainer serial deferred cmp --tokens 32768 --warmup 2 --steps 5"),
     Group("--model llama-3b --modes cmp deferred --tokens 8192 --card 24GiB --warmup 1 --steps 4 --no-check"),

@@ -3,7 +3,8 @@
 Models are made from a configuration with random weights, data are random tokens in memory: nothing is downloaded. An
 optimizer step is one device batch for L2L, cut into micro-batches; plain `Trainer`, with activation checkpointing,
 accumulates over batches of that size. Both compute under bf16 autocast on CUDA, and in fp32 elsewhere; mode `cmp` is
-L2L by cross mixed precision, with the first of its host settings that fits; mode `fsdp2` is torch's FSDP2 on one rank
+L2L by cross mixed precision, with the first of its host settings that fits; mode `resident` is the same with
+`resident="shell"`; mode `fsdp2` is torch's FSDP2 on one rank
 with all state in host memory (`throughput_fsdp.py`).
 
 The first steps are not counted. At the end of each step the device is waited for, on both sides, and an update in the
@@ -15,8 +16,8 @@ Before that, tiny instances of the same models are trained: serial and deferred 
 the bit, plain `Trainer` the same within a tolerance. What is found is in the result, and measuring goes on.
 
     python benchmarks/throughput.py --model bert-large [--tokens 8192 32768 65536] [--modes trainer serial deferred
-        eager cmp fsdp2] [--steps 10] [--ubatch-size N] [--stash host] [--card 24GiB] [--out FILE] [--rows FILE]
-        [--traces FILE] [--seconds S]
+        eager cmp resident fsdp2] [--steps 10] [--ubatch-size N] [--stash host] [--card 24GiB] [--out FILE]
+        [--rows FILE] [--traces FILE] [--seconds S]
     python benchmarks/throughput.py --tiny    # seconds, on any machine
 
 A document with a markdown table, with --out into that file, too, after every row; then one JSON document as the last

@@ -46,8 +46,8 @@ def name_of(row: dict[str, Any]) -> str:
     """The trainer of a row, with what sets it apart."""
     mode = row["mode"]
     parts = [NAMES.get(mode, f"`L2LTrainer`, {mode}")]
-    if mode == "cmp":
-        parts = [f"`L2LTrainer`, deferred, cmp={row['cmp']}"]
+    if mode in ("cmp", "resident"):
+        parts = [f"`L2LTrainer`, deferred, cmp={row['cmp']}", *(["resident=shell"] if mode == "resident" else [])]
         parts += [f"{key}={value}" for key, value in (row["host_setting"] or {}).items()]
     return ", ".join(parts + ([f"{row['card']} of the device"] if row["card"] else []))
 

@@ -27,8 +27,10 @@ from hf_l2l.report.memory_estimate import estimate
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime.tensors import size_text
 
-MODES = ("trainer", "serial", "deferred", "eager", "cmp", "fsdp2")
-"""Plain `Trainer`, L2L with each `eps_update`, L2L by cross mixed precision (deferred), and torch's FSDP2."""
+MODES = ("trainer", "serial", "deferred", "eager", "cmp", "resident", "fsdp2")
+"""Plain `Trainer`, L2L with each `eps_update`, L2L by cross mixed precision (deferred), the same with resident
+weights, and torch's FSDP2."""
+MIXED = ("cmp", "resident")
 UBATCH_TOKENS = 8192
 """Of a micro-batch, where the option does not say how many rows it has."""
 
@@ -116,7 +118,7 @@ def trainer_for(
         "max_steps": steps or options.warmup + options.steps,
         "max_grad_norm": clipping_of(mode),
         "optim": "adamw_torch_fused",
-        "bf16": torch.cuda.is_available() and mode != "cmp",
+        "bf16": torch.cuda.is_available() and mode not in MIXED,
         "use_cpu": not torch.accelerator.is_available(),
         "dataloader_pin_memory": torch.cuda.is_available(),
         "save_strategy": "no",
@@ -131,7 +133,8 @@ def trainer_for(
     else:
         l2l = {f"l2l_{key}": value for key, value in (setting or {}).items()}
         l2l |= {"per_device_train_batch_size": rows, "ubatch_size": ubatch, "stash": options.stash}
-        l2l |= {"eps_update": "deferred", "cmp": options.cmp} if mode == "cmp" else {"eps_update": mode}
+        l2l |= {"eps_update": "deferred", "cmp": options.cmp} if mode in MIXED else {"eps_update": mode}
+        l2l["l2l_resident"] = resident_of(mode)
         args = L2LTrainingArguments(**{**common, **l2l})
     kind = transformers.Trainer if mode == "trainer" else L2LTrainer
     trainer = kind(model=model, args=args, train_dataset=data, callbacks=callbacks)
@@ -141,6 +144,11 @@ def trainer_for(
         trainer.model_accepts_loss_kwargs = False
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
+
+
+def resident_of(mode: str) -> Any:
+    """What stays on the device."""
+    return "shell" if mode == "resident" else "none"
 
 
 def host_setting(model: nn.Module, mode: str, options: Namespace) -> tuple[dict[str, Any] | None, int]:
@@ -155,10 +163,10 @@ def host_setting(model: nn.Module, mode: str, options: Namespace) -> tuple[dict[
         need = held * sum(p.numel() for p in model.parameters())
         return ({} if need <= usable else None), need
     need = 0
-    for setting in HOST_SETTINGS if mode == "cmp" else HOST_SETTINGS[:1]:
-        config = L2LConfig(cmp=options.cmp if mode == "cmp" else None, **setting)
+    for setting in HOST_SETTINGS if mode in MIXED else HOST_SETTINGS[:1]:
+        config = L2LConfig(cmp=options.cmp if mode in MIXED else None, resident=resident_of(mode), **setting)
         found = estimate(model, config)
-        need = found.host_bytes + (12 * found.shell // 4 if setting else 0)
+        need = found.host_bytes + (12 * found.shell // 4 if setting and mode != "resident" else 0)
         if need <= usable:
             return setting, need
     return None, need
@@ -187,7 +195,7 @@ def measured(name: str, mode: str, tokens: int, options: Namespace, left_s: floa
     failure, setting = refusal(like, mode, tokens, options, left_s)
     row: dict[str, Any] = {"model": name, "mode": mode, "tokens": tokens, "max_grad_norm": clipping_of(mode)}
     row |= {"failure": failure, "card": options.card, "steps": options.steps, "host_setting": setting}
-    row["cmp"] = options.cmp if mode == "cmp" else None
+    row["cmp"] = options.cmp if mode in MIXED else None
     if failure is None:
         try:
             run = run_fsdp if mode == "fsdp2" else run_trainer
@@ -231,7 +239,7 @@ def run_trainer(model: Any, row: dict[str, Any], options: Namespace) -> dict[str
         if trace is not None:
             add_to_zip(traces, trace, f"{name}_{mode}_{row['tokens']}.json")
     found |= times_of(steps.seconds()) | waits_of(steps.averages)
-    config = L2LConfig(cmp=row["cmp"], **row["host_setting"])
+    config = L2LConfig(cmp=row["cmp"], resident=resident_of(mode), **row["host_setting"])
     bytes_found, need = memory.metrics(), estimate(model, config)
     found["is_measured"] = "train_device_bytes" in bytes_found
     # What gradients the host holds depends on when one looks, if they are used in the background: by shapes, then.

@@ -81,7 +81,7 @@ def test_the_bench_is_rehearsed(tmp_path):
         (model.split()[1], mode)
         for model, modes, tokens in cases
         for _ in tokens.split()[1:]
-        for mode in sorted(modes.split()[1:], key=("trainer", "serial", "deferred", "cmp", "fsdp2").index)
+        for mode in sorted(modes.split()[1:], key=("trainer", "serial", "deferred", "cmp", "resident", "fsdp2").index)
     ]
     assert [(row["model"], row["mode"]) for row in rows] == expected
     assert [row["card"] for row in rows if row["model"] == "llama-3b"][:2] == ["24GiB"] * 2

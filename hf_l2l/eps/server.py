@@ -45,7 +45,7 @@ def refuse_several_processes() -> None:
 
 
 class EagerParamServer:
-    """Owner of the master weights and gradient sums of one model, all of them host tensors.
+    """Owner of the master weights and gradient sums of one model, all of them host tensors but resident ones.
 
     The contract of `p.grad`: until `optimizer.step()` it holds the gradient sum, and None starts a new sum, so that
     gradients of a discarded batch (`zero_grad` without `step`) have no effect. When `backward()` returns, all its

@@ -62,7 +62,8 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 
 def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamServer:
-    """Make `model` run layer to layer; it stays the same object, with its parameters in host memory.
+    """Make `model` run layer to layer; it stays the same object, with its parameters in host memory, or, if they are
+    resident (`config.resident`), on the device.
 
     A forward runs one layer at a time on the execution device, a backward stores gradients in `p.grad` on the host,
     and any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns

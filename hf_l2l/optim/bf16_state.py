@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements, is_dense
 
 GROUP_KEY = "l2l_rounding"
@@ -89,7 +90,7 @@ def is_rounded(value: Any) -> bool:
 
 def rounds(parameter: torch.Tensor) -> bool:
     """Whether the state of this parameter is kept in 16 bits: that saves host memory, so on the device it is not."""
-    return parameter.device.type == "cpu"
+    return parameter.device == stream.HOST
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,3 +56,9 @@ def test_a_loop_with_accelerate_trains_as_a_plain_one(steps, optimizer, accumula
 def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, accumulation, mode):
     same = {"steps": steps, "stash": stash, "accumulation": accumulation, "max_norm": CLIPS[mode]}
     assert_same(raw_loop("cpu", mode, optimizer, **same, **AT_ONCE), raw_loop("cpu", "serial", optimizer, **same))
+
+
+def test_where_layers_run_on_the_host_nothing_is_to_be_moved():
+    same = {"steps": 3, "max_norm": 0.5}
+    found = raw_loop("cpu", "serial", "AdamW", resident="shell", **same)
+    assert_same(found, raw_loop("cpu", "serial", "AdamW", **same))

@@ -15,7 +15,7 @@ import transformers as hf
 from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
-from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l, estimate
+from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, copy_as, detach_l2l, estimate
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.runtime.observer import OBSERVERS, observe
 from training import SAVING, arguments, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
