@@ -37,6 +37,7 @@ def make_resident(model: nn.Module, layers: Iterable[nn.Module], device: torch.d
 
     Raises:
         ValueError: before anything moves, if there are weak references to a parameter, or hooks for its gradient.
+        torch.OutOfMemoryError: if they do not fit; the model is on the host again.
     """
     candidates = resident_candidates(model, layers)
     sharing = sharing_memory([*model.parameters(), *model.buffers()])
@@ -57,8 +58,13 @@ def make_resident(model: nn.Module, layers: Iterable[nn.Module], device: torch.d
             "tensors or are no plain parameters: they are uploaded in every step",
             stacklevel=5,
         )
-    for p in moving:
-        _move(p, device)
+    try:
+        for p in moving:
+            _move(p, device)
+    except torch.OutOfMemoryError as error:
+        move_back(model)
+        error.add_note(f"raised while {option('resident')}='shell' moved weights to {device}; 'none' leaves them")
+        raise
 
 
 def move_back(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, copy_as, detach_l2l, estimate
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.runtime.observer import OBSERVERS, observe
+from hf_l2l.testing import enable_simulated_accelerator
 from training import SAVING, arguments, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
 from update_cases import OPTIMIZERS, Run, assert_same, raw_loop, toy, toy_under, trainer_loop
 
@@ -437,6 +438,19 @@ def test_a_trace_that_cannot_be_written_leaves_the_model(tmp_path):
     with pytest.raises(ValueError, match="trace must go where"):
         attach_l2l(model, config)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_weights_that_do_not_fit_go_back_to_the_host():
+    model = toy()
+    enable_simulated_accelerator(torch.accelerator.memory_allocated() + model.embed.weight.nbytes)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
+    finally:
+        enable_simulated_accelerator(None)
+    assert "raised while resident='shell' moved weights to sim:0" in raised.value.__notes__[-1]
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert not hasattr(model, "_l2l")
 
 
 def test_weights_that_share_memory_stay_on_the_host_with_a_warning():
