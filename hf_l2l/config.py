@@ -101,7 +101,8 @@ class L2LConfig:
         "none",
         'Weights that stay on the device with their gradients and optimizer state, and are updated there: "none", or '
         '"shell", those in no layer (embeddings, heads), whose update would hold up the start of every step. With '
-        "AdamW they take 16 bytes per parameter of device memory. Where layers run on the CPU, nothing moves.",
+        "AdamW they take 16 bytes per parameter of device memory. The optimizer must be wrapped, and must update "
+        "parameters one by one. Where layers run on the CPU, nothing moves.",
     )
     device: torch.device | str | None = _described(
         None,

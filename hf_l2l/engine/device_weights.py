@@ -66,7 +66,7 @@ class DeviceWeights:
         return taken
 
     @contextmanager
-    def resident(self, *, keep_buffers: bool = True) -> Iterator[None]:
+    def placed(self, *, keep_buffers: bool = True) -> Iterator[None]:
         """Inside, the modules read the device copies instead of the masters.
 
         Buffers are copied, too. Writes of the modules into them are copied back to the host if `keep_buffers` is True
@@ -88,7 +88,7 @@ class DeviceWeights:
 
     @contextmanager
     def masters_back(self) -> Iterator[None]:
-        """Within `resident`: inside, the modules read the masters and the host's buffers again.
+        """Within `placed`: inside, the modules read the masters and the host's buffers again.
 
         Resident masters are downloaded for that.
         """
@@ -162,7 +162,7 @@ class _DeviceBuffers:
         if not modules or (keep and stream.shares_host_memory(device) and not precision.is_mixed):
             return
         made: dict[torch.Tensor | None, torch.Tensor | None] = {None: None}
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), stream.span(device, "upload", "buffers"):
             for module in modules:
                 # Batch norm kernels write running statistics without changing the version counter.
                 unseen = keeps_statistics(module) and module.training

@@ -154,7 +154,7 @@ class LayerCall:
             torch.no_grad(),
             compute_state.rng_state_kept(self.device),
             self.autocast.entered(),
-            weights.resident(keep_buffers=False),
+            weights.placed(keep_buffers=False),
         ):
             before = compute_state.get_rng_state(self.device)
             outputs = self.execute([t.clone() for t in tensors])  # a layer may write into its arguments

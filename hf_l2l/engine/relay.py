@@ -72,7 +72,7 @@ def forward_sweep(
     needed = [t.requires_grad for t in tensors]
     tensors = [t.detach() for t in tensors] if as_recomputed else tensors
     grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.no_grad()
-    with grad_mode, call.autocast.entered(), weights.resident(keep_buffers=keep_buffers), arguments:
+    with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:
         for ubatch in call.ubatches:
             before = compute_state.get_rng_state(call.device) if for_backward else None
             rows = call.input_rows(tensors, ubatch)
@@ -110,7 +110,7 @@ def backward_sweep(
         # The recompute must not change the random numbers that the program draws after backward.
         compute_state.rng_state_kept(call.device),
         torch.enable_grad(),
-        weights.resident(keep_buffers=False),
+        weights.placed(keep_buffers=False),
     ):
         for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
             leaves = inputs.leaves(ubatch)  # first: rows needed now are uploaded before rows needed later

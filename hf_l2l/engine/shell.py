@@ -251,7 +251,7 @@ class Shell:
         assert self.call is None, "a call is already inside the model"
         with self.one_thread.in_model(), self.eps.timeline.inside("forward"):
             self.eps.start_forward()
-            # Before `resident`, inside which device copies replace the masters.
+            # Before `placed`, inside which device copies replace the masters.
             anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() else None
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
@@ -267,7 +267,7 @@ class Shell:
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor)
             try:
-                with weights.resident():  # buffers are uploaded here, before the weights
+                with weights.placed():  # buffers are uploaded here, before the weights
                     at_start = self._at_start() if self._at_start is not None else None
                     if at_start is not None:
                         at_start(call)

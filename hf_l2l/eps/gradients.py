@@ -18,7 +18,20 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.compat import leaf_variable, without_interception
 from hf_l2l.eps.host_memory import HostMemory, SmallTensors
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.eps.pending import Pending, PendingSum, can_hold, hold, hold_all, let_go, norm_of, pending_of, settle
+from hf_l2l.eps.pending import (
+    Pending,
+    PendingSum,
+    can_hold,
+    current_norm,
+    downloaded,
+    hold,
+    hold_all,
+    is_like,
+    let_go,
+    norm_of,
+    pending_of,
+    settle,
+)
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.flat_memory import elements
@@ -49,24 +62,19 @@ class Gradients:
         self._held: list[tuple[torch.Tensor, PendingSum]] = []
         """Gradients that this backward may add to."""
         self._added_at_end: list[tuple[Master, torch.Tensor]] = []
-        """Masters and gradients that do not travel: those that autograd computed for a loss which uses a master
-        directly, and those of resident masters."""
+        """Masters and gradients that are added by the thread of the program: those that autograd computed for a loss
+        which uses a master directly, and those of resident masters that cannot be added element by element."""
         self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
     @torch.no_grad()
     def receive(self, sums: Sums, unit: MasterUnit | None = None, flat: torch.Tensor | None = None) -> None:
         """Add sums to what `p.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
-        if sums and sums[0][0].is_resident:
-            assert unit is None, "layers have no resident masters"
-            self.backwards.join()
-            self._added_at_end.extend(sums)
-            return
         of = sums[0][0].parameter if sums else ""
         if not self.lane.is_stream:
             with stream.span(self.device, "download", of), without_interception():
                 for master, gradient in sums:
-                    self._add_to_grad(master, stream.download(gradient))
+                    self._add_to_grad(master, gradient if master.is_resident else stream.download(gradient))
             return
         task = self.backwards.join()
         if task != self._task:
@@ -74,12 +82,13 @@ class Gradients:
         complete = stream.record(self.device)
         with self.lane.entered(), without_interception():
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
-            with stream.span(self.device, "download", of):
+            with stream.span(self.device, "norm" if sums and sums[0][0].is_resident else "download", of):
                 if unit is not None and flat is not None and self._receive_layer(sums, unit, flat):
                     totals = sums
                 else:
                     stream.keep_until_done(self.device, map(itemgetter(1), sums))
-                    totals = [(master, gradient) for master, gradient in sums if self._receive(master, gradient)]
+                    received = [(master, self._receive(master, gradient)) for master, gradient in sums]
+                    totals = [(master, total) for master, total in received if total is not None]
             with stream.span(self.device, "norm", of):
                 self._send_norms(totals)
 
@@ -153,20 +162,22 @@ class Gradients:
             wide.copy_(rounded)  # for the norms, which must be those of the rounded values on the host
         return True
 
-    def _receive(self, master: Master, gradient: torch.Tensor) -> bool:
+    def _receive(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
         """Start to download one gradient, on the lane; an existing sum is added to it on the device first.
 
         Returns:
-            False if the gradient could not be added like that, and has been added to `p.grad` on the host.
+            The sum, on the device; None if the gradient could not be added like that, and is added to `p.grad`.
         """
+        if master.is_resident:
+            return self._receive_resident(master, gradient)
         grad, like = master.parameter.grad, master.gradient_like
         total = grad if master.arriving is None else master.arriving
         # Sparse gradients, and a `p.grad` of another kind that the program has set, are added on the host.
         is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
-        if not is_plain or (total is not None and not _is_like(total, like)):
-            self._publish()
+        if not is_plain or (total is not None and not is_like(total, like, stream.HOST)):
+            self._publish(in_backward=True)
             self._add_to_grad(master, gradient.to(stream.HOST))
-            return False
+            return None
         if master.arriving is None:
             self._arriving.append(master)
         if total is None:
@@ -183,7 +194,27 @@ class Gradients:
             rounded = gradient.to(total.dtype)
             total.copy_(rounded, non_blocking=True)
             gradient.copy_(rounded)  # for its norm, which must be the norm of the rounded values on the host
-        return True
+        return gradient
+
+    def _receive_resident(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
+        """`_receive` for a master whose gradient stays on the device."""
+        grad = master.parameter.grad
+        total = grad if master.arriving is None else master.arriving
+        like = master.gradient_like
+        is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
+        if not is_plain or (total is not None and not is_like(total, like, self.device)):
+            self._added_at_end.append((master, gradient))
+            return None
+        if master.arriving is None:
+            self._arriving.append(master)
+        if total is None:
+            total = gradient
+        else:
+            if total is grad:
+                self._hold(total)  # as for others
+            total.add_(gradient)
+        master.arriving = total
+        return total
 
     def _send_norms(self, totals: Sums) -> None:
         """Compute the norms of the gradients in these pairs and start to download them, on the lane; a copy per dtype.
@@ -233,11 +264,13 @@ class Gradients:
         return taken, norms, self.lane.record()
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Wait for the downloads of this backward, and add the sums to `p.grad`."""
+    def _publish(self, *, in_backward: bool = False) -> None:
+        """Wait for the downloads of this backward so far, and add the sums to `p.grad`."""
         norms, self._norms = self._norms, []
         arrived, self._arriving = self._arriving, []
-        added, self._added_at_end = self._added_at_end, []
+        added: list[tuple[Master, torch.Tensor]] = []
+        if not in_backward:
+            added, self._added_at_end = self._added_at_end, []
         shared = {master for master, _ in added}
         # All that needs no values of gradients is done first, while the last of them are downloaded.
         kept = [torch.empty_like(on_host) for _, on_host in norms]
@@ -263,7 +296,8 @@ class Gradients:
         self._let_go()
         with without_interception():
             for master, total in new:
-                master.parameter.grad = total
+                if master.parameter.grad is None:  # a thread of autograd may have set it while this one waited
+                    master.parameter.grad = total
             for master, total in totals:
                 master.arriving = None
                 if master.parameter.grad is not total:
@@ -335,20 +369,11 @@ class Gradients:
         norms: list[torch.Tensor] = []
         with without_interception():
             for master in self.masters.all():
-                p = master.parameter
                 if master.taken_norm is not None:
                     norms.append(master.taken_norm)
-                elif (grad := p.grad) is not None:
-                    pending = grad.__dict__.get("_l2l_pending")
-                    if (
-                        isinstance(pending, PendingSum)
-                        and pending.norm is not None
-                        and pending.version == grad._version
-                    ):
-                        norms.append(pending.norm)
-                    else:
-                        norms.append(norm_of(grad, p.dtype))
-        return torch.linalg.vector_norm(torch.stack(_on_host(norms))) if norms else torch.tensor(0.0)
+                elif (grad := master.parameter.grad) is not None:
+                    norms.append(current_norm(grad, master.dtype))
+        return torch.linalg.vector_norm(torch.stack(downloaded(norms))) if norms else torch.tensor(0.0)
 
     def clip(self, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
         """Scale the gradients, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
@@ -372,23 +397,3 @@ class Gradients:
                     hold(grad, PendingSum(factor=factor))
                 else:
                     grad.mul_(factor)
-
-
-def _on_host(norms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`norms` (0-dim) on the host; those on the device come in one download, for which the host waits."""
-    there = [norm for norm in norms if norm.device != stream.HOST]
-    if not there:
-        return norms
-    downloaded = iter(torch.stack(there).to(stream.HOST).unbind())
-    return [norm if norm.device == stream.HOST else next(downloaded) for norm in norms]
-
-
-def _is_like(total: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether a gradient with the layout of `like` can be added to `total` element by element, in memory order."""
-    return (
-        total.layout is torch.strided
-        and total.dtype == like.dtype
-        and total.stride() == like.stride()
-        and total.device == stream.HOST
-        and can_hold(total)
-    )

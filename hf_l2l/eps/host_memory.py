@@ -236,6 +236,7 @@ class HostMemory:
                 _move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
+        stream.forget_refusal(self.device)  # for the next model
 
 
 class SmallTensors:

@@ -56,7 +56,7 @@ class Update:
 
 
 class Master(Pending):
-    """The record of one parameter, which is the master: fp32 weights in host memory.
+    """The record of one parameter, which is the master: fp32 weights in host memory, or, if resident, on the device.
 
     The parameter is held for its record (see `pending`) while an update of it is under way, and while it has a 16-bit
     copy, which is valid as long as the parameter's values are not used.
@@ -115,6 +115,11 @@ class Master(Pending):
 
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
+        if self.is_resident and layer_number:
+            raise ValueError(
+                f"weights of layers stay on the host (got {name} on {self.parameter.device}, which was put into a "
+                "layer after the model was attached); attach the model as it is to be trained, or use resident='none'"
+            )
         self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
         like = self._gradient_like(precision)
         if (like.shape, like.dtype, like.stride()) != (
@@ -227,6 +232,8 @@ class Masters:
         """Counts changes of the model found by `refresh`: parameters, their shapes, or which of them are trained."""
         self.parameters: list[torch.Tensor] = []
         """The parameters, in the order of the model."""
+        self.has_resident = False
+        """Whether some of them are resident."""
         self._records: dict[torch.Tensor, Master] = {}
         self._units: dict[nn.Module, MasterUnit] = {}
         """The called module, which may be a layer -> its unit."""
@@ -278,13 +285,16 @@ class Masters:
         modules = {module: name for name, module in self.model.named_modules()}
         self.layer_names = {layer: modules.get(layer, type(layer).__name__) for layer in self.layers}
         self.parameters = list(self.model.parameters())
+        self.has_resident = False
         names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         numbers: dict[torch.Tensor, int] = {}
         for number, layer in enumerate(self.layers, start=1):
             for p in layer.parameters():
                 numbers.setdefault(p, number)  # a tied parameter belongs to its first layer
         for parameter, name in names.items():
-            self.of(parameter).found_in_model(name, numbers.get(parameter, 0), self.precision)
+            master = self.of(parameter)
+            master.found_in_model(name, numbers.get(parameter, 0), self.precision)
+            self.has_resident |= master.is_resident
         self._drop_unused()
         before = self._units
         self._units = {module: unit for module, unit in before.items() if unit.is_current()}

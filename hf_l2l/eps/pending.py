@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import current_backward, without_interception
+from hf_l2l.runtime import stream, wait_reasons
 
 
 class Pending:
@@ -207,6 +208,37 @@ def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)
     return norm
+
+
+def is_like(total: torch.Tensor, like: torch.Tensor, device: torch.device) -> bool:
+    """Whether a gradient with the layout of `like` can be added to `total` element by element, in memory order."""
+    return (
+        total.layout is torch.strided
+        and total.dtype == like.dtype
+        and total.stride() == like.stride()
+        and total.device == device
+        and can_hold(total)
+    )
+
+
+def current_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The norm that is known of a gradient, if the gradient has not changed since (0-dim, on the host); else
+    `norm_of` it."""
+    pending = gradient.__dict__.get("_l2l_pending")
+    if isinstance(pending, PendingSum) and pending.norm is not None and pending.version == gradient._version:
+        return pending.norm
+    return norm_of(gradient, dtype)
+
+
+def downloaded(norms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`norms` (0-dim) on the host; the host waits for those that are on the device."""
+    there = [norm for norm in norms if norm.device != stream.HOST]
+    if not there:
+        return norms
+    stacked = torch.stack(there)
+    stream.wait(stream.record(stacked.device), wait_reasons.NORMS_COMPUTED, host=True)
+    copies = iter(stacked.to(stream.HOST).unbind())
+    return [norm if norm.device == stream.HOST else next(copies) for norm in norms]
 
 
 def taken_factors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[torch.Tensor, torch.Tensor]:

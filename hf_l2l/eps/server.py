@@ -121,11 +121,13 @@ class EagerParamServer:
                 self.memory.take_gradients()
 
     def _refuse_without_optimizer(self) -> None:
-        if (self.loss_scale is not None or self.updates.in_parts) and not self.updates.optimizers:
+        if self.updates.optimizers:
+            return
+        if self.loss_scale is not None or self.updates.in_parts or self.masters.has_resident:
             raise RuntimeError(
-                "cmp with fp16, nonfinite='skip', grad_dtype='16bit' and moment_dtype='bf16' need a wrapped "
-                "optimizer, so that the EPS can skip its steps and convert its gradients and state (none was given); "
-                "call eps.wrap(optimizer) before backward"
+                "cmp with fp16, nonfinite='skip', grad_dtype='16bit', moment_dtype='bf16' and resident='shell' need a "
+                "wrapped optimizer, so that the EPS can skip its steps, convert its gradients and state, and move its "
+                "state (none was given); call eps.wrap(optimizer) before backward"
             )
 
     def expect(self, unit: MasterUnit) -> None:
@@ -274,7 +276,8 @@ class EagerParamServer:
         check_optimizer(self.model, inner, wide=self.masters.precision.is_mixed)
         entry = self.updates.add(inner)
         if entry is not None:
-            state_follows(inner)
+            resident = {master.parameter for master in self.masters.all() if master.is_resident}
+            state_follows(inner, resident, widens=self.updates.rounds)
             entry.step_hook = inner.register_step_pre_hook(self.before_step)
             entry.handles += [entry.step_hook, inner.register_step_post_hook(self.after_step)]
         return optimizer

@@ -28,13 +28,14 @@ from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import NON_LAYER, Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import hold_all, let_go, norm_of, settle, taken_factors
+from hf_l2l.eps.pending import current_norm, downloaded, hold_all, let_go, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
 from hf_l2l.optim.layerwise_step import Part, Places, SplitStep, parameters_of, places_of
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.observer import aside
 from hf_l2l.runtime.worker import Modes, Task, Worker
 
@@ -75,8 +76,9 @@ class Updates:
         moment_dtype: MomentDtype,
     ) -> None:
         """`is_accumulating` returns True in a backward if another one follows before the step."""
-        self._rounds = moment_dtype == "bf16"
-        self.in_parts = self._rounds or masters.precision.gradients == "16bit"
+        self.rounds = moment_dtype == "bf16"
+        """True if state on the host is kept in bfloat16."""
+        self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
         self.steps = 0
         """Steps of the first optimizer so far, including skipped ones."""
@@ -110,15 +112,17 @@ class Updates:
         if optimizer in self._entries:
             self._retire_others(optimizer)
             return None
-        splits = (self.mode != "serial" or self.in_parts) and can_split(
-            optimizer, eager=self.mode == "eager", in_parts=self.in_parts
+        in_background = self.mode != "serial" or self.in_parts
+        has_resident = self.masters.has_resident
+        splits = (in_background or has_resident) and can_split(
+            optimizer, eager=self.mode == "eager", in_parts=self.in_parts, has_resident=has_resident
         )
-        entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits)
+        entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits and in_background)
         entry.handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
-        if self._rounds:
+        if self.rounds:
             entry.handles += keep_loaded_dtypes(optimizer)
         self._retire_others(optimizer)
         return entry
@@ -246,7 +250,7 @@ class Updates:
             for p in parameters_of(optimizer):
                 p.grad = None
         self.steps += optimizer is self.optimizers[0]
-        if self._rounds:
+        if self.rounds:
             if entry.is_widened:
                 narrow_all(optimizer)
             Rounding.end_step(optimizer)
@@ -266,18 +270,16 @@ class Updates:
         in_step: bool = False,
     ) -> None:
         """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the point `landed`,
-        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite.
-
-        Resident masters are updated by the device, which gets the work here.
-        """
+        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite. Resident
+        masters are updated by the device, which gets the work here."""
         entry = self._entries[optimizer]
         gradients = dict(sums)
         resident = [master for master in gradients if master.is_resident]
-        on_host = [master for master in gradients if not master.is_resident] if resident else list(gradients)
+        on_host = [master for master in gradients if not master.is_resident]
         with self.worker.failing_with_errors():
             self._begun = [task for task in self._begun if not task.done]
             with without_interception(), torch.no_grad():
-                rounding = Rounding.of(optimizer) if self._rounds else None
+                rounding = Rounding.of(optimizer) if self.rounds else None
                 entry.places = places = entry.places or places_of(optimizer)
                 step = SplitStep(optimizer, {m.parameter: gradient for m, gradient in sums}, places, rounding)
                 modes = self._modes if in_step else Modes.current()
@@ -296,20 +298,24 @@ class Updates:
                     self.worker.submit(update.task, run, modes)
                     self._begun.append(update.task)
             if resident:
-                self._update_on_device(step, [(master, gradients[master]) for master in resident])
+                self._update_on_device(step, {master: gradients[master] for master in resident})
 
-    def _update_on_device(self, step: SplitStep, sums: Sums) -> None:
+    def _update_on_device(self, step: SplitStep, gradients: Mapping[Master, torch.Tensor]) -> None:
         """Update resident masters, on the current stream.
 
         Raises:
             NonFiniteError: with eager updates, for which nothing has checked these gradients.
         """
         if self.mode == "eager":
-            norms = torch.stack([norm_of(gradient, master.dtype) for master, gradient in sums])
-            check_finite([norms.to(stream.HOST)], self.steps + 1, f"the update of {NON_LAYER}")
-        with without_interception():
-            factors = taken_factors((master.parameter, gradient) for master, gradient in sums)
-        step.part([master.parameter for master, _ in sums]).run(factors)
+            with without_interception():
+                norms = downloaded([current_norm(gradient, m.dtype) for m, gradient in gradients.items()])
+            check_finite(norms, self.steps + 1, f"the update of {NON_LAYER}")
+        # Large ones alone: an optimizer may need temporary memory for all that it updates at once.
+        for what, masters in self.masters.parts(gradients):
+            with without_interception():
+                factors = taken_factors((m.parameter, gradients[m]) for m in masters)
+            with RaisedIn("the update of", what):
+                step.part([m.parameter for m in masters]).run(factors)
 
     # ---- eager
 
@@ -323,7 +329,6 @@ class Updates:
         """Count the received gradients of one call; update eagerly the masters that will get no more in this step."""
         if self.mode != "eager":
             return
-        # Resident masters are updated in `step()`: on the device, that takes little time.
         complete = [m for m in self.eager.complete(masters) if m.can_be_held and not m.is_resident]
         if complete and not self.optimizers:
             raise RuntimeError(
@@ -358,8 +363,7 @@ class Updates:
             if p.grad is not None:
                 settle(p.grad)
             widen_gradient(p)
-        optimizers = list(self._entries)
-        self._entries.clear()
+        optimizers, self._entries = list(self._entries), WeakKeyDictionary()
         self.worker.close()
         return optimizers
 

@@ -7,7 +7,11 @@ by that of the engine. Everything else about the model stays unchanged.
 from __future__ import annotations
 
 import logging
+import traceback
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from accelerate.state import GradientState
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_l2l.config import EAGER_FP16, L2LConfig, check_trace_path
+from hf_l2l.config import EAGER_FP16, L2LConfig
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
@@ -66,8 +70,9 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     resident (`config.resident`), on the device.
 
     A forward runs one layer at a time on the execution device, a backward stores gradients in `p.grad` on the host,
-    and any optimizer over `model.parameters()` updates the masters there. Attaching again with an equal config returns
-    the same EPS.
+    and any optimizer over `model.parameters()` updates the masters there. Gradients and state of resident parameters
+    are on the device; their optimizer must be wrapped (`eps.wrap`), so that its state follows them. Attaching again
+    with an equal config returns the same EPS.
 
     Args:
         model: a model with at least one layer stack, on the host.
@@ -109,7 +114,21 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         make_masters_fp32(model)
     if config.cmp == "auto":
         logger.warning("cmp='auto' computes in %s on %s", dtype, device)
-    return _attach(model, config, device, stacks, dtype, loss_scale)
+    if config.resident == "none" or stream.shares_host_memory(device):
+        return _attach(model, config, device, stacks, dtype, loss_scale)
+    # Before anything of the engine refers to parameters weakly.
+    make_resident(model, [layer for stack in stacks for layer in stack.layers], device)
+    with ExitStack() as exits:
+        exits.push(partial(_make_ordinary_after_errors, model))
+        return _attach(model, config, device, stacks, dtype, loss_scale)
+
+
+def _make_ordinary_after_errors(
+    model: nn.Module, kind: object, error: BaseException | None, frames: TracebackType | None
+) -> None:
+    if error is not None:
+        traceback.clear_frames(frames)  # what they refer to refers to parameters weakly
+        move_back(model)
 
 
 def _attach(
@@ -121,10 +140,6 @@ def _attach(
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
     layers = [layer for stack in stacks for layer in stack.layers]
-    if config.trace is not None:
-        check_trace_path(config.trace)  # again: its folder may be gone since the config was made
-    if config.resident == "shell" and not stream.shares_host_memory(device):
-        make_resident(model, layers, device)  # before anything refers to parameters weakly
     timeline = Timeline(device, model, layers, config.trace)
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
@@ -180,9 +195,9 @@ def detach_l2l(model: nn.Module) -> nn.Module:
         if "forward" not in module.__dict__:
             module.__dict__.pop("_original_forward", None)  # left by accelerate's autocast wrapper
     delattr(model, _ATTRIBUTE)
-    move_back(model)
+    moved = set(move_back(model))
     for optimizer in optimizers:
-        state_follows(optimizer)
+        state_follows(optimizer, moved)
     return model
 
 

@@ -205,7 +205,7 @@ def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     change. The copy takes 2 bytes of host memory per parameter.
 
     Args:
-        model: any model on the host.
+        model: any model; the copy is on the host.
         dtype: `torch.bfloat16` or `torch.float16`.
 
     Raises:
@@ -223,5 +223,5 @@ def copy_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for module in model.modules():
         for name, b in module._buffers.items():
             if b is not None and is_in_checkpoints(module, name):
-                memo[id(b)] = b.detach().to(precision.of(b), copy=True)
-    return copy.deepcopy(model, memo)
+                memo[id(b)] = b.detach().to(stream.HOST, precision.of(b), copy=True)
+    return copy.deepcopy(model, memo).to(stream.HOST)  # with the other buffers

@@ -88,7 +88,7 @@ def is_rounded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() > 0
 
 
-def rounds(parameter: torch.Tensor) -> bool:
+def keeps_16_bits(parameter: torch.Tensor) -> bool:
     """Whether the state of this parameter is kept in 16 bits: that saves host memory, so on the device it is not."""
     return parameter.device == stream.HOST
 
@@ -123,7 +123,7 @@ def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for place, state in apart.pop().items() if apart else ():
             p = parameters[place]
-            if state and not rounds(p):
+            if state and not keeps_16_bits(p):
                 state = {key: value.to(p.device, p.dtype) for key, value in state.items()}
             if state:
                 optimizer.state[p].update(state)
@@ -139,7 +139,7 @@ def widen_all(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             widen_gradient(p)
-            if p in optimizer.state and p.dtype == torch.float32 and rounds(p):
+            if p in optimizer.state and p.dtype == torch.float32 and keeps_16_bits(p):
                 optimizer.state[p].update(widened(optimizer.state[p]))
 
 
@@ -157,5 +157,5 @@ def narrow_all(optimizer: torch.optim.Optimizer) -> None:
     rounding = Rounding.of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
-            if p in optimizer.state and rounds(p):
+            if p in optimizer.state and keeps_16_bits(p):
                 optimizer.state[p].update(rounding.narrowed(optimizer.state[p], (number, index)))

@@ -61,16 +61,22 @@ CLOSURE = (
 )
 
 
-def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool) -> bool:
+def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, has_resident: bool = False) -> bool:
     """Whether `optimizer` can update layer by layer; warns if it must update all layers at once.
 
     Raises:
-        ValueError: if it must, and updates are `eager`, or gradients or state are kept in 16 bits (`in_parts`).
+        ValueError: if it must, and updates are `eager`, or gradients or state are kept in 16 bits (`in_parts`), or
+            parameters are on the host and on the device (`has_resident`).
     """
     reason = why_not_layer_local(optimizer)
     if reason is None:
         return True
     rule = f"{type(optimizer).__name__} cannot update one layer without the others ({reason})"
+    if has_resident:
+        raise ValueError(
+            f"{option('resident')}='shell' has parameters on the host and on the device, which are updated apart, but "
+            f"{rule}; use {option('resident')}='none'"
+        )
     if eager:
         raise ValueError(
             f"eps_update='eager' updates a layer as soon as its gradients are there, but {rule}; use "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import drop_step_hooks, without_interception
-from hf_l2l.optim.bf16_state import Rounding, rounds, widened
+from hf_l2l.optim.bf16_state import Rounding, keeps_16_bits, widened
 
 _OF_THE_PARAMETERS = ("params", "param_names")
 """The keys of a group whose values have one entry per parameter; the others are hyper-parameters."""
@@ -181,7 +181,7 @@ class Part:
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for (master, share), stand_in in pairs:
             if share.has_state:
-                wide = rounding is not None and master.dtype == torch.float32 and rounds(master)
+                wide = rounding is not None and master.dtype == torch.float32 and keeps_16_bits(master)
                 state[stand_in] = widened(share.state) if wide else share.state
         step = self._step
         optimizer = _hookless_copy(step._base, self._groups_of(pairs), state, step._places, step._mutable)
@@ -192,7 +192,7 @@ class Part:
                 # An optimizer without state, such as SGD without momentum, has no entries either.
                 del self._step._state[master]
                 continue
-            if rounding is not None and rounds(master):
+            if rounding is not None and keeps_16_bits(master):
                 made = rounding.narrowed(made, share.place, share.state)
             if made is not share.state:
                 share.state.clear()

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig, MomentDtype
 from hf_l2l.model.precision import Precision, computing_dtype
-from hf_l2l.model.residency import resident_candidates
+from hf_l2l.model.residency import resident_parameters
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
@@ -82,7 +82,7 @@ def estimate(
     device = stream.execution_device(config.device)
     dtype = computing_dtype(config.cmp, device)
     is_resident = config.resident == "shell" and not stream.shares_host_memory(device)
-    resident = {*resident_candidates(model, layers)} if is_resident else set()
+    resident = set(resident_parameters(model, layers)[0]) if is_resident else set()
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     masters = {p: _master(p, precision) for p in model.parameters()}
     on_host = {p: master for p, master in masters.items() if p not in resident}

@@ -236,6 +236,11 @@ def last_refusal(device: torch.device) -> int | None:
     return _REFUSALS.get(device)
 
 
+def forget_refusal(device: torch.device) -> None:
+    """Forget that the device has refused: memory has been unlocked since, or the limit was raised."""
+    _REFUSALS.pop(device, None)
+
+
 def page_lock(address: int, num_bytes: int, device: torch.device) -> bool:
     """Page-lock host memory for the device; False if the device refuses."""
     module = device_module(device)

@@ -205,7 +205,9 @@ def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def is_plain(parameter: torch.Tensor) -> bool:
     """Whether the parameter can be moved to other memory without other effects."""
-    return type(parameter) is nn.Parameter and not parameter.is_inference() and not parameter.is_shared()
+    # On an accelerator, torch calls all memory shared.
+    is_shared = parameter.device == stream.HOST and parameter.is_shared()
+    return type(parameter) is nn.Parameter and not parameter.is_inference() and not is_shared
 
 
 def sharing_memory(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:

@@ -64,7 +64,7 @@ def test_tied_parameters_share_one_leaf(copies):
     module.zero_grad()
     weights = device_weights(module, requires_grad=True)
     assert len(weights.leaves) == 2
-    with weights.resident():
+    with weights.placed():
         assert module.first.weight is module.second.weight is weights.leaves[0]
         module(x).sum().backward()
     found = {master.name: gradient for master, gradient in weights.take_gradients()}
@@ -76,7 +76,7 @@ def test_frozen_masters_have_frozen_leaves(copies):
     module = Tied()
     module.second.bias.requires_grad_(False)
     weights = device_weights(module, requires_grad=True)
-    with weights.resident():
+    with weights.placed():
         assert module.first.weight.requires_grad and not module.second.bias.requires_grad
         module(torch.randn(4, 3)).sum().backward()
     assert [master.parameter for master, _ in weights.take_gradients()] == [module.first.weight]
@@ -91,7 +91,7 @@ def test_leaves_made_in_inference_mode_can_be_trained_with(copies):
     module, x = Tied(), torch.randn(4, 3)
     with torch.inference_mode():
         weights = device_weights(module, requires_grad=True)
-    with weights.resident():
+    with weights.placed():
         module(x).sum().backward()
     assert len(weights.take_gradients()) == 2
 
@@ -100,7 +100,7 @@ def test_masters_and_buffers_are_back_after_an_error(copies):
     module = nn.BatchNorm1d(3)
     before = {**module._parameters, **module._buffers}
     weights = device_weights(module, requires_grad=True)
-    with pytest.raises(KeyError), weights.resident(keep_buffers=False):
+    with pytest.raises(KeyError), weights.placed(keep_buffers=False):
         assert module.weight is not before["weight"] and module.running_mean is not before["running_mean"]
         raise KeyError
     after = {**module._parameters, **module._buffers}
@@ -111,7 +111,7 @@ def test_kept_buffers_go_back_to_the_host(copies):
     module = Counter()
     written = module.written
     for count in (1.0, 2.0):
-        with device_weights(module, requires_grad=False).resident():
+        with device_weights(module, requires_grad=False).placed():
             module()
         assert module.written is written
         assert module.written.tolist() == module.assigned.tolist() == [count, count]
@@ -120,7 +120,7 @@ def test_kept_buffers_go_back_to_the_host(copies):
 
 def test_what_a_call_wrote_before_it_failed_goes_back_as_in_plain_torch(copies):
     module = Counter()
-    with pytest.raises(KeyError), device_weights(module, requires_grad=False).resident():
+    with pytest.raises(KeyError), device_weights(module, requires_grad=False).placed():
         module()
         raise KeyError
     assert module.written.tolist() == module.assigned.tolist() == [1.0, 1.0]
@@ -129,7 +129,7 @@ def test_what_a_call_wrote_before_it_failed_goes_back_as_in_plain_torch(copies):
 def test_with_keep_buffers_false_nothing_is_kept(copies):
     module = Counter()
     before = dict(module._buffers)
-    with device_weights(module, requires_grad=False).resident(keep_buffers=False):
+    with device_weights(module, requires_grad=False).placed(keep_buffers=False):
         module()
         assert module.written.tolist() == [1.0, 1.0]
     assert all(module._buffers[name] is buffer for name, buffer in before.items())
@@ -139,7 +139,7 @@ def test_with_keep_buffers_false_nothing_is_kept(copies):
 def test_one_buffer_in_two_modules_stays_one(copies):
     first, second = Counter(), Counter()
     second.written = first.written
-    with device_weights(nn.ModuleList([first, second]), requires_grad=False).resident():
+    with device_weights(nn.ModuleList([first, second]), requires_grad=False).placed():
         assert first.written is second.written
         first()
         second()

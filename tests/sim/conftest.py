@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hf_l2l.runtime import stream
 from hf_l2l.testing import enable_simulated_accelerator, page_locked_bytes
 
 enable_simulated_accelerator()
@@ -16,8 +17,10 @@ enable_simulated_accelerator()
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_other_modules() -> Iterator[None]:
-    """Models of other test modules are gone, with their page-locked memory, and so are copies without a wait."""
+    """Models of other test modules are gone, with their page-locked memory, and so are copies without a wait, and
+    refusals to page-lock memory."""
     torch.sim.synchronize()
+    stream.forget_refusal(torch.device("sim:0"))
     for _ in range(10):
         gc.collect()
         if page_locked_bytes() == 0:

@@ -16,6 +16,7 @@ from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, copy_as, detach_l2l, estimate
+from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.runtime.observer import OBSERVERS, observe
 from hf_l2l.testing import enable_simulated_accelerator
@@ -87,11 +88,13 @@ def test_every_family_has_the_gradients_of_streamed_weights(family):
     streamed = FAMILIES[family]()
     resident, batch = copy.deepcopy(streamed), batch_for(streamed)
     attached(streamed, device="sim", ubatch_size=3), attached(resident, device="sim", ubatch_size=3, resident="shell")
+    optimizer = resident._l2l.eps.wrap(torch.optim.SGD(resident.parameters(), lr=0.1))
     torch.sim.manual_seed(1)
     expected = train_once(streamed, batch)
     torch.sim.manual_seed(1)
     assert torch.equal(train_once(resident, batch), expected)
     found = gradients(resident)
+    assert optimizer.state == {}
     for name, gradient in gradients(streamed).items():
         assert (found[name] is None) == (gradient is None), name
         assert gradient is None or torch.equal(found[name].cpu(), gradient), name
@@ -188,6 +191,91 @@ def test_a_run_goes_on_attached_and_detached():
     assert all(torch.equal(a, b) for a, b in zip(weights, streamed, strict=True))
 
 
+class _Counting(torch.optim.SGD):
+    """Keeps its momentum in fp32, a count of integers, and steps as SGD does."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["count"] = state.get("count", torch.zeros(p.shape, dtype=torch.int64, device=p.device)) + 1
+            state["mean"] = state.get("mean", torch.zeros(p.shape, device=p.device)).lerp(p.grad.float(), 0.5)
+        super().step()
+
+
+def test_what_moves_keeps_dtype_and_groups():
+    model = toy().to(torch.bfloat16)
+    optimizer = _Counting(model.parameters(), lr=0.1)
+    model(**batch_for(model, masked=False)).loss.backward()
+    optimizer.step()
+    group, step = optimizer.param_groups[0], {"count": torch.int64, "mean": torch.float32}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the master weights are torch.bfloat16")
+        attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell")).wrap(optimizer)
+    for _ in range(2):
+        for p in model.parameters():
+            assert {key: optimizer.state[p][key].dtype for key in step} == step
+            assert {optimizer.state[p][key].device for key in step} == {p.device}
+        assert optimizer.param_groups[0] is group
+        detach_l2l(model)
+
+
+def test_moments_in_16_bits_stay_so_when_the_model_is_detached():
+    model, eps, optimizer, batch = toy_under("sim", "deferred", resident="shell", moment_dtype="bf16")
+    model(**batch).loss.backward()
+    optimizer.step()
+    eps.synchronize()
+    before = {p: optimizer.state[p]["exp_avg"].dtype for p in model.parameters()}
+    detach_l2l(model)
+    assert {p: optimizer.state[p]["exp_avg"].dtype for p in model.parameters()} == before
+    assert set(before.values()) == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("resident", ["none", "shell"])
+def test_several_graphs(resident):
+    """Two forwards before a backward, a graph that is kept, a backward that fails, and only some weights trained."""
+    found = []
+    for place in ("none", resident):
+        model, _, optimizer, batch = toy_under("sim", "deferred", resident=place)
+        first, second = model(**batch).loss, model(**batch_for(model, masked=False, seed=2)).loss
+        (first + second).backward()
+        optimizer.step()
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        handle = model.blocks[0].register_forward_hook(lambda module, args, out: out * 1)
+        failing = model(**batch).loss
+        failing.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            failing.backward()
+        handle.remove()
+        found.append({name: p.grad.cpu() for name, p in model.named_parameters()})
+        optimizer.step()
+        model.blocks.requires_grad_(False)
+        model(**batch).loss.backward()
+        found[-1] |= {f"{name} alone": p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        found[-1]["after"] = model.embed.weight.detach().cpu()
+    assert found[0].keys() == found[1].keys() and "embed.weight alone" in found[0]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_accumulation_holds_one_gradient():
+    """Beside the new one, which is added at once."""
+    peaks = []
+    for accumulation in (1, 2):
+        model, eps, optimizer, batch = toy_under("sim", "deferred", resident="shell")
+        optimizer.zero_grad()
+        for turn in range(accumulation):
+            loss = model(**batch).loss
+            torch.accelerator.reset_peak_memory_stats()
+            held = torch.accelerator.memory_allocated()
+            loss.backward()
+            if turn == accumulation - 1:
+                peaks.append(torch.accelerator.memory_allocated() - held)
+        del loss, model, eps, optimizer
+    assert peaks[1] <= peaks[0] - 0.9 * 4 * 8 * 60  # the second backward leaves no gradient more
+
+
 def test_detaching_while_a_graph_lives():
     model, _, _, batch = toy_under("sim", "deferred", resident="shell")
     loss = model(**batch).loss
@@ -197,13 +285,17 @@ def test_detaching_while_a_graph_lives():
 
 
 def test_a_parameter_that_a_graph_has_saved_stays_there_with_a_warning():
-    model, _, _, batch = toy_under("sim", "deferred", resident="shell")
+    model, _, optimizer, batch = toy_under("sim", "deferred", resident="shell")
+    model(**batch).loss.backward()
+    optimizer.step()
     penalty = model.embed.weight.square().sum()
-    with pytest.warns(UserWarning, match=r"embed.weight stays on sim:0.*call model.to\('cpu'\)"):
+    with pytest.warns(UserWarning, match=r"embed.weight stays on sim:0.*call model.to\('cpu'\)") as caught:
         detach_l2l(model)
+    assert caught[0].filename == __file__
+    assert {name for name, place in places(model).items() if place == SIM} == {"embed.weight"}
+    assert optimizer.state[model.embed.weight]["exp_avg"].device == SIM
+    assert optimizer.state[model.head.bias]["exp_avg"].device.type == "cpu"
     del penalty
-    model.to("cpu")
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize(("optimizer", "mode"), [("AdamW", "deferred"), ("LAMB", "eager"), ("SGD", "serial")])
@@ -240,8 +332,6 @@ def test_a_checkpoint_resumes_resident_or_not(tmp_path, first, then):
 def test_plain_trainer_resumes_from_their_checkpoint(tmp_path):
     begun = l2l_trainer(tmp_path / "begun", **SAVING, **RESIDENT)
     begun.train()
-    state = torch.load(tmp_path / "begun" / "checkpoint-2" / "optimizer.pt", weights_only=True, map_location="cpu")
-    assert {v.device.type for each in state["state"].values() for v in each.values()} == {"cpu"}
     plain = plain_trainer(tmp_path / "plain", **SAVING)
     plain.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-2"))
     assert plain.state.global_step == SAVING["max_steps"]
@@ -295,11 +385,12 @@ def test_a_penalty_on_one_of_them():
     """A loss that uses a resident master directly adds to its gradient."""
     found = []
     for resident in ("none", "shell"):
-        model, _, _, batch = toy_under("sim", "deferred", resident=resident)
+        model, _, optimizer, batch = toy_under("sim", "deferred", resident=resident)
         for _ in range(2):
             penalty = model.embed.weight.square().sum().cpu()
             (model(**batch).loss.cpu() + penalty).backward()
         found.append(model.embed.weight.grad.cpu())
+        optimizer.step()
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
@@ -416,7 +507,7 @@ def test_bad_values(tmp_path):
 def test_a_weak_reference_is_refused_before_anything_moves():
     model = toy()
     held = weakref.ref(model.head.bias)
-    with pytest.raises(ValueError, match=r"refers to them weakly \(got head.bias\)"):
+    with pytest.raises(ValueError, match=r"impossible for head.bias.*something refers to it weakly"):
         attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert held() is model.head.bias
@@ -440,6 +531,59 @@ def test_a_trace_that_cannot_be_written_leaves_the_model(tmp_path):
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
+def test_values_that_a_graph_has_saved_are_refused():
+    model = toy()
+    penalty = model.head.bias.square().sum()
+    with pytest.raises(ValueError, match=r"impossible for head.bias.*attach the model before its first forward"):
+        attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    del penalty
+    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
+
+
+def test_an_error_of_the_engine_leaves_the_model(monkeypatch):
+    def failing(self: Any) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(HostMemory, "adopt", failing)
+    model = toy()
+    with pytest.raises(MemoryError):
+        attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_an_optimizer_that_is_not_wrapped_is_refused():
+    model = toy()
+    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
+    with pytest.raises(RuntimeError, match=r"resident='shell' need a wrapped optimizer.*eps.wrap\(optimizer\)"):
+        model(**batch_for(model, masked=False)).loss.backward()
+
+
+class _GlobalNorm(torch.optim.SGD):
+    """Divides all gradients by their norm."""
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.grad /= norm
+        super().step()
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_an_optimizer_that_mixes_parameters_is_refused(mode):
+    with pytest.raises(ValueError, match=r"resident='shell'.*_GlobalNorm cannot update.*use resident='none'"):
+        toy_under("sim", mode, lambda parameters: _GlobalNorm(parameters, lr=0.1), resident="shell")
+
+
+def test_a_weight_that_is_put_into_a_layer_is_refused():
+    model, _, _, batch = toy_under("sim", "deferred", resident="shell")
+    model.out = nn.Parameter(torch.zeros(16, device="sim"))
+    model.blocks[0].up.bias = model.out
+    with pytest.raises(ValueError, match=r"weights of layers stay on the host \(got .* on sim:0"):
+        model(**batch)
+
+
 def test_weights_that_do_not_fit_go_back_to_the_host():
     model = toy()
     enable_simulated_accelerator(torch.accelerator.memory_allocated() + model.embed.weight.nbytes)
@@ -456,8 +600,9 @@ def test_weights_that_do_not_fit_go_back_to_the_host():
 def test_weights_that_share_memory_stay_on_the_host_with_a_warning():
     model = toy()
     model.head.weight = nn.Parameter(model.embed.weight.detach())  # tied by memory, not by name
-    with pytest.warns(UserWarning, match="resident='shell' leaves embed.weight, head.weight on the host"):
+    with pytest.warns(UserWarning, match="resident='shell' leaves embed.weight, head.weight on the host") as caught:
         eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
+    assert caught[0].filename == __file__
     found = places(model)
     assert (found["embed.weight"].type, found["head.bias"].type) == ("cpu", "sim")
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))

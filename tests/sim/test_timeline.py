@@ -403,6 +403,5 @@ def test_a_training_log_on_the_clock(tmp_path):
     steps_s = [8 * 8 / line["l2l_tokens_per_s"] for line in lines]
     waits_s = [sum(line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")) for line in lines]
     assert 0.9 * clock.end < sum(steps_s) <= clock.end  # the Trainer moves the inputs before a step begins
-    # All but what the shell's buffers take, which are looked at when a call is over.
-    assert sum(waits_s) == pytest.approx(sum(steps_s) - clock.busy("compute"), rel=0.01)
+    assert sum(waits_s) == pytest.approx(sum(steps_s) - clock.busy("compute"), rel=1e-3)
     assert [line["l2l_bound"] for line in lines] == ["link", "link"]
