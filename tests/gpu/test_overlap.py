@@ -128,7 +128,9 @@ def test_the_host_runs_ahead_of_the_device():
         assert LAYERS + 1 in model.calls[-1].running
 
 
-@pytest.mark.parametrize("options", [{}, {"ubatch_size": 3, "stash": "host"}, {"cmp": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"ubatch_size": 3, "stash": "host"}, {"cmp": "bf16"}, {"resident": "shell"}], ids=str
+)
 def test_no_layer_call_of_a_steady_step_waits_for_the_device(options, monkeypatch):
     model = small_bert()
     eps = attach_l2l(model, L2LConfig(device=DEVICE, eps_update="deferred", **options))
@@ -237,9 +239,9 @@ def test_nothing_is_page_locked_in_a_steady_step(options, monkeypatch):
     assert locked == []
 
 
-def steps_of(model: nn.Module, count: int = 4) -> dict[str, Any]:
+def steps_of(model: nn.Module, resident: str, count: int = 4) -> dict[str, Any]:
     """The weights after some steps with dropout."""
-    eps = attach_l2l(model, L2LConfig(device=DEVICE, eps_update="deferred", ubatch_size=3))
+    eps = attach_l2l(model, L2LConfig(device=DEVICE, eps_update="deferred", ubatch_size=3, resident=resident))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     torch.manual_seed(5)
     for seed in range(count):
@@ -249,14 +251,15 @@ def steps_of(model: nn.Module, count: int = 4) -> dict[str, Any]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_a_loop_on_another_stream_has_the_same_bits():
+@pytest.mark.parametrize("resident", ["none", "shell"])
+def test_a_loop_on_another_stream_has_the_same_bits(resident):
     """Also if the default stream is busy: nothing is left to it."""
-    expected = steps_of(small_bert())
+    expected = steps_of(small_bert(), resident)
     model, module = small_bert(), gpu_machine.module()
     # Backward runs on the streams of the forward, but not on the simulated accelerator.
     other = module.Stream(device=DEVICE) if IS_CUDA else module.current_stream()
     sleep(0.5)
     with module.stream(other):
-        found = steps_of(model)
+        found = steps_of(model, resident)
     module.synchronize()
     assert_same_bits(found, expected)

@@ -14,7 +14,7 @@ from families import batch_for, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from training import tiny_bert
 
-for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}):
+for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}, {"resident": "shell"}):
     for mode in ("serial", "deferred", "eager"):
         model = tiny_bert()
         eps = attach_l2l(model, L2LConfig(device="cuda", eps_update=mode, **options))
