@@ -123,7 +123,10 @@ def uploaded(
     sources = copies.of_unit(unit)
     # Autograd refuses tensors that were created under inference mode.
     with torch.inference_mode(False), torch.no_grad(), without_interception():
-        leaves = [stream.upload(tensor, device) for tensor in sources.tensors]
+        leaves = [
+            source.detach() if master.is_resident else stream.upload(source, device)
+            for master, source in zip(unit.masters, sources.tensors, strict=True)
+        ]
         if requires_grad:
             for number in unit.trained:
                 leaf = leaves[number].requires_grad_()

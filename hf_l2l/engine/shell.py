@@ -136,7 +136,7 @@ class NonLayerWeights(DeviceWeights):
         """Allocate device tensors for `unit`."""
         with torch.inference_mode(False), torch.no_grad(), without_interception():
             leaves = [
-                stream.upload(copies.of_one(unit, number), lane.device)  # a view, or made in 16 bits by the device
+                copies.of_one(unit, number).detach()  # a view, or made in 16 bits by the device
                 if unit.masters[number].is_resident
                 else torch.empty_like(like, device=lane.device, requires_grad=False)
                 for number, like in enumerate(unit.likes)

@@ -71,8 +71,8 @@ def shares_host_memory(device: torch.device) -> bool:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A detached tensor on `device` with the values of `tensor`; a view where memory is shared, or it is there."""
-    if shares_host_memory(device) or tensor.device == device:
+    """A detached tensor on `device` with the values of the host tensor `tensor`; a view where memory is shared."""
+    if shares_host_memory(device):
         return tensor.detach()
     return tensor.detach().to(device, copy=True)
 

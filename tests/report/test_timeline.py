@@ -171,7 +171,7 @@ def test_copies_on_a_device_without_streams_are_waited_for(tmp_path):
         optimizer.step()
         averages = eps.timeline.averages()
     rows = [row for row, *_ in read(file)]
-    assert rows.count("upload") == 4  # the inputs, the shell and two layers, which stay
+    assert rows.count("upload") == 5  # the inputs, buffers and weights of the shell, and two layers, which stay
     assert rows.count("download") > 2
     assert averages is not None and averages.upload_s > 0 and averages.download_s > 0
 
