@@ -122,11 +122,15 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or waits for its parent to take notice."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    """Whether the process is gone, or waits for its parent to take notice; one that was killed takes a moment."""
+    for _ in range(600):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def test_a_part_that_is_stopped_keeps_its_rows_and_leaves_no_process(stub, tmp_path, capsys):
