@@ -413,6 +413,7 @@ def test_the_trainer_leaves_them_when_it_trains_again(tmp_path):
         warnings.filterwarnings("ignore", message=".*loss_is_scaled.*")
         trainer.train()
         trainer.evaluate()
+        trainer._move_model_to_device(trainer.model, trainer.args.device)  # as transformers does for a new model
     assert places(trainer.model) == before
     assert before["bert.embeddings.word_embeddings.weight"] == SIM
 
