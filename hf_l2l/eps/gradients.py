@@ -197,7 +197,7 @@ class Gradients:
         return gradient
 
     def _receive_resident(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
-        """`_receive` for a master whose gradient stays on the device."""
+        """`_receive` for a master whose gradient stays on the device; it is added on the lane, before its norm."""
         grad = master.parameter.grad
         total = grad if master.arriving is None else master.arriving
         like = master.gradient_like
@@ -211,7 +211,7 @@ class Gradients:
             total = gradient
         else:
             if total is grad:
-                self._hold(total)  # as for others
+                self._hold(total)  # it may have become p.grad after the backward began
             total.add_(gradient)
         master.arriving = total
         return total

@@ -70,9 +70,9 @@ def make_resident(model: nn.Module, layers: Iterable[nn.Module], device: torch.d
 
 def _cannot_move(name: str, device: torch.device, why: str) -> str:
     return (
-        f"{option('resident')}='shell' moves parameters to {device}, which is impossible for {name} (got one of which "
-        f"torch says that {why}); attach the model before its first forward and before anything else refers to its "
-        f"parameters, or use {option('resident')}='none'"
+        f"{option('resident')}='shell' moves parameters to {device}, which is impossible for {name} ({why}); attach "
+        "the model before its first forward and before anything else refers to its parameters, or use "
+        f"{option('resident')}='none'"
     )
 
 
