@@ -6,6 +6,7 @@ for any other training loop.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,19 @@ from hf_l2l.report.memory_estimate import estimate  # noqa: E402
 from hf_l2l.runtime.worker import EngineFailedError  # noqa: E402
 
 if TYPE_CHECKING:
-    from hf_l2l.hf.trainer import L2LTrainer
-    from hf_l2l.hf.training_args import L2LTrainingArguments
+    from hf_l2l.hf.callback import L2LCallback
+    from hf_l2l.hf.trainer import L2LTrainer, L2LTrainerMixin
+    from hf_l2l.hf.training_args import L2LArgumentsMixin, L2LTrainingArguments
+    from hf_l2l.hf.variants import make_l2l_arguments, make_l2l_trainer
 
 __all__ = [
     "EagerParamServer",
     "EngineFailedError",
+    "L2LArgumentsMixin",
+    "L2LCallback",
     "L2LConfig",
     "L2LTrainer",
+    "L2LTrainerMixin",
     "L2LTrainingArguments",
     "Lamb",
     "NonFiniteError",
@@ -54,17 +60,24 @@ __all__ = [
     "copy_as",
     "detach_l2l",
     "estimate",
+    "make_l2l_arguments",
+    "make_l2l_trainer",
 ]
 
 
+_WITH_TRAINER = {
+    "L2LArgumentsMixin": "training_args",
+    "L2LCallback": "callback",
+    "L2LTrainer": "trainer",
+    "L2LTrainerMixin": "trainer",
+    "L2LTrainingArguments": "training_args",
+    "make_l2l_arguments": "variants",
+    "make_l2l_trainer": "variants",
+}
+"""Names -> their files in `hf_l2l.hf`. Programs that do not use transformers' Trainer need not wait for its import."""
+
+
 def __getattr__(name: str) -> Any:
-    # transformers' Trainer takes seconds to import: only programs that use it wait for it.
-    if name == "L2LTrainer":
-        from hf_l2l.hf.trainer import L2LTrainer
-
-        return L2LTrainer
-    if name == "L2LTrainingArguments":
-        from hf_l2l.hf.training_args import L2LTrainingArguments
-
-        return L2LTrainingArguments
+    if name in _WITH_TRAINER:
+        return getattr(import_module(f"hf_l2l.hf.{_WITH_TRAINER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

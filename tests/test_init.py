@@ -19,8 +19,11 @@ ROOT = Path(__file__).parent.parent
 NAMES = [
     "EagerParamServer",
     "EngineFailedError",
+    "L2LArgumentsMixin",
+    "L2LCallback",
     "L2LConfig",
     "L2LTrainer",
+    "L2LTrainerMixin",
     "L2LTrainingArguments",
     "Lamb",
     "NonFiniteError",
@@ -28,6 +31,8 @@ NAMES = [
     "copy_as",
     "detach_l2l",
     "estimate",
+    "make_l2l_arguments",
+    "make_l2l_trainer",
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -55,6 +55,8 @@ class Attachment:
     eps: EagerParamServer
     hooked: list[nn.Module]
     handles: list[RemovableHandle]
+    companions: list[nn.Module] = field(default_factory=list)
+    """Models attached for inference, which are detached together with this one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -94,6 +96,21 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
             )
         turn_off_activation_checkpointing(model)
         return attached.eps
+    return _attach_new(model, config)
+
+
+def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
+    """Attach a model that runs beside a trained one for inference only, such as a reference model.
+
+    Its weights keep their dtypes, since nothing updates them, and are streamed; the trace has the trained model alone.
+
+    Raises:
+        ValueError: as `attach_l2l`.
+    """
+    return _attach_new(model, replace(config, trace=None, resident="none"), trains=False)
+
+
+def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> EagerParamServer:
     check_attachable(model)
     refuse_several_processes()
     stacks = find_stacks(model, config.layer_classes)
@@ -105,14 +122,14 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     device = stream.execution_device(config.device)
     # Before the model changes, since these raise for a dtype that the device, or the kind of update, does not support.
     dtype = computing_dtype(config.cmp, device)
-    loss_scale = _loss_scale(config, dtype)
+    loss_scale = _loss_scale(config, dtype) if trains else None
     move_to_host(model)
     turn_off_activation_checkpointing(model)
-    if dtype is None:
+    if trains and dtype is None:
         warn_of_short_masters(model)
-    else:
+    elif trains:
         make_masters_fp32(model)
-    if config.cmp == "auto":
+    if trains and config.cmp == "auto":
         logger.warning("cmp='auto' computes in %s on %s", dtype, device)
     if config.resident == "none" or stream.shares_host_memory(device):
         return _attach(model, config, device, stacks, dtype, loss_scale)
@@ -178,10 +195,16 @@ def _loss_scale(config: L2LConfig, dtype: torch.dtype | None) -> LossScale | Non
 
 
 def detach_l2l(model: nn.Module) -> nn.Module:
-    """Make `model` an ordinary model on the host again, and return it; a model that is not attached is not changed."""
+    """Make `model` an ordinary model on the host again, and return it; a model that is not attached is not changed.
+
+    Models that `L2LTrainer` attached beside it, for inference only, are detached, too.
+    """
     attached = attachment_of(model)
     if attached is None:
         return model
+    for companion in attached.companions:
+        detach_l2l(companion)
+    attached.companions.clear()
     optimizers = attached.eps.release()
     for handle in attached.handles:
         handle.remove()

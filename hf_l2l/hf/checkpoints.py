@@ -40,6 +40,22 @@ def last_checkpoints(folder: Path) -> tuple[Path | None, list[Path]]:
     return None, interrupted
 
 
+def last_complete(folder: Path) -> str | bool:
+    """The last complete checkpoint in `folder`; True if there is no checkpoint, which transformers refuses.
+
+    Raises:
+        ValueError: if there are checkpoints, and none of them is complete.
+    """
+    complete, interrupted = last_checkpoints(folder)
+    if complete is None and interrupted:
+        names = ", ".join(path.name for path in interrupted)
+        raise ValueError(
+            f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {folder}, where saving was "
+            f"interrupted in {names}); remove what is there, and train from the start"
+        )
+    return True if complete is None else str(complete)
+
+
 def set_aside_interrupted(folder: Path) -> str:
     """Rename the interrupted checkpoints after the last complete one in `folder`, so that they count as none any more.
 

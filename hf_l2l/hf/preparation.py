@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 import weakref
+from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook
@@ -12,6 +15,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hf_l2l.compat import is_compiled
 from hf_l2l.runtime import stream
+
+_BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
+"""Packages whose frames are skipped, so that warnings name a line of the user's code."""
+
+
+def stacklevel_of_the_caller() -> int:
+    """The `stacklevel` with which a warning names the line that called transformers or this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BELOW_THE_CALLER:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def refuse_placed(model: nn.Module) -> None:
@@ -59,6 +73,11 @@ def refuse_wrapped(model: nn.Module) -> None:
             raise ValueError(
                 f"L2L runs the layers of the model itself, without a wrapper (got a {name}{where}); {remedy}"
             )
+
+
+def is_placed(model: nn.Module, device: torch.device) -> bool:
+    """Whether the program itself has put all of `model` on an accelerator, `device`."""
+    return device != stream.HOST and all(p.device == device for p in model.parameters())
 
 
 def move_to_host(model: nn.Module) -> None:
@@ -126,3 +145,17 @@ def make_masters_fp32(model: nn.Module) -> None:
 
 def _short_masters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4]
+
+
+def refuse_several_devices(args: Any) -> None:
+    """Raise ValueError if training arguments ask for several devices, or a launcher has started several processes."""
+    command = f"CUDA_VISIBLE_DEVICES=0 python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got "
+            f"{args.n_gpu}); run it as: {command}"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"L2L runs in one process (got a launcher with {args.world_size}); run it without the launcher: {command}"
+        )

@@ -9,14 +9,12 @@ docstring gives the reason.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,10 +24,16 @@ from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
-from hf_l2l.hf.checkpoints import last_checkpoints, load_generator, save_generator, set_aside_interrupted
-from hf_l2l.hf.preparation import move_to_host
-from hf_l2l.hf.training_args import l2l_config, own_option, refuse_conflicts, refuse_for_layers
+from hf_l2l.hf.attach import attach_companion, attach_l2l, attachment_of, check_attachable
+from hf_l2l.hf.checkpoints import last_complete, load_generator, save_generator, set_aside_interrupted
+from hf_l2l.hf.preparation import is_placed, move_to_host, refuse_several_devices, stacklevel_of_the_caller
+from hf_l2l.hf.training_args import (
+    l2l_config,
+    own_option,
+    refuse_conflicts,
+    refuse_for_layers,
+    refuse_mixin_after,
+)
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
@@ -41,43 +45,44 @@ from hf_l2l.report.summary import summary
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
-_BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
-"""Packages whose frames are skipped, so that warnings name a line of the user's code."""
-
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
 
-def _stacklevel_of_the_caller() -> int:
-    """The `stacklevel` with which a warning names the line that called transformers or this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BELOW_THE_CALLER:
-        frame, level = frame.f_back, level + 1
-    return level
+if TYPE_CHECKING:
+    from transformers import Trainer as _NextTrainer
+else:
+    _NextTrainer = object  # the trainer that the mixin is combined with comes after it
 
 
-class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
-    """Takes the arguments of `Trainer`; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
+class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
+    """Makes any subclass of transformers' `Trainer` run layer to layer: `class Mine(L2LTrainerMixin, DPOTrainer)`.
 
-    A model without a layer stack trains as with `Trainer`, with one warning. Combined with another subclass of
-    `Trainer`, as in `class Mine(L2LTrainer, DPOTrainer)`, it takes the arguments of that class. Unlike with `Trainer`,
-    `p.grad` is None from `optimizer.step()` on: callbacks find gradients in `on_pre_optimizer_step`, not in
-    `on_optimizer_step`. With `eps_update="eager"`, reading `p.grad` there raises RuntimeError: updates use the
-    gradients during the backward.
+    It takes the arguments of that class; `make_l2l_trainer(DPOTrainer)` combines the two without a class statement.
+    It comes first, so that its overrides hold. A model without a layer stack trains as with the other
+    trainer, with one warning. Unlike with `Trainer`, `p.grad` is None from `optimizer.step()` on: callbacks find
+    gradients in `on_pre_optimizer_step`, not in `on_optimizer_step`. With `eps_update="eager"`, reading `p.grad` there
+    raises RuntimeError: updates use the gradients during the backward.
 
     Raises:
-        ValueError: if the model cannot run layer to layer, or not with these arguments.
+        ValueError: if the model cannot run layer to layer, or not with these arguments; and in the class statement,
+            if the mixin comes after the trainer.
         MemoryError: at the start of training, if the host cannot hold masters, gradients and moments.
     """
 
     model: Any
 
-    @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_mixin_after(Trainer, L2LTrainerMixin, cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Passed on unchanged: combined with another trainer, the order of arguments is that of the other one.
         self._stackless_said = False
         self._tokens: int | None = 0
         """Tokens in training steps since the last log; None if the inputs are not tokens."""
+        self._companions: list[nn.Module] = []
+        """Further models that run for inference only, such as a reference model; attached with the same options."""
         super().__init__(*args, **kwargs)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         if given and own_option(self.args, "l2l_optimizer") is not None:
@@ -104,7 +109,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             warnings.warn(
                 f"no stack of layers was found in a {type(model).__name__}: it trains as with transformers' Trainer. "
                 "Name the classes of its layers with l2l_layer_classes to have them streamed",
-                stacklevel=_stacklevel_of_the_caller(),
+                stacklevel=stacklevel_of_the_caller(),
             )
         return False
 
@@ -112,13 +117,27 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         """Raise ValueError if a model with layers cannot run layer to layer, or not with these arguments."""
         if self._streams(model):
             refuse_for_layers(self.args)
-            _refuse_several_devices(self.args)
+            refuse_several_devices(self.args)
             check_attachable(model)
 
     @options_of_the_trainer()
     def _attach(self) -> EagerParamServer | None:
         """Attach L2L to the current model: `model_init` and hyper-parameter search create new ones."""
-        return attach_l2l(self.model, self._l2l_config()) if self._streams() else None
+        if not self._streams():
+            return None
+        eps = attach_l2l(self.model, self._l2l_config())
+        attachment = attachment_of(self.model)
+        assert attachment is not None
+        attachment.companions = self._companions
+        return eps
+
+    @options_of_the_trainer()
+    def _attach_companion(self, model: nn.Module) -> None:
+        """Attach a model that runs for inference only, unless it has no layers, or is on the device already."""
+        has_layers = bool(find_stacks(model, l2l_config(self.args).layer_classes))
+        if has_layers and attachment_of(model) is None and not is_placed(model, self.args.device):
+            attach_companion(model, self._l2l_config())
+            self._companions.append(model)
 
     @property
     def _logs_times(self) -> bool:
@@ -169,9 +188,14 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         # Weak references: in a cycle, processes of data loaders would end only when garbage is collected, and slowly.
         own, accelerator, kind = weakref.ref(self), weakref.proxy(self.accelerator), type(self.accelerator)
 
-        def model_where_it_is(model: nn.Module, device_placement: bool | None = None, **options: Any) -> Any:
-            placed = device_placement if attachment_of(model) is None else False  # e.g. for a reference model
-            return kind.prepare_model(accelerator, model, device_placement=placed, **options)
+        def model_where_it_is(
+            model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        ) -> Any:
+            trainer = own()
+            if evaluation_mode and trainer is not None and model is not trainer.model:  # e.g. a reference model
+                trainer._attach_companion(model)
+            placed = device_placement if attachment_of(model) is None else False
+            return kind.prepare_model(accelerator, model, device_placement=placed, evaluation_mode=evaluation_mode)
 
         def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
             trainer = own()
@@ -229,7 +253,7 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
             ValueError: if `resume_from_checkpoint` is True, and no checkpoint is complete.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._last_checkpoint()
+            resume_from_checkpoint = last_complete(Path(self.args.output_dir))
         if resume_from_checkpoint and self.args.should_save:
             passed_over = set_aside_interrupted(Path(self.args.output_dir))
             if passed_over:
@@ -298,17 +322,6 @@ class L2LTrainer(Trainer):  # type: ignore[misc]  # transformers ships no types
         finally:
             self.model = masters
 
-    def _last_checkpoint(self) -> str | bool:
-        """The last complete checkpoint; True if there is no checkpoint, which transformers refuses."""
-        complete, interrupted = last_checkpoints(Path(self.args.output_dir))
-        if complete is None and interrupted:
-            names = ", ".join(path.name for path in interrupted)
-            raise ValueError(
-                f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {self.args.output_dir}, "
-                f"where saving was interrupted in {names}); remove what is there, and train from the start"
-            )
-        return True if complete is None else str(complete)
-
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Overridden so that a failed update raises before a folder exists that looks like a checkpoint."""
         attached = attachment_of(self.model)
@@ -371,14 +384,12 @@ class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers sh
         return [optimizer._get_lr(group, state) for group, state in updated if state] or list(self.base_lrs)
 
 
-def _refuse_several_devices(args: TrainingArguments) -> None:
-    command = f"CUDA_VISIBLE_DEVICES=0 python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got "
-            f"{args.n_gpu}); run it as: {command}"
-        )
-    if args.world_size > 1:
-        raise ValueError(
-            f"L2L runs in one process (got a launcher with {args.world_size}); run it without the launcher: {command}"
-        )
+class L2LTrainer(L2LTrainerMixin, Trainer):  # type: ignore[misc]  # transformers ships no types
+    """Takes the arguments of `Trainer`; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
+
+    All that it adds is described at `L2LTrainerMixin`.
+    """
+
+    @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)

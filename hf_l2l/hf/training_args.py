@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainingArguments
 
@@ -36,15 +36,34 @@ def _as_configured(name: str) -> Any:
     return field(default=_CONFIG[name].default, metadata={"help": text})
 
 
+def refuse_mixin_after(base: type, mixin: type, made: type) -> None:
+    """Raise ValueError if `mixin` comes after `base` in the order of the class `made`, where it overrides nothing."""
+    order = made.__mro__
+    if base in order and order.index(base) < order.index(mixin):
+        other = next(b for b in made.__bases__ if issubclass(b, base))
+        raise ValueError(
+            f"{mixin.__name__} must come before {other.__name__} among the bases of a class, or it overrides nothing "
+            f"(got {made.__name__} with {', '.join(b.__name__ for b in made.__bases__)}); write: "
+            f"class {made.__name__}({mixin.__name__}, {other.__name__})"
+        )
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as _NextArguments
+else:
+    _NextArguments = object  # the arguments that the mixin is combined with come after it
+
+
 @dataclass
-class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transformers ships no types
-    """transformers' `TrainingArguments` and the fields of `L2LConfig`.
+class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers ships no types
+    """Adds the fields of `L2LConfig` to any dataclass of training arguments; `make_l2l_arguments` combines the two.
 
     `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
 
     Raises:
         ValueError: for a bad value, or options that contradict each other. What L2L cannot honour is refused by
-            `L2LTrainer`, which knows whether the model has layers.
+            `L2LTrainer`, which knows whether the model has layers. In the class statement, if the mixin comes after
+            the arguments.
     """
 
     # Types are those of `L2LConfig`, as far as an argument parser can make them of words.
@@ -90,6 +109,10 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         },
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_mixin_after(TrainingArguments, L2LArgumentsMixin, cls)
+
     def __post_init__(self) -> None:
         refuse_conflicts(self)  # before the base class acts on them
         l2l_config(self)
@@ -97,8 +120,21 @@ class L2LTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transfor
         refuse_conflicts(self)  # the base class derives some of them from others
 
 
-OWN_OPTIONS = {f.name: f for f in fields(L2LTrainingArguments) if f.name not in TrainingArguments.__dataclass_fields__}
+OWN_OPTIONS = {f.name: f for f in fields(L2LArgumentsMixin)}
 """The fields that plain `TrainingArguments` does not have, by name."""
+
+
+@dataclass
+class L2LTrainingArguments(L2LArgumentsMixin, TrainingArguments):  # type: ignore[misc]  # transformers ships no types
+    """transformers' `TrainingArguments` and the fields of `L2LConfig`.
+
+    `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
+
+    Raises:
+        ValueError: for a bad value, or options that contradict each other. What L2L cannot honour is refused by
+            `L2LTrainer`, which knows whether the model has layers.
+    """
+
 
 L2LTrainingArguments.__doc__ = f"{L2LTrainingArguments.__doc__}\n{help_text(OWN_OPTIONS.values())}\n"
 

@@ -1,0 +1,68 @@
+"""`L2LCallback`: layer-to-layer execution for libraries that build their Trainer themselves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
+from hf_l2l.hf.preparation import is_placed, refuse_several_devices
+from hf_l2l.hf.training_args import refuse_for_layers
+from hf_l2l.runtime import stream
+
+logger = logging.getLogger("hf_l2l")
+
+
+class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Attaches L2L to the model of any `Trainer` when training begins: `SomeTrainer(..., callbacks=[L2LCallback()])`.
+
+    For libraries that build their Trainer inside, such as SetFit; where the Trainer can be chosen, `L2LTrainer` and
+    `make_l2l_trainer` do more: they keep the model from being moved to the device first, so that it need not fit, and
+    log what L2L does. The model stays attached after training; `hf_l2l.detach_l2l(model)` makes it ordinary.
+
+    Raises:
+        ValueError: when the Trainer is built, or at the start of training, if the model cannot run layer to layer, or
+            not with these arguments.
+    """
+
+    def __init__(self, config: L2LConfig | None = None) -> None:
+        """Attach with `config`, by default that of `attach_l2l`; without a device in it, on that of the arguments."""
+        self.config = config or L2LConfig()
+
+    def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check the arguments and the model."""
+        _check(args, kwargs.get("model"))
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach the model, and wrap the optimizer."""
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        _check(args, model)
+        if attachment_of(model) is None and is_placed(model, args.device):
+            logger.info("the Trainer has put the model on %s; it moves to the host", args.device)
+            model.to(stream.HOST)
+        device = args.device if self.config.device is None else self.config.device
+        attach_l2l(model, replace(self.config, device=device)).wrap(optimizer)
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish the last update, so that its errors are raised here."""
+        eps = _eps_of(kwargs.get("model"))
+        if eps is not None:
+            eps.synchronize()
+
+
+def _check(args: TrainingArguments, model: Any) -> None:
+    refuse_for_layers(args)
+    refuse_several_devices(args)
+    if isinstance(model, nn.Module):
+        check_attachable(model)
+
+
+def _eps_of(model: Any) -> EagerParamServer | None:
+    attached = attachment_of(model) if isinstance(model, nn.Module) else None
+    return None if attached is None else attached.eps
