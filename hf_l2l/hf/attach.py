@@ -20,7 +20,7 @@ from accelerate.state import GradientState
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_l2l.config import EAGER_FP16, L2LConfig
+from hf_l2l.config import EAGER_FP16, L2LConfig, option
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
@@ -118,6 +118,14 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
         raise ValueError(
             f"a model must have a stack of layers to be run layer to layer (none was found in a "
             f"{type(model).__name__}); name the classes of its layers: L2LConfig(layer_classes=('MyBlock',))"
+        )
+    if any(stack.is_guessed for stack in stacks):
+        kinds = ", ".join(f"{s.path} ({len(s.layers)} x {', '.join(s.class_names)})" for s in stacks)
+        logger.warning(
+            "the layers of a %s were found by their parameters alone: %s; name others with %s",
+            type(model).__name__,
+            kinds,
+            option("layer_classes"),
         )
     device = stream.execution_device(config.device)
     # Before the model changes, since these raise for a dtype that the device, or the kind of update, does not support.

@@ -54,7 +54,13 @@ def adapted() -> nn.Module:
     return Adapter(llama())
 
 
+def openai() -> nn.Module:
+    """Its layers have a name that other models use for other things."""
+    return hf.OpenAIGPTModel(hf.OpenAIGPTConfig(n_embd=16, n_layer=2, n_head=2, vocab_size=60, n_positions=16))
+
+
 STACKS = {
+    openai: [("h", "Block", 2)],
     bert: [("bert.encoder.layer", "BertLayer", 2)],
     t5: [("encoder.block", "T5Block", 2), ("decoder.block", "T5Block", 2)],
     albert: [("encoder.albert_layer_groups", "AlbertLayerGroup", 1)],
@@ -75,6 +81,31 @@ def test_stacks_of_a_model(make):
         assert len(stack.layers) == count
         assert list(stack.layers) == list(model.get_submodule(stack.path).children())
         assert stack.layer_bytes == [4 * sum(p.numel() for p in layer.parameters()) for layer in stack.layers]
+
+
+def test_parts_of_hybrid_layers_are_layers():
+    """The attention of a hybrid layer, and the Mamba layer in it, are each a layer; they share no container."""
+    config = hf.Zamba2Config(
+        hidden_size=16,
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "hybrid", "mamba"],
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=60,
+        mamba_d_state=8,
+        n_mamba_heads=2,
+        mamba_headdim=16,
+        num_mem_blocks=1,
+    )
+    (stack,) = find_stacks(hf.Zamba2Model(config))
+    assert (stack.path, len(stack.layers)) == ("layers", 4)
+    assert set(stack.class_names) == {"Zamba2MambaDecoderLayer", "Zamba2AttentionDecoderLayer"}
+
+
+def test_families_whose_layers_are_in_lists_by_part():
+    sizes = {"emb_dim": 16, "n_layers": 2, "n_heads": 2, "n_words": 60, "vocab_size": 60}
+    for model in (hf.XLMModel(hf.XLMConfig(**sizes)), hf.FlaubertModel(hf.FlaubertConfig(**sizes))):
+        assert [s.class_names for s in find_stacks(model)] == [("MultiHeadAttention",), ("TransformerFFN",)]
 
 
 def test_a_model_without_layers_has_no_stack():
@@ -139,9 +170,46 @@ def test_wrong_layer_classes_name_the_right_ones(names):
     with pytest.raises(ValueError) as error:
         find_stacks(Custom(), names)
     assert str(error.value) == (
-        "every name in layer_classes must be the class of a module of the model (no module is a 'Blok'); the classes "
-        "in it are Block, Custom, Linear, ModuleList, Special"
+        "every name in layer_classes must be the class of a module of the model (no module is a 'Blok'; did you mean "
+        "'Block'?); the classes in it are Block, Custom, Linear, ModuleList, Special"
     )
+
+
+def test_a_name_like_no_class_of_the_model():
+    with pytest.raises(ValueError, match=r"\(no module is a 'xyz'\); the classes in it are"):
+        find_stacks(Custom(), ("xyz",))
+
+
+class Listed(nn.Module):
+    """Layers of an unknown class, in a list."""
+
+    def __init__(self, count: int, width: int = 8, rest: int = 1):
+        super().__init__()
+        self.inner = nn.ModuleList([Heavy(width) for _ in range(count)])
+        self.rest = nn.Linear(width, rest)
+
+
+class Heavy(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
+
+
+def test_a_list_that_holds_most_of_the_parameters_is_a_stack():
+    model = Listed(3)
+    (stack,) = find_stacks(model)
+    assert (stack.path, stack.layers, stack.is_guessed) == ("inner", tuple(model.inner), True)  # and not their parts
+    assert not find_stacks(model, ("Heavy",))[0].is_guessed
+
+
+@pytest.mark.parametrize("model", [Listed(1, rest=100), Listed(2, rest=100)], ids=["one layer", "few parameters"])
+def test_a_list_that_is_no_stack(model):
+    assert find_stacks(model) == []
+
+
+def test_lists_of_one_class_count_together():
+    two = nn.ModuleDict({"encoder": Listed(2, rest=20), "decoder": Listed(2, rest=20)})
+    assert [s.path for s in find_stacks(two)] == ["encoder.inner", "decoder.inner"]
 
 
 def test_parameter_bytes_counts_ties_once():
