@@ -25,7 +25,7 @@ from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
-from hf_l2l.runtime.tensors import flatten, is_cache, tensors_within
+from hf_l2l.runtime.tensors import flatten, tensors_within
 
 
 @dataclass(slots=True)
@@ -275,27 +275,3 @@ def _evaluating(layer: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.training = True
-
-
-def without_caches(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Arguments of a layer without key-value caches: a recompute would write into them a second time.
-
-    Raises:
-        ValueError: if a cache already holds tokens, which the layer would not read any more.
-    """
-
-    def dropped(leaf: Any) -> Any:
-        if not is_cache(leaf):
-            return leaf
-        if leaf.get_seq_length() > 0:
-            raise ValueError(
-                f"a layer that trains must not be given a key-value cache with content (a {type(layer).__name__} got "
-                f"{leaf.get_seq_length()} cached tokens); call the model with use_cache=False, or under "
-                "torch.no_grad()"
-            )
-        return None
-
-    args, kwargs = pytree.tree_map(dropped, (args, kwargs), is_leaf=is_cache)
-    if kwargs.get("use_cache"):
-        kwargs = {**kwargs, "use_cache": False}
-    return args, kwargs

@@ -92,6 +92,11 @@ class ModelCall:
     thread: int = field(default_factory=threading.get_ident)
     """The thread that made the call."""
 
+    @property
+    def makes_graph(self) -> bool:
+        """Whether what runs now trains, or is the replay of a call that does."""
+        return torch.is_grad_enabled() or (self.replay is not None and self.anchor is not None)
+
 
 class Replayed(BaseException):
     """Ends a replay at the layer call that is looked for. A BaseException, so that no model handles it as an error."""

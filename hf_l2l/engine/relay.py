@@ -22,7 +22,7 @@ from torch import nn
 from hf_l2l.compat import in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.engine.device_weights import DeviceWeights, uploaded
-from hf_l2l.engine.layer_call import InputGradients, LayerCall, without_caches
+from hf_l2l.engine.layer_call import InputGradients, LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.prefetch_order import fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.shell import Shell
@@ -33,6 +33,7 @@ from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import Ubatch
+from hf_l2l.model.caches import without_caches
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
@@ -207,8 +208,8 @@ class Relay:
 
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         arguments, spec = flatten((args, kwargs))
-        if torch.is_grad_enabled() and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
-            arguments, spec = flatten(without_caches(layer, args, kwargs))
+        if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
+            arguments, spec = flatten(without_caches(args, kwargs))
         call = LayerCall.of(self.eps.masters.unit(layer), forward, arguments, spec, self.device, self.eps.copies)
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:

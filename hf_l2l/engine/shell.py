@@ -27,6 +27,7 @@ from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import batch_rows
+from hf_l2l.model.caches import without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
@@ -214,8 +215,11 @@ class Shell:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`; a call nested in another one needs no preparation."""
-        if self.call is not None:
+        call = self.call
+        if call is not None:
             self._settle_own(module)
+            if call.makes_graph:
+                args, kwargs = without_use_cache(module, args, kwargs)
             return forward(*args, **kwargs)
         with self.entered(module, forward, args, kwargs) as call:
             return self.leaving(forward(*call.args, **call.kwargs))
@@ -253,6 +257,8 @@ class Shell:
             self.eps.start_forward()
             # Before `placed`, inside which device copies replace the masters.
             anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() else None
+            if torch.is_grad_enabled():
+                args, kwargs = without_use_cache(module, args, kwargs)
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)

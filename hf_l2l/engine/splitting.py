@@ -34,6 +34,9 @@ from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
 Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
+_ERRORS_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+"""What the code of a model raises when it is run with a number of rows that it does not expect."""
+
 
 class Splitter:
     """Decides, for each layer call of one model, into which ubatches it is split.
@@ -131,7 +134,7 @@ class Splitter:
             return reached.shapes
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
+        except _ERRORS_OF_MODELS as error:
             raise NoConsistentSplit(f"the model does not run with its batch doubled ({error})") from error
         finally:
             root.replay = None

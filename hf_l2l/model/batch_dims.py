@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from hf_l2l.model.caches import map_cache
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime.tensors import is_cache, is_opaque, leaves_of, map_tensors, narrow
 
@@ -143,10 +144,15 @@ def batch_rows(args: Any) -> int | None:
 
 
 def doubled(args: Any, rows: int) -> Any:
-    """The inputs `args` with the batch concatenated with itself."""
-    return map_tensors(
-        lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor, args
+    """The inputs `args` with the batch concatenated with itself; caches with content are copied."""
+
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
+
+    with_caches = pytree.tree_map(
+        lambda leaf: map_cache(of_tensor, leaf) if is_cache(leaf) else leaf, args, is_leaf=is_cache
     )
+    return map_tensors(of_tensor, with_caches)
 
 
 def call_key(unit: LayerUnit, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:

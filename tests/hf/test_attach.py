@@ -335,18 +335,6 @@ def test_generate_after_training_with_a_cache():
     assert torch.equal(tokens[0], tokens[1])
 
 
-def test_a_cache_with_content_is_refused_while_training():
-    model = gpt2()
-    attach_l2l(model)
-    ids = torch.randint(5, 60, (2, 4))
-    with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-    with pytest.raises(
-        ValueError, match=r"cache with content \(a GPT2Block got 4 cached tokens\); call the model with use_"
-    ):
-        model(input_ids=ids, past_key_values=cache, labels=ids)
-
-
 def test_training_ignores_an_empty_cache():
     """T5's decoder makes one although the configuration of the model says no."""
     from families import t5

@@ -1,0 +1,110 @@
+"""Key-value caches in a forward that trains: a recompute would write into them a second time.
+
+So models are told not to make any, layers are not given empty ones, and one with content (a prefix that trains, or
+tokens of an earlier call) is given to a layer anew for each run, with its tensors as arguments of the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_l2l.runtime.tensors import is_cache, tensors_within
+
+
+class FilledCache:
+    """A cache with content, as a node of pytree: flattened into its tensors, unflattened into a new cache."""
+
+    def __init__(self, cache: Any) -> None:
+        self.tensors = list(dict.fromkeys(tensors_within(cache)))
+        self.empty = _EmptyCache(cache, self.tensors)
+
+
+class _EmptyCache:
+    """A cache with placeholders for tensors. Two are equal if caches of the same kind have as many tensors."""
+
+    def __init__(self, cache: Any, tensors: list[torch.Tensor]) -> None:
+        self.placeholders = [torch.empty(0, device="meta") for _ in tensors]
+        self.cache = _copied(cache, tensors, self.placeholders)
+
+    def filled_with(self, tensors: list[torch.Tensor]) -> Any:
+        return _copied(self.cache, self.placeholders, tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _EmptyCache) and self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        return type(self.cache), len(self.placeholders)
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+
+def map_cache(fn: Callable[[torch.Tensor], torch.Tensor], cache: Any) -> Any:
+    """A copy of a cache with other tensors; one without content is returned as it is."""
+    tensors = list(dict.fromkeys(tensors_within(cache)))
+    return _copied(cache, tensors, [fn(tensor) for tensor in tensors]) if tensors else cache
+
+
+def _copied(cache: Any, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Any:
+    memo: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+    return copy.deepcopy(cache, memo)
+
+
+pytree.register_pytree_node(
+    FilledCache,
+    lambda held: (held.tensors, held.empty),
+    lambda tensors, empty: empty.filled_with(list(tensors)),  # what the layer is given
+    serialized_type_name="hf_l2l.FilledCache",
+)
+
+
+def without_caches(args: Any, kwargs: Any) -> Any:
+    """Arguments of a layer that trains: None for empty key-value caches, `FilledCache` for others."""
+
+    def replaced(leaf: Any) -> Any:
+        if not is_cache(leaf):
+            return leaf
+        return FilledCache(leaf) if leaf.get_seq_length() > 0 else None
+
+    args, kwargs = pytree.tree_map(replaced, (args, kwargs), is_leaf=is_cache)
+    if kwargs.get("use_cache"):
+        kwargs = {**kwargs, "use_cache": False}
+    return args, kwargs
+
+
+def without_use_cache(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Arguments of a module outside the layers in a forward that trains, with `use_cache=False` if it has that option.
+
+    Many models make a cache by default; only some of them leave that to generation.
+    """
+    position = _position_of_use_cache(type(module).forward)
+    if position is None:
+        return args, kwargs
+    asked = args[position] if position < len(args) else kwargs.get("use_cache")
+    if asked is True:
+        warnings.warn(
+            f"a model under L2L makes no key-value cache in a forward that trains (got use_cache=True for a "
+            f"{type(module).__name__}): past_key_values has no new tokens. Leave it out, or call the model under "
+            "torch.no_grad()",
+            stacklevel=2,
+        )
+    if position < len(args):
+        return (*args[:position], False, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+@lru_cache(maxsize=1024)
+def _position_of_use_cache(forward: Callable[..., Any]) -> int | None:
+    """The number of the parameter `use_cache` of the forward of a class, without `self`; None if it has none."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    return names.index("use_cache") if "use_cache" in names else None

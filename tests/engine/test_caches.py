@@ -1,0 +1,132 @@
+"""Key-value caches in a forward that trains: none is made, and one with content is read, as in the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import ROWS, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
+from memory_switches import forced_copies
+
+PREFIX = 3
+
+
+class Prefixed(nn.Module):
+    """Trains a prefix of keys and values before every row, as PEFT's prefix tuning does."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        config = model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = config.hidden_size // config.num_attention_heads
+        self.shape = (config.num_hidden_layers, 2, 1, heads, PREFIX, width)
+        self.prefix = nn.Parameter(torch.randn(self.shape, dtype=next(model.parameters()).dtype))
+
+    def forward(self, input_ids, labels):
+        cache = hf.DynamicCache()
+        for number, (keys, values) in enumerate(self.prefix.expand(-1, -1, len(input_ids), -1, -1, -1)):
+            cache.update(keys, values, number)
+        return self.model(input_ids=input_ids, labels=labels, past_key_values=cache)
+
+
+@pytest.mark.parametrize("ubatch_size", [None, 3])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_prefix_trains(make, ubatch_size):
+    torch.manual_seed(0)
+    model = Prefixed(make().double())
+    batch = {k: v for k, v in batch_for(model.model, masked=False).items() if k != "attention_mask"}
+    plain = copy.deepcopy(model)
+    expected = plain(**batch).loss
+    expected.backward()
+    with forced_copies():
+        found = attached(model, ubatch_size=ubatch_size)(**batch).loss
+        found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert model.prefix.grad.abs().max() > 0
+    assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+def test_a_cache_of_an_earlier_call_is_read_and_not_changed():
+    torch.manual_seed(0)
+    model = gpt2().double()
+    ids = batch_for(model, masked=False)["input_ids"]
+    plain = copy.deepcopy(model)
+
+    def loss(each):
+        with torch.no_grad():
+            cache = each(input_ids=ids, use_cache=True).past_key_values
+        found = each(input_ids=ids, past_key_values=cache, labels=ids).loss
+        found.backward()
+        return found, cache
+
+    (expected, _), (found, cache) = loss(plain), loss(attached(model, ubatch_size=2))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+    assert cache.get_seq_length() == ids.shape[1]
+
+
+@pytest.mark.parametrize("make", [llama, t5])
+def test_a_model_that_makes_a_cache_by_default_makes_none(make):
+    model = make()
+    model.config.use_cache = True
+    attached(model)
+    batch = batch_for(model)
+    assert model(**batch).past_key_values is None
+    with torch.no_grad():
+        assert model(**batch).past_key_values is not None
+
+
+def test_who_asks_for_a_cache_is_told_that_there_is_none():
+    model = attached(llama())
+    with pytest.warns(UserWarning, match="makes no key-value cache in a forward that trains .*LlamaForCausalLM"):
+        assert model(**batch_for(model), use_cache=True).past_key_values is None
+
+
+class Wrapped(nn.Module):
+    """Passes `use_cache` on by position, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[bool | None] = []
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.inner = Inner(self.seen)
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.inner(hidden, True).sum() + self.inner(hidden).sum()
+
+
+class Inner(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, hidden, use_cache=None):
+        self.seen.append(use_cache)
+        return hidden
+
+
+def test_the_option_is_found_by_position_too():
+    model = attached(Wrapped(), layer_classes=("Linear",))
+    with pytest.warns(UserWarning, match="makes no key-value cache"):
+        model(torch.ones(2, 4)).backward()
+    assert model.seen == [False, False]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert model.seen[2:] == [True, None]
+
+
+def test_generation_in_training_mode_uses_its_cache():
+    """As in trainers that generate what they train on."""
+    torch.manual_seed(0)
+    model = llama()
+    ids = torch.randint(5, 60, (ROWS, 4))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
+    attached(model, ubatch_size=2).train()
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True), expected)
