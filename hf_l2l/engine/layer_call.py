@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hf_l2l.engine.device_weights import uploaded
@@ -146,8 +148,8 @@ class LayerCall:
     def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the layer once, without a graph and without changing the model, for the splitter to compare outputs.
 
-        The layer runs in training mode if it draws no random numbers, so that rows that influence each other are
-        found; otherwise in evaluation mode, since dropout would make equal results differ.
+        The layer runs in its own mode, without dropout, so that rows that influence each other in training only are
+        found; in evaluation mode if it draws random numbers all the same, which would make equal results differ.
         """
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
         with (
@@ -157,7 +159,8 @@ class LayerCall:
             weights.placed(keep_buffers=False),
         ):
             before = compute_state.get_rng_state(self.device)
-            outputs = self.execute([t.clone() for t in tensors])  # a layer may write into its arguments
+            with _WithoutDropout():
+                outputs = self.execute([t.clone() for t in tensors])  # a layer may write into its arguments
             if compute_state.get_rng_state(self.device) == before:
                 return outputs
             del outputs
@@ -262,6 +265,21 @@ class InputGradients:
 def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
     """The tensors that an object holds, with their versions."""
     return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(argument)]
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Inside, dropout does nothing, whatever the mode of the modules."""
+
+    _functions = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._functions:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            kwargs = {**kwargs, **dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))}
+            return func(*args[:3], **{**kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
 
 
 @contextmanager

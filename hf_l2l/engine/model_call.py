@@ -67,6 +67,18 @@ def _refusing(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
+@dataclass(slots=True)
+class EnclosingCall:
+    """A call of a module outside the layers, inside which layers are called: the root, or one nested in it."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    first: int
+    """How many layer calls had been made before."""
+
+
 @dataclass
 class ModelCall:
     """A call of the model by the program, while it runs. `module` is the model, or the part of it that is called."""
@@ -85,12 +97,25 @@ class ModelCall:
     """The tensor that connects its graph to the masters (see `anchor_of`); None without a graph."""
     layer_calls: list[LayerCall] = field(default_factory=list)
     """The layer calls made so far."""
+    enclosing: list[EnclosingCall] = field(default_factory=list)
+    """The calls that the program is inside of now: this one, and those nested in it."""
     at_end: Callable[[ModelCall], None] | None = None
     """Called when the call has returned or failed."""
     replay: Replay | None = None
     """Set while the beginning of the call is replayed to find batch dimensions."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that made the call."""
+
+    def __post_init__(self) -> None:
+        self.enclosing.append(EnclosingCall(self.module, self.forward, self.args, self.kwargs, 0))
+
+    def nested(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the forward of a module outside the layers, inside this call."""
+        self.enclosing.append(EnclosingCall(module, forward, args, kwargs, len(self.layer_calls)))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.enclosing.pop()
 
     @property
     def makes_graph(self) -> bool:
@@ -108,8 +133,9 @@ class Replayed(BaseException):
 class Replay:
     """Runs the beginning of a model call again with its batch doubled; layers are not run, but return zeros."""
 
-    def __init__(self, call: ModelCall, spec: pytree.TreeSpec) -> None:
-        self.earlier = list(call.layer_calls)
+    def __init__(self, call: ModelCall, first: int, spec: pytree.TreeSpec) -> None:
+        """Of the part of `call` that begins with layer call number `first`."""
+        self.earlier = call.layer_calls[first:]
         self.spec = spec
         self.next = 0
 

@@ -218,7 +218,7 @@ class Relay:
             for tensor in tensors:
                 settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
         with self.eps.timeline.at(layer):
-            call.split = self.splitter.split_for(root, call.unit, arguments, spec, tensors, call.execute_once)
+            call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)

@@ -220,7 +220,7 @@ class Shell:
             self._settle_own(module)
             if call.makes_graph:
                 args, kwargs = without_use_cache(module, args, kwargs)
-            return forward(*args, **kwargs)
+            return call.nested(module, forward, args, kwargs)
         with self.entered(module, forward, args, kwargs) as call:
             return self.leaving(forward(*call.args, **call.kwargs))
 

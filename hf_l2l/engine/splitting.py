@@ -7,8 +7,9 @@ Those of the outputs are found, and the independence of rows is checked, by runn
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hf_l2l.model.batch_dims import (
     BatchDims,
     NoConsistentSplit,
     Split,
+    batch_rows,
     call_key,
     cannot_split,
     compare_shapes,
@@ -34,8 +36,18 @@ from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
 Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
-_ERRORS_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+ERRORS_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
 """What the code of a model raises when it is run with a number of rows that it does not expect."""
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """How calls of one kind are split."""
+
+    level: int
+    """The number of the enclosing call that has the rows; 0 for the root."""
+    inputs: BatchDims
+    outputs: BatchDims
 
 
 class Splitter:
@@ -48,7 +60,7 @@ class Splitter:
     def __init__(self, ubatch_size: int | None, device: torch.device) -> None:
         self.ubatch_size = ubatch_size
         self.device = device
-        self._known: dict[object, tuple[BatchDims, BatchDims] | None] = {}
+        self._known: dict[object, _Learned | None] = {}
         self._warned: set[str] = set()
 
     def split_for(
@@ -57,6 +69,7 @@ class Splitter:
         unit: LayerUnit,
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
+        kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
         execute: Execute,
     ) -> Split | None:
@@ -66,32 +79,38 @@ class Splitter:
             root: the running call of the model, whose beginning is replayed for a new kind of layer call.
             unit: the layer.
             leaves, spec: the layer's arguments, flattened; `tensors` are the tensors among them.
+            kwargs: its arguments by keyword.
             execute: runs the layer once on other tensors, without changing the model.
         """
         layer, rows = unit.module, root.rows
         if self.ubatch_size is None or rows is None or rows <= self.ubatch_size:
             return None
-        reason = cannot_split(leaves)
+        reason = cannot_split(leaves, kwargs)
         if reason is not None:
             if not any(is_cache(leaf) for leaf in leaves):  # a cache is expected in generation: no warning
                 self._warn_once(layer, reason)
             return None
-        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys
+        inside = tuple([type(each.module) for each in root.enclosing])
+        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside
         if key not in self._known:
             try:
                 _refuse_batch_statistics(layer)
-                self._known[key] = self._learn(root, spec, tensors, rows, execute)
+                self._known[key] = self._learn(root, spec, tensors, execute)
             except NoConsistentSplit as error:
                 self._known[key] = None
                 self._warn_once(layer, str(error))
         known = self._known[key]
         if known is None:
             return None
-        inputs, outputs = known
-        if not inputs.fits(tensors, rows):
+        if known.level > 0:
+            enclosing = root.enclosing[known.level]
+            rows = batch_rows((enclosing.args, enclosing.kwargs))
+            if rows is None or rows <= self.ubatch_size:
+                return None
+        if not known.inputs.fits(tensors, rows):
             self._warn_once(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
             return None
-        return Split(rows, ubatches(rows, self.ubatch_size), inputs, outputs)
+        return Split(rows, ubatches(rows, self.ubatch_size), known.inputs, known.outputs)
 
     def _warn_once(self, layer: nn.Module, reason: str) -> None:
         name = type(layer).__name__
@@ -104,22 +123,66 @@ class Splitter:
             )
 
     def _learn(
-        self, root: ModelCall, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], rows: int, execute: Execute
-    ) -> tuple[BatchDims, BatchDims]:
-        twice = self._arguments_of_doubled_batch(root, spec, rows)
+        self, root: ModelCall, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], execute: Execute
+    ) -> _Learned:
+        """Find the batch dimensions from the root, or else from the nearest enclosing call whose arguments carry rows.
+
+        The root of a model of several modalities may not run with its batch doubled: images are packed into one
+        sequence. The call of its language model, which has one row per text, does.
+
+        Raises:
+            NoConsistentSplit: if none is consistent; with the reason of the root.
+        """
+        assert root.rows is not None and self.ubatch_size is not None
+        try:
+            return self._learn_from(root, 0, root.rows, spec, tensors, execute)
+        except NoConsistentSplit as error:
+            reason = error
+        for level in reversed(range(1, len(root.enclosing))):
+            nearest = root.enclosing[level]
+            rows = batch_rows((nearest.args, nearest.kwargs))
+            for anywhere in (False, True):
+                try:
+                    if rows is not None and rows > self.ubatch_size:
+                        return self._learn_from(root, level, rows, spec, tensors, execute, anywhere=anywhere)
+                except NoConsistentSplit:
+                    continue
+                except torch.OutOfMemoryError:
+                    raise
+                except ERRORS_OF_MODELS:  # the layer itself does not run with the rows that were assumed
+                    continue
+        raise reason
+
+    def _learn_from(
+        self,
+        root: ModelCall,
+        level: int,
+        rows: int,
+        spec: pytree.TreeSpec,
+        tensors: Sequence[torch.Tensor],
+        execute: Execute,
+        *,
+        anywhere: bool = False,
+    ) -> _Learned:
+        twice = self._arguments_of_doubled_batch(root, level, rows, spec, anywhere=anywhere)
         inputs = compare_shapes([t.shape for t in tensors], twice, rows, 2 * rows)
         if all(dim is None for dim in inputs.dims):
             raise NoConsistentSplit(f"none of its arguments has the {rows} rows of the model's batch")
-        return inputs, self._check(inputs, tensors, rows, execute)
+        return _Learned(level, inputs, self._check(inputs, tensors, rows, execute))
 
-    def _arguments_of_doubled_batch(self, root: ModelCall, spec: pytree.TreeSpec, rows: int) -> list[torch.Size]:
-        """The shapes of this layer call's tensor arguments if the model's batch were concatenated with itself.
+    def _arguments_of_doubled_batch(
+        self, root: ModelCall, level: int, rows: int, spec: pytree.TreeSpec, *, anywhere: bool
+    ) -> list[torch.Size]:
+        """The shapes of this layer call's tensor arguments if the batch of an enclosing call were concatenated with
+        itself.
 
         A smaller batch may give other arguments: without padded rows, a mask becomes None. The replay runs the
         non-layer modules on the host, where the larger batch needs no device memory.
         """
-        replay = Replay(root, spec)
-        args, kwargs = doubled(to_device((root.args, root.kwargs), stream.HOST), rows)
+        start = root.enclosing[level]
+        replay = Replay(root, start.first, spec)
+        args, kwargs = doubled(to_device((start.args, start.kwargs), stream.HOST), rows, anywhere=anywhere)
+        enclosing, root.enclosing = root.enclosing, root.enclosing[: level + 1]
         root.replay = replay
         try:
             with (
@@ -129,15 +192,15 @@ class Splitter:
                 _buffers_kept(root.weights.unit.modules),
             ):
                 compute_state.set_rng_state(root.rng, self.device)  # so that LayerDrop drops the same layers
-                root.forward(*args, **kwargs)
+                start.forward(*args, **kwargs)
         except Replayed as reached:
             return reached.shapes
         except torch.OutOfMemoryError:
             raise
-        except _ERRORS_OF_MODELS as error:
+        except ERRORS_OF_MODELS as error:
             raise NoConsistentSplit(f"the model does not run with its batch doubled ({error})") from error
         finally:
-            root.replay = None
+            root.replay, root.enclosing = None, enclosing
         raise NoConsistentSplit("the call is not made again when the model's batch is doubled")
 
     def _check(self, inputs: BatchDims, tensors: Sequence[torch.Tensor], rows: int, execute: Execute) -> BatchDims:

@@ -7,7 +7,7 @@ DeBERTa-v2's relative embeddings may have as many rows as the batch, and must no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,15 @@ from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime.tensors import is_cache, is_opaque, leaves_of, map_tensors, narrow
 
 
-def cannot_split(leaves: Sequence[Any]) -> str | None:
+def cannot_split(leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """The reason why arguments with these leaves cannot be split into ubatches, or None if they can be."""
+    packed = next((name for name, value in kwargs.items() if value is not None and name.startswith("cu_seq")), None)
+    if packed is not None:
+        return f"it is given sequences packed into one ({packed})"
     for leaf in leaves:
         if is_cache(leaf):
             return "it is given a key-value cache"
-        if is_opaque(leaf):
+        if is_opaque(leaf) and not (isinstance(leaf, Mapping) and not leaf):
             return f"it is given a {type(leaf).__name__}, whose rows are unknown"
     return None
 
@@ -143,11 +146,17 @@ def batch_rows(args: Any) -> int | None:
     return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
-def doubled(args: Any, rows: int) -> Any:
-    """The inputs `args` with the batch concatenated with itself; caches with content are copied."""
+def doubled(args: Any, rows: int, *, anywhere: bool = False) -> Any:
+    """The inputs `args` with the batch concatenated with itself; caches with content are copied.
+
+    With `anywhere`, the only dimension of that size counts as the batch of a tensor whose first one has another size.
+    """
 
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, tensor]) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == rows]
+        if dims and (dims[0] == 0 or (anywhere and len(dims) == 1)):
+            return torch.cat([tensor, tensor], dims[0])
+        return tensor
 
     with_caches = pytree.tree_map(
         lambda leaf: map_cache(of_tensor, leaf) if is_cache(leaf) else leaf, args, is_leaf=is_cache

@@ -389,7 +389,7 @@ def probes(monkeypatch):
     found = []
     learn = Splitter._learn
 
-    def counted(self, *args):
+    def counted(self, *args, **kwargs):
         found.append(args)
         return learn(self, *args)
 

@@ -347,9 +347,13 @@ def test_rows_of_a_batch():
 
 
 def test_what_cannot_be_split():
-    assert cannot_split([torch.zeros(1), None, 1, 2.5, "text", torch.float32, len]) is None
-    assert cannot_split([torch.zeros(1), hf.DynamicCache()]) == "it is given a key-value cache"
-    assert cannot_split([SimpleNamespace()]) == "it is given a SimpleNamespace, whose rows are unknown"
+    assert cannot_split([torch.zeros(1), None, 1, 2.5, "text", torch.float32, len], {"cu_seqlens": None}) is None
+    assert cannot_split([torch.zeros(1), hf.DynamicCache()], {}) == "it is given a key-value cache"
+    assert cannot_split([SimpleNamespace()], {}) == "it is given a SimpleNamespace, whose rows are unknown"
+    assert cannot_split([UserDict()], {}) is None
+    assert cannot_split([UserDict(a=1)], {}) == "it is given a UserDict, whose rows are unknown"
+    packed = {"cu_seqlens": torch.tensor([0, 4])}
+    assert cannot_split([], packed) == "it is given sequences packed into one (cu_seqlens)"
 
 
 def key(layer: nn.Module, rows: int = 4, **kwargs: object) -> tuple[object, ...]:
