@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +50,8 @@ logger = logging.getLogger("hf_l2l")
 class Attachment:
     """State that `attach_l2l` adds to a model. Copies of the model do not have it."""
 
+    root: nn.Module
+    """What is attached: the model, or a container with the model and modules that are trained with it."""
     config: L2LConfig
     device: torch.device
     stacks: list[LayerStack]
@@ -97,6 +100,25 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         turn_off_activation_checkpointing(model)
         return attached.eps
     return _attach_new(model, config)
+
+
+def attach_with_losses(model: nn.Module, losses: Sequence[nn.Module], config: L2LConfig) -> EagerParamServer:
+    """Attach `model` together with modules that call it and have parameters of their own, such as losses.
+
+    These parameters are trained as those of the model outside its layers: the masters are on the host, and an
+    optimizer over both updates them. To attach only one such module, give it to `attach_l2l` as the model.
+
+    Raises:
+        ValueError: as `attach_l2l`.
+    """
+    attached = attachment_of(model)
+    if not losses or attached is not None:
+        return attach_l2l(model, config)
+    root = nn.ModuleDict({"model": model, **{f"loss{n or ''}": loss for n, loss in enumerate(losses)}})
+    eps = attach_l2l(root, config)
+    for each in (model, *losses):
+        setattr(each, _ATTRIBUTE, attachment_of(root))
+    return eps
 
 
 def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
@@ -188,7 +210,7 @@ def _attach(
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     handles = let_heads_return_fp32(model, layers) if precision.is_mixed else []
-    setattr(model, _ATTRIBUTE, Attachment(config, device, stacks, eps, [*outside, *layers], handles))
+    setattr(model, _ATTRIBUTE, Attachment(model, config, device, stacks, eps, [*outside, *layers], handles))
     return eps
 
 
@@ -210,13 +232,14 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     attached = attachment_of(model)
     if attached is None:
         return model
+    root = attached.root
     for companion in attached.companions:
         detach_l2l(companion)
     attached.companions.clear()
     optimizers = attached.eps.release()
     for handle in attached.handles:
         handle.remove()
-    later = [m for m in model.modules() if isinstance(getattr(m, "_hf_hook", None), L2LHook)]  # resized embeddings
+    later = [m for m in root.modules() if isinstance(getattr(m, "_hf_hook", None), L2LHook)]  # resized embeddings
     for module in dict.fromkeys([*attached.hooked, *later]):
         remove_hook_from_module(module)
         # Restored attributes that equal the methods of the class are removed.
@@ -225,8 +248,10 @@ def detach_l2l(model: nn.Module) -> nn.Module:
                 del module.__dict__[name]
         if "forward" not in module.__dict__:
             module.__dict__.pop("_original_forward", None)  # left by accelerate's autocast wrapper
-    delattr(model, _ATTRIBUTE)
-    moved = set(move_back(model))
+    for each in (root, *root.children()):
+        if attachment_of(each) is attached:
+            delattr(each, _ATTRIBUTE)
+    moved = set(move_back(root))
     for optimizer in optimizers:
         state_follows(optimizer, moved)
     return model

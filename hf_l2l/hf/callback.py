@@ -10,7 +10,6 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_l2l.config import L2LConfig
-from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
@@ -37,32 +36,33 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the arguments and the model."""
-        _check(args, kwargs.get("model"))
+        args, model = _given(args, kwargs)
+        _check(args, model)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the model, and wrap the optimizer."""
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        args, model = _given(args, kwargs)
         _check(args, model)
         if attachment_of(model) is None and is_placed(model, args.device):
             logger.info("the Trainer has put the model on %s; it moves to the host", args.device)
             model.to(stream.HOST)
         device = args.device if self.config.device is None else self.config.device
-        attach_l2l(model, replace(self.config, device=device)).wrap(optimizer)
+        attach_l2l(model, replace(self.config, device=device)).wrap(kwargs["optimizer"])
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the last update, so that its errors are raised here."""
-        eps = _eps_of(kwargs.get("model"))
-        if eps is not None:
-            eps.synchronize()
+        attached = attachment_of(_given(args, kwargs)[1])
+        if attached is not None:
+            attached.eps.synchronize()
+
+
+def _given(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The training arguments and the model. SetFit calls so its own, and passes the others under other names."""
+    return kwargs.get("st_args", args), kwargs.get("st_model", kwargs.get("model"))
 
 
 def _check(args: TrainingArguments, model: Any) -> None:
     refuse_for_layers(args)
     refuse_several_devices(args)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):  # None before `model_init` is called
         check_attachable(model)
-
-
-def _eps_of(model: Any) -> EagerParamServer | None:
-    attached = attachment_of(model) if isinstance(model, nn.Module) else None
-    return None if attached is None else attached.eps

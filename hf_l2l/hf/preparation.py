@@ -60,24 +60,30 @@ def refuse_placed(model: nn.Module) -> None:
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise ValueError if `model`, or a module in it, is compiled or wrapped for data parallelism."""
     for path, module in model.named_modules():
+        kind = type(module).__name__
         # A submodule compiled in place (`module.compile()`) is called as before; for the model itself it is refused.
-        in_place = module is model and is_compiled(model)
-        compiled = in_place or type(module).__name__ == "OptimizedModule"
-        if compiled or isinstance(module, DataParallel | DistributedDataParallel):
-            name, remedy = (
-                ("compiled model", "leave out torch.compile")
-                if compiled
-                else (type(module).__name__, "give it the model inside, in one process")
-            )
-            where = f" at {path!r}" if path else ""
-            raise ValueError(
-                f"L2L runs the layers of the model itself, without a wrapper (got a {name}{where}); {remedy}"
-            )
+        if kind == "OptimizedModule" or (module is model and is_compiled(model)):
+            name, remedy = "compiled model", "leave out torch.compile"
+        elif kind == "_FabricModule":
+            name, remedy = "model wrapped by Fabric", "attach the model first, then call fabric.setup"
+        elif isinstance(module, DataParallel | DistributedDataParallel):
+            name, remedy = kind, "give it the model inside, in one process"
+        else:
+            continue
+        where = f" at {path!r}" if path else ""
+        raise ValueError(f"L2L runs the layers of the model itself, without a wrapper (got a {name}{where}); {remedy}")
 
 
 def is_placed(model: nn.Module, device: torch.device) -> bool:
     """Whether the program itself has put all of `model` on an accelerator, `device`."""
     return device != stream.HOST and all(p.device == device for p in model.parameters())
+
+
+def losses_that_train(loss: Any, model: nn.Module) -> list[nn.Module]:
+    """The modules in `loss`, one or a dict of them, that have parameters besides those of `model`."""
+    found = loss.values() if isinstance(loss, dict) else [loss]
+    own = set(model.parameters())
+    return [m for m in found if isinstance(m, nn.Module) and not own.issuperset(m.parameters())]
 
 
 def move_to_host(model: nn.Module) -> None:
@@ -159,3 +165,16 @@ def refuse_several_devices(args: Any) -> None:
         raise ValueError(
             f"L2L runs in one process (got a launcher with {args.world_size}); run it without the launcher: {command}"
         )
+
+
+def warn_of_accumulation(args: Any, ubatch_size: int | None) -> None:
+    """Warn if training arguments accumulate gradients over several batches, where micro-batches would do."""
+    batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    if steps == 1:
+        return
+    warnings.warn(
+        f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
+        f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size or batch}, "
+        "gradient_accumulation_steps=1 is the same step and moves them twice",
+        stacklevel=4,
+    )

@@ -24,9 +24,16 @@ from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.hf.attach import attach_companion, attach_l2l, attachment_of, check_attachable
+from hf_l2l.hf.attach import attach_companion, attach_with_losses, attachment_of, check_attachable
 from hf_l2l.hf.checkpoints import last_complete, load_generator, save_generator, set_aside_interrupted
-from hf_l2l.hf.preparation import is_placed, move_to_host, refuse_several_devices, stacklevel_of_the_caller
+from hf_l2l.hf.preparation import (
+    is_placed,
+    losses_that_train,
+    move_to_host,
+    refuse_several_devices,
+    stacklevel_of_the_caller,
+    warn_of_accumulation,
+)
 from hf_l2l.hf.training_args import (
     l2l_config,
     own_option,
@@ -90,7 +97,8 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
                 "one of them names the optimizer (got one passed to the Trainer, and "
                 f"l2l_optimizer={self.args.l2l_optimizer!r}); leave out one of them"
             )
-        if self.optimizer is not None and self._streams():
+        # Losses of sentence-transformers, whose parameters it may hold, are not known yet; `wrap` checks it again.
+        if self.optimizer is not None and self._streams() and not hasattr(self, "prepare_loss"):
             check_optimizer(self.model, unwrapped(self.optimizer))
 
     # ---- L2L
@@ -125,7 +133,9 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         """Attach L2L to the current model: `model_init` and hyper-parameter search create new ones."""
         if not self._streams():
             return None
-        eps = attach_l2l(self.model, self._l2l_config())
+        # sentence-transformers' losses may have parameters, as the classifier of SoftmaxLoss.
+        losses = losses_that_train(getattr(self, "loss", None), self.model)
+        eps = attach_with_losses(self.model, losses, self._l2l_config())
         attachment = attachment_of(self.model)
         assert attachment is not None
         attachment.companions = self._companions
@@ -145,10 +155,15 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
 
     @property
     def eps(self) -> EagerParamServer | None:
-        """The EPS of the current model, which training, evaluation and prediction attach; None before that, and for a
-        model without a layer stack."""
+        """The EPS of the model, which training and evaluation attach; None before that, and without layer stacks."""
         attached = attachment_of(self.model)
         return None if attached is None else attached.eps
+
+    @property
+    def _eps_of_model_alone(self) -> EagerParamServer | None:
+        """The EPS, if it has the parameters of the model and no others; else None."""
+        attached = attachment_of(self.model)
+        return attached.eps if attached is not None and attached.root is self.model else None
 
     def l2l_summary(self) -> str:
         """A summary of what runs layer to layer, where and why: layers, shell, ties, device, micro-batches, memory."""
@@ -216,21 +231,21 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             if type(self.lr_scheduler) is AdafactorSchedule:
                 self.lr_scheduler.__class__ = _RatesOfState
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
-            self._warn_of_accumulation()
+            warn_of_accumulation(self.args, self._l2l_config().ubatch_size)
             if self._logs_times:
                 eps.timeline.watch()
             self._tokens = 0  # drop those of an interrupted training
             logger.info(self.l2l_summary())
         return prepared
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
+    def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
         """Overridden for LAMB, the optimizer of the papers, which transformers does not have."""
+        found: tuple[Any, dict[str, Any]] = super().get_optimizer_cls_and_kwargs(args, model)
         if own_option(args, "l2l_optimizer") != "lamb":
-            found: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
             return found
+        kwargs = {k: v for k, v in found[1].items() if k in ("params", "model", "optimizer_dict")}
         betas = args.adam_beta1, args.adam_beta2
-        return Lamb, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return Lamb, {**kwargs, "lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     @options_of_the_trainer()
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -346,31 +361,21 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             super()._load_scaler(checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Overridden because the norms are already known, and scaling is part of the update in the background."""
-        eps = self.eps
+        """Overridden because the norms are already known, and scaling is part of the update in the background.
+
+        Parameters of losses, which transformers does not clip, are in these norms: then it reads the gradients."""
+        eps = self._eps_of_model_alone
         return super()._clip_grad_norm(model) if eps is None else eps.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Overridden because an eager update has already used the gradients."""
-        eps = self.eps if grad_norm is None else None
+        eps = self._eps_of_model_alone if grad_norm is None else None
         return super()._get_grad_norm(model, grad_norm=grad_norm) if eps is None else eps.grad_norm()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden to attach, since evaluation and prediction may run without training."""
         self._attach()
         return super().evaluation_loop(*args, **kwargs)
-
-    def _warn_of_accumulation(self) -> None:
-        batch, steps = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
-        if steps == 1:
-            return
-        ubatch_size = self._l2l_config().ubatch_size or batch
-        warnings.warn(
-            f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
-            f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size}, gradient_accumulation_steps=1 "
-            "is the same step and moves them twice",
-            stacklevel=4,
-        )
 
 
 class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types

@@ -87,7 +87,8 @@ def find_stacks(model: nn.Module, layer_classes: tuple[str, ...] | None = None) 
     found = _stacks(_members_named(model, {LAYER_BASE_CLASS, *LAYER_CLASSES}, anywhere=False))
     if not found:
         # Hub models with their own code list blocks that must not be split across devices.
-        found = _stacks(_members_named(model, set(getattr(model, "_no_split_modules", None) or ()), anywhere=False))
+        named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        found = _stacks(_members_named(model, named, anywhere=False))
     return found or _largest_lists(model)
 
 

@@ -393,7 +393,16 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+class _FabricModule(nn.Module):
+    """As Lightning Fabric's `setup` returns it: attributes of the wrapper are those of the model."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._forward_module = self._original_module = model
+
+
 WRAPPERS = {
+    "model wrapped by Fabric": _FabricModule,
     "DataParallel": nn.DataParallel,
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,
     "compiled model": lambda model: torch.compile(model, backend="eager"),
@@ -405,7 +414,9 @@ WRAPPERS = {
 def test_wrapped_models_are_refused(name, group_of_two, tmp_path):
     model = WRAPPERS[name](tiny_bert(layers=2))
     for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
-        with pytest.raises(ValueError, match=rf"without a wrapper \(got a {name.strip()}\); (leave out|give it)"):
+        with pytest.raises(
+            ValueError, match=rf"without a wrapper \(got a {name.strip()}\); (leave out|give it|attach)"
+        ):
             attach(model)
 
 

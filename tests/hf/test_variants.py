@@ -232,6 +232,18 @@ def test_a_callback_attaches_the_model_of_any_trainer(tmp_path, options):
     assert_same_run(found, expected)
 
 
+def test_a_callback_of_a_library_that_calls_it_with_its_own_model(tmp_path):
+    """SetFit passes a model that is no module, and its own arguments; those of the Trainer have other names."""
+    model, args = tiny_bert(), arguments(hf.TrainingArguments, tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    callback = L2LCallback()
+    given = {"args": object(), "state": None, "control": None, "model": object(), "st_model": model, "st_args": args}
+    callback.on_init_end(**given)
+    callback.on_train_begin(**given, optimizer=optimizer)
+    assert attachment_of(model) is not None
+    callback.on_train_end(**given)
+
+
 def test_a_callback_refuses_what_l2l_cannot_honour_when_the_trainer_is_built(tmp_path):
     args = arguments(hf.TrainingArguments, tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match="torch_compile cannot be used with L2L"):
