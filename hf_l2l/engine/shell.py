@@ -199,6 +199,8 @@ class Shell:
         self.one_thread = OneThread(eps.backwards)
         self._at_start: weakref.WeakMethod[Callable[[ModelCall], None]] | None = None
         self._call: ModelCall | None = None
+        self.outer: nn.Module | None = None
+        """The attached model, from the beginning of a call of it to the beginning of its forward."""
 
     def call_at_start(self, at_start: Callable[[ModelCall], None]) -> None:
         """Call this bound method when a call of the program has begun, as long as its object lives.
@@ -251,7 +253,14 @@ class Shell:
 
         Raises:
             RuntimeError: if a call of the model, or its backward, is running in another thread.
+            ValueError: if another forward than that of the attached model has called `module`.
         """
+        outer, self.outer = self.outer, None
+        if outer is not None and outer is not module:
+            raise ValueError(
+                "a model under L2L must run the forward that it was attached with, which uploads its weights (that of "
+                f"a {type(outer).__name__} was replaced); call hf_l2l.detach_l2l(model), replace it, and attach again"
+            )
         assert self.call is None, "a call is already inside the model"
         with self.one_thread.in_model(), self.eps.timeline.inside("forward"):
             self.eps.start_forward()

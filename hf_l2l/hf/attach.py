@@ -25,7 +25,7 @@ from hf_l2l.config import EAGER_FP16, L2LConfig, option
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
-from hf_l2l.hf.hooks import L2LHook
+from hf_l2l.hf.hooks import CallWatch, L2LHook
 from hf_l2l.hf.preparation import (
     make_masters_fp32,
     move_to_host,
@@ -209,7 +209,7 @@ def _attach(
         add_hook_to_module(module, L2LHook(shell, device))
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
-    handles = let_heads_return_fp32(model, layers) if precision.is_mixed else []
+    handles = [*CallWatch(shell).handles(model), *(let_heads_return_fp32(model, layers) if precision.is_mixed else ())]
     setattr(model, _ATTRIBUTE, Attachment(model, config, device, stacks, eps, [*outside, *layers], handles))
     return eps
 

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from accelerate.hooks import ModelHook
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from hf_l2l.engine.shell import Shell
 from hf_l2l.runtime import stream
 
 
@@ -118,3 +120,29 @@ class _MoveGuard(Replacement):
             return self.module  # resident weights stay where they are
         moved: nn.Module = self.original(fn, recurse)
         return moved
+
+
+class CallWatch:
+    """Hooks around the calls of an attached model, which tell the shell where the program is. A copy or pickle of it
+    does nothing."""
+
+    def __init__(self, shell: Shell | None) -> None:
+        self.shell = shell
+
+    def handles(self, model: nn.Module) -> list[RemovableHandle]:
+        """Watch `model`; returns what ends that."""
+        return [
+            model.register_forward_pre_hook(self.before),
+            model.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self.shell is not None:
+            self.shell.outer = module
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.shell is not None:
+            self.shell.outer = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallWatch, (None,)

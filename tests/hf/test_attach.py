@@ -393,6 +393,60 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+def replaced_forward(self, input_ids, labels=None, **kwargs):
+    """Reads the head's weight itself, as fused losses do."""
+    hidden = self.transformer(input_ids=input_ids).last_hidden_state
+    return nn.functional.cross_entropy((hidden @ self.lm_head.weight.T).flatten(0, 1), labels.flatten())
+
+
+def test_a_forward_replaced_after_attaching_is_noticed():
+    model = gpt2()
+    attach_l2l(model)
+    batch = batch_for(model, masked=False)
+    model.forward = types.MethodType(replaced_forward, model)
+    with pytest.raises(ValueError, match="must run the forward that it was attached with.*GPT2LMHeadModel was"):
+        model(**batch)
+    detach_l2l(model)
+    model.forward = types.MethodType(replaced_forward, model)
+    plain = copy.deepcopy(model)
+    plain.forward = types.MethodType(replaced_forward, plain)
+    attach_l2l(model, L2LConfig(ubatch_size=2))
+    found, expected = model(**batch), plain(**batch)
+    found.backward()
+    expected.backward()
+    assert torch.allclose(found, expected)
+    torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
+
+
+def test_a_forward_that_is_wrapped_and_parts_that_are_called_are_not_taken_for_replaced():
+    model = gpt2()
+    attach_l2l(model)
+    batch = batch_for(model, masked=False)
+    inner = model.forward
+    model.forward = lambda **kwargs: inner(**kwargs)
+    model(**batch).loss.backward()
+    model.transformer(input_ids=batch["input_ids"])
+    model.forward = lambda: None
+    with pytest.raises(TypeError):
+        model(nothing=1)  # ends before the forward begins
+    model.transformer(input_ids=batch["input_ids"])
+
+
+def test_a_pickled_model_is_not_watched():
+    model = gpt2()
+    attach_l2l(model)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))  # noqa: S301
+    copied(**batch_for(model, masked=False)).loss.backward()
+
+
+def test_a_copy_of_an_attached_model_is_not_watched():
+    model = gpt2()
+    attach_l2l(model)
+    copied = copy.deepcopy(model)
+    copied.forward = types.MethodType(replaced_forward, copied)
+    copied(**batch_for(model, masked=False)).backward()
+
+
 class _FabricModule(nn.Module):
     """As Lightning Fabric's `setup` returns it: attributes of the wrapper are those of the model."""
 
