@@ -27,6 +27,7 @@ FLOORS: dict[str, set[str]] = {
     "engine": TORCH,
     "hf": HF | {"tqdm"},
     "measure": HF | {"psutil"},
+    "verify": HF | {"peft"},
     "glue": HF | {"datasets", "evaluate", "numpy", "scipy", "sklearn", "matplotlib"},
 }
 """Folder, or file at the top -> what it may import beside the standard library. It imports none of those after it."""

@@ -1,0 +1,110 @@
+"""The results as lines of text, as a table in markdown, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import date
+
+import torch
+import transformers
+
+from hf_l2l.verify.checks import BF16_TOLERANCE, CHECKS, ROWS, UBATCH, Report
+from hf_l2l.verify.results import Result
+
+MEANINGS = {
+    "layers": "the stacks that are found: how many layers, of which classes",
+    "gradients": f"loss and every gradient against plain torch, the {ROWS} rows of the batch at once, and {UBATCH} by "
+    f"{UBATCH}; within 1e-10 of the largest gradient in float64, 1e-6 where the model computes something in fp32 "
+    "whatever its dtype, 1e-5 in fp32 where it fails in float64",
+    "micro-batches": "whether each layer runs micro-batch by micro-batch; if not, a warning says the reason, as here",
+    "evaluation": "all outputs in evaluation mode, without gradients and caches",
+    "generate": 'four tokens, greedy, with a key-value cache; "-" if the model does not generate',
+    "LoRA": "peft, adapters on all linear modules: gradients of adapters as plain ones, frozen weights without any",
+    "saving": "`save_pretrained` while attached and `from_pretrained`; the loss after `detach_l2l`, to the bit",
+    "bf16": f'`cmp="bf16"`: the loss within {BF16_TOLERANCE:.0%} of that in fp32, and every gradient there',
+}
+
+
+def line(report: Report) -> str:
+    """One line for the screen, and one for each thing that is red or refused."""
+    if report.status == "absent":
+        return f"{report.family}: not in this transformers"
+    told: dict[str, list[str]] = {}
+    for name, result in report.results.items():
+        if result.status in ("red", "refused"):
+            told.setdefault(result.text, []).append(name)
+    first = f"{report.family}: {report.status} ({report.results['layers'].text})"
+    return "\n".join([first, *(f"    {', '.join(names)}: {text}" for text, names in told.items())])
+
+
+def summary(reports: Sequence[Report]) -> str:
+    """How many families are green, refused, red and absent."""
+    counts = Counter(report.status for report in reports)
+    found = [f"{counts[status]} {status}" for status in ("green", "refused", "red", "absent")]
+    return f"{len(reports)} families: {', '.join(found)}"
+
+
+def as_json(reports: Sequence[Report]) -> str:
+    """All results as a JSON object, with the versions."""
+    families = {
+        report.family: {
+            "status": report.status,
+            "checks": {name: {"status": r.status, "text": r.text} for name, r in report.results.items()},
+        }
+        for report in reports
+    }
+    return json.dumps({"versions": _versions(), "families": families}, indent=2)
+
+
+def markdown(groups: Mapping[str, Sequence[Report]], command: str) -> str:
+    """The page: what the columns mean, versions, the command, and a table for each kind of family.
+
+    Args:
+        groups: the reports by the kind of family.
+        command: the command that wrote the page.
+    """
+    reports = [report for group in groups.values() for report in group]
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    page = [
+        "# Which models run layer to layer",
+        "",
+        f"Tiny random models of {len(reports)} families, on the CPU, on {date.today().isoformat()}, with {versions}:",
+        "",
+        "```bash",
+        command,
+        "```",
+        "",
+        f"{summary(reports)}. Refused: the engine says in one sentence why the model does not train layer to layer. "
+        "What holds for a family holds for its sizes and heads; other options of its config may lead elsewhere, and "
+        "the command takes names of families to check them again.",
+        "",
+        *(f"- **{name}**: {meaning}" for name, meaning in MEANINGS.items()),
+        "",
+    ]
+    for kind, group in groups.items():
+        columns = ["family", *CHECKS]
+        page += [f"## {kind}", "", _row(columns), _row(["---"] * len(columns))]
+        page += [_row([report.family, *_cells(report)]) for report in group]
+        page.append("")
+    return "\n".join(page)
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+
+
+def _cells(report: Report) -> list[str]:
+    if not report.results:
+        return ["not in this transformers", *[""] * (len(CHECKS) - 1)]
+    return [_cell(report.results[name]) for name in CHECKS]
+
+
+def _cell(result: Result) -> str:
+    text = result.text.replace("|", "\\|").replace("<", "&lt;")
+    return f"**{text}**" if result.status == "red" else text
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
