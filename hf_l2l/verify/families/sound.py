@@ -197,6 +197,7 @@ SERIES = (
         _FORECAST,
         _series,
         label_length=2,
+        autocorrelation_factor=1,
         moving_average=3,
         fp32="its attention computes in fp32",
         dtype=torch.float32,
