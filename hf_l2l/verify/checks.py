@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.verify.family import Batch, Family, NotInThisTransformers, class_named
+from hf_l2l.verify.family import Batch, Family, class_named
 from hf_l2l.verify.results import (
     OK,
     Caught,
@@ -225,7 +225,7 @@ def check_lora(case: Case) -> Result:
             model = copy.deepcopy(plain)
             loss = train(case.family, plain, case.batch)
     if caught.result is not None:
-        return note(caught.result.text)
+        return caught.result
     attach_l2l(model, L2LConfig(device="cpu", ubatch_size=UBATCH))
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     found = train(case.family, model, case.batch)
@@ -310,13 +310,15 @@ class Report:
 
     family: str
     results: Mapping[str, Result]
-    """By the names of the checks; empty if the installed transformers lacks the family."""
+    """By the names of the checks; empty if the family does not train here without L2L."""
+    reason: str = ""
+    """Why there are no results."""
 
     @property
     def status(self) -> str:
-        """ "green", "refused" (it does not train layer to layer, and is told so), "red", or "absent"."""
+        """ "green", "refused" (it does not train layer to layer, and is told so), "red", or "not run"."""
         if not self.results:
-            return "absent"
+            return "not run"
         if any(result.status == "red" for result in self.results.values()):
             return "red"
         return "refused" if self.results["gradients"].status == "refused" else "green"
@@ -326,14 +328,10 @@ def verify(family: Family) -> Report:
     """Run all checks of `family`; errors in them are among the results, and no warning leaves."""
     with _quiet():
         case: Case | None = None
-        caught = Caught(plain=True)
-        try:
-            with caught:
-                case = Case.of(family)
-        except NotInThisTransformers:
-            return Report(family.name, {})
+        with (caught := Caught(plain=True)):
+            case = Case.of(family)
         if case is None:
-            return Report(family.name, {name: caught.result or OK for name in CHECKS})
+            return Report(family.name, {}, caught.result.text if caught.result else "")
         return Report(family.name, {name: _outcome(check, case) for name, check in CHECKS.items()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +80,7 @@ class Family:
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            config = class_named(self.config_class)(**self.sizes)
+            config = class_named(self.config_class)(**copy.deepcopy(dict(self.sizes)))
             _turn_off_randomness(config)
             model: nn.Module = class_named(self.model_class)(config)
             with torch.no_grad():

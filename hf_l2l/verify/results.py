@@ -9,8 +9,6 @@ from types import TracebackType
 
 import torch
 
-from hf_l2l.verify.family import NotInThisTransformers
-
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -43,7 +41,7 @@ class Caught:
     def __init__(self, *, plain: bool = False) -> None:
         self.result: Result | None = None
         self.plain = plain
-        """Whether the block runs plain transformers."""
+        """Whether the block runs plain transformers, whose errors say nothing about L2L."""
 
     def __enter__(self) -> Caught:
         return self
@@ -51,13 +49,15 @@ class Caught:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, NotInThisTransformers):
+        if not isinstance(error, Exception):
             return False
         text = one_line(str(error))
-        if isinstance(error, ValueError) and _raised_by_engine(trace):
+        if self.plain:
+            self.result = note(f"without L2L: {type(error).__name__}: {text}")
+        elif isinstance(error, ValueError) and _raised_by_engine(trace):
             self.result = Result("refused", f"refused: {text}")
         else:
-            self.result = red(f"{'the plain model raises ' if self.plain else ''}{type(error).__name__}: {text}")
+            self.result = red(f"{type(error).__name__}: {text}")
         return True
 
 

@@ -29,8 +29,8 @@ MEANINGS = {
 
 def line(report: Report) -> str:
     """One line for the screen, and one for each thing that is red or refused."""
-    if report.status == "absent":
-        return f"{report.family}: not in this transformers"
+    if report.status == "not run":
+        return f"{report.family}: not run ({report.reason})"
     told: dict[str, list[str]] = {}
     for name, result in report.results.items():
         if result.status in ("red", "refused"):
@@ -40,9 +40,9 @@ def line(report: Report) -> str:
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """How many families are green, refused, red and absent."""
+    """How many families are green, refused, red and not run."""
     counts = Counter(report.status for report in reports)
-    found = [f"{counts[status]} {status}" for status in ("green", "refused", "red", "absent")]
+    found = [f"{counts[status]} {status}" for status in ("green", "refused", "red", "not run")]
     return f"{len(reports)} families: {', '.join(found)}"
 
 
@@ -97,7 +97,7 @@ def _versions() -> dict[str, str]:
 
 def _cells(report: Report) -> list[str]:
     if not report.results:
-        return ["not in this transformers", *[""] * (len(CHECKS) - 1)]
+        return [f"not run: {report.reason}", *[""] * (len(CHECKS) - 1)]
     return [_cell(report.results[name]) for name in CHECKS]
 
 
