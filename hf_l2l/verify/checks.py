@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.config import L2LConfig
+from hf_l2l.hf.attach import attach_l2l, detach_l2l
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.verify.family import Batch, Family, class_named
 from hf_l2l.verify.results import (
