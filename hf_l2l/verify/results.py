@@ -9,6 +9,8 @@ from types import TracebackType
 
 import torch
 
+from hf_l2l.verify.family import NotInThisTransformers
+
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -53,7 +55,8 @@ class Caught:
             return False
         text = one_line(str(error))
         if self.plain:
-            self.result = note(f"without L2L: {type(error).__name__}: {text}")
+            named = isinstance(error, NotInThisTransformers)
+            self.result = note(text if named else f"without L2L: {type(error).__name__}: {text}")
         elif isinstance(error, ValueError) and _raised_by_engine(trace):
             self.result = Result("refused", f"refused: {text}")
         else:

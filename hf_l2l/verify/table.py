@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 import transformers
@@ -92,7 +94,8 @@ def markdown(groups: Mapping[str, Sequence[Report]], command: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    found = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    return found | ({"peft": version("peft")} if find_spec("peft") else {})
 
 
 def _cells(report: Report) -> list[str]:

@@ -86,7 +86,7 @@ DECODERS = (
         },
     ),
     decoder("gpt-neox", "GPTNeoX", rotary_pct=0.5),
-    decoder("gpt-neox-japanese", "GPTNeoXJapanese", rotary_pct=0.5),
+    decoder("gpt-neox-japanese", "GPTNeoXJapanese", rotary_pct=1.0),
     decoder("gpt-j", "GPTJ", sizes=GPT, rotary_dim=4),
     decoder("gpt-bigcode", "GPTBigCode", sizes=GPT),
     decoder("codegen", "CodeGen", sizes=GPT, n_head=4, rotary_dim=4),
