@@ -43,13 +43,13 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside, changes of `tensor` in place do not change its version.
+def version_kept(*tensors: torch.Tensor) -> AbstractContextManager[None]:
+    """Inside, changes of `tensors` in place do not change their versions.
 
     `torch.autograd.grad_mode._unsafe_preserve_version_counter`, as in FSDP2; else attaching a model would be refused
     while a graph of it lives.
     """
-    return cast(AbstractContextManager[None], _unsafe_preserve_version_counter(tensor))
+    return cast(AbstractContextManager[None], _unsafe_preserve_version_counter(tensors))
 
 
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,14 +8,14 @@ layers, whose copies `slots` makes, and `shell` for the non-layer modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_l2l.compat import is_in_checkpoints, keeps_statistics, without_interception
+from hf_l2l.compat import keeps_statistics, version_kept, without_interception
 from hf_l2l.eps.masters import Master, MasterUnit
 from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.weight_copies import Copies
@@ -80,7 +80,9 @@ class DeviceWeights:
             for table, name, number in places:
                 table[name] = leaves[number]
             buffers.place()
-            yield
+            # Where memory is shared, a weight that is set to itself would count as changed.
+            with version_kept(*leaves) if self.unit.parametrizes else nullcontext():
+                yield
         finally:
             for table, name, number in places:
                 table[name] = parameters[number]
@@ -111,6 +113,12 @@ class DeviceWeights:
                 master.copy_is_right = True
 
 
+def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """`tensor`, detached, as modules keep their weights: code in a layer may move a weight to another of its modules,
+    and what is no parameter would stay there as an ordinary attribute."""
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
 def uploaded(
     unit: MasterUnit,
     device: torch.device,
@@ -123,8 +131,8 @@ def uploaded(
     sources = copies.of_unit(unit)
     # Autograd refuses tensors that were created under inference mode.
     with torch.inference_mode(False), torch.no_grad(), without_interception():
-        leaves = [
-            source.detach() if master.is_resident else stream.upload(source, device)
+        leaves: list[torch.Tensor] = [
+            as_parameter(source if master.is_resident else stream.upload(source, device))
             for master, source in zip(unit.masters, sources.tensors, strict=True)
         ]
         if requires_grad:
@@ -172,9 +180,7 @@ class _DeviceBuffers:
                 for name, buffer in module._buffers.items():
                     if buffer not in made:
                         assert buffer is not None
-                        # As transformers loads a checkpoint in 16 bits: buffers that are in none keep their dtype.
-                        short = is_in_checkpoints(module, name)
-                        dtype = precision.of(buffer) if short else buffer.dtype
+                        dtype = precision.of_buffer(module, name, buffer)
                         made[buffer] = sent(buffer.detach(), device, dtype, _STAGED, copy=True)
                     place = _BufferPlace(module._buffers, name, buffer)
                     self.copies.append(_BufferCopy(place, made[buffer], _version(made[buffer]), unseen))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import is_compiled, tables_of, version_kept, without_interception
-from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, uploaded
+from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_parameter, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
 from hf_l2l.eps.masters import NON_LAYER, MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
@@ -136,10 +136,12 @@ class NonLayerWeights(DeviceWeights):
     ) -> None:
         """Allocate device tensors for `unit`."""
         with torch.inference_mode(False), torch.no_grad(), without_interception():
-            leaves = [
-                copies.of_one(unit, number).detach()  # a view, or made in 16 bits by the device
-                if unit.masters[number].is_resident
-                else torch.empty_like(like, device=lane.device, requires_grad=False)
+            leaves: list[torch.Tensor] = [
+                as_parameter(
+                    copies.of_one(unit, number)  # a view, or made in 16 bits by the device
+                    if unit.masters[number].is_resident
+                    else torch.empty_like(like, device=lane.device, requires_grad=False)
+                )
                 for number, like in enumerate(unit.likes)
             ]
             for number in unit.trained if requires_grad else ():

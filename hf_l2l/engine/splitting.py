@@ -20,6 +20,7 @@ from hf_l2l.compat import mixes_rows
 from hf_l2l.engine.model_call import ModelCall, Replay, Replayed
 from hf_l2l.model.batch_dims import (
     BatchDims,
+    MixedRows,
     NoConsistentSplit,
     Split,
     batch_rows,
@@ -30,6 +31,7 @@ from hf_l2l.model.batch_dims import (
     ubatches,
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import is_cache, narrow, to_device
@@ -62,6 +64,8 @@ class Splitter:
         self.device = device
         self._known: dict[object, _Learned | None] = {}
         self._warned: set[str] = set()
+        self._has_mixed_rows = False
+        """Whether rows of a layer were seen to influence each other. In others the sample may not show it."""
 
     def split_for(
         self,
@@ -138,6 +142,8 @@ class Splitter:
             return self._learn_from(root, 0, root.rows, spec, tensors, execute)
         except NoConsistentSplit as error:
             reason = error
+        if self._has_mixed_rows:
+            raise reason
         for level in reversed(range(1, len(root.enclosing))):
             nearest = root.enclosing[level]
             rows = batch_rows((nearest.args, nearest.kwargs))
@@ -168,7 +174,11 @@ class Splitter:
         inputs = compare_shapes([t.shape for t in tensors], twice, rows, 2 * rows)
         if all(dim is None for dim in inputs.dims):
             raise NoConsistentSplit(f"none of its arguments has the {rows} rows of the model's batch")
-        return _Learned(level, inputs, self._check(inputs, tensors, rows, execute))
+        try:
+            return _Learned(level, inputs, self._check(inputs, tensors, rows, execute))
+        except MixedRows:
+            self._has_mixed_rows |= level == 0  # what is assumed at other levels may be wrong itself
+            raise
 
     def _arguments_of_doubled_batch(
         self, root: ModelCall, level: int, rows: int, spec: pytree.TreeSpec, *, anywhere: bool
@@ -181,7 +191,10 @@ class Splitter:
         """
         start = root.enclosing[level]
         replay = Replay(root, start.first, spec)
-        args, kwargs = doubled(to_device((start.args, start.kwargs), stream.HOST), rows, anywhere=anywhere)
+        given = to_device((start.args, start.kwargs), stream.HOST)
+        if root.weights.precision.is_mixed:
+            given = in_fp32(given)  # they were cast for the device; the replay computes with the masters
+        args, kwargs = doubled(given, rows, anywhere=anywhere)
         enclosing, root.enclosing = root.enclosing, root.enclosing[: level + 1]
         root.replay = replay
         try:
@@ -221,7 +234,7 @@ class Splitter:
                 raise NoConsistentSplit(f"{len(at_once)} outputs at once and {len(part)} in ubatches")
             for whole, piece, dim in zip(at_once, part, outputs.dims, strict=True):
                 if not _close(narrow(whole, dim, few, start, stop), piece):
-                    raise NoConsistentSplit("its rows give different results in ubatches than all at once")
+                    raise MixedRows("its rows give different results in ubatches than all at once")
         return outputs
 
 

@@ -37,7 +37,7 @@ from hf_l2l.hf.preparation import (
 from hf_l2l.hf.progress import with_progress_bar
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.residency import make_resident, move_back, state_follows
-from hf_l2l.model.stacks import LayerStack, find_stacks, shell_modules
+from hf_l2l.model.stacks import LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
@@ -204,7 +204,9 @@ def _attach(
     eps.memory.adopt()
     shell = Shell(device, eps, overlap=config.prefetch)
     relay = Relay(config, device, eps, shell)
-    outside = [m for m in shell_modules(model, layers) if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
+    outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
+    outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     for module in outside:
         add_hook_to_module(module, L2LHook(shell, device))
     for layer in layers:

@@ -94,7 +94,7 @@ def move_to_host(model: nn.Module) -> None:
     warnings.warn(
         f"the model was on {where}; it moves to the host, where L2L keeps the master weights. Leave out the move to "
         "the device: layers go there by themselves",
-        stacklevel=3,
+        stacklevel=stacklevel_of_the_caller(),
     )
     model.to(stream.HOST)
 
@@ -107,7 +107,7 @@ def turn_off_activation_checkpointing(model: nn.Module) -> None:
     warnings.warn(
         "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
         "for as well, and is turned off",
-        stacklevel=4,
+        stacklevel=stacklevel_of_the_caller(),
     )
     for module in active:
         module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -121,7 +121,7 @@ def warn_of_short_masters(model: nn.Module) -> None:
             f"the master weights are {', '.join(sorted(map(str, short)))}: small updates are rounded away. Load the "
             "model with dtype=torch.float32, or use cmp, which makes the masters float32; to compute in 16 bits over "
             "float32 masters, use cmp, bf16=True or autocast",
-            stacklevel=4,
+            stacklevel=stacklevel_of_the_caller(),
         )
 
 
@@ -176,5 +176,5 @@ def warn_of_accumulation(args: Any, ubatch_size: int | None) -> None:
         f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
         f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size or batch}, "
         "gradient_accumulation_steps=1 is the same step and moves them twice",
-        stacklevel=4,
+        stacklevel=stacklevel_of_the_caller(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
@@ -39,7 +39,8 @@ def make_l2l_trainer(trainer: type[Any]) -> type[Any]:
 def make_l2l_arguments(arguments: type[Any]) -> type[Any]:
     """The class of training arguments with the options of L2L: `make_l2l_arguments(SFTConfig)` is `L2LSFTConfig`.
 
-    It is a dataclass, for code and for `HfArgumentParser`, with the fields of `arguments` first. The same class is
+    It is a dataclass, for code and for `HfArgumentParser`, with the fields of `arguments` first. Activation
+    checkpointing, which L2L does itself, is off by default, also where `arguments` has it on. The same class is
     returned for the same argument; classes and their objects can be pickled.
 
     Args:
@@ -55,8 +56,19 @@ def make_l2l_arguments(arguments: type[Any]) -> type[Any]:
         return arguments
     if arguments not in _made:
         _refuse_taken_names(arguments)
-        dataclass(_combined(make_l2l_arguments, L2LArgumentsMixin, arguments, {}))
+        dataclass(_combined(make_l2l_arguments, L2LArgumentsMixin, arguments, _without_checkpointing(arguments)))
     return _made[arguments]
+
+
+def _without_checkpointing(base: type[Any]) -> dict[str, Any]:
+    """Members of a dataclass that turn off activation checkpointing by default where `base` has it on, as TRL's do."""
+    plain = {f.name: f.default for f in fields(TrainingArguments) if f.name.endswith("_checkpointing")}
+    on = [f for f in fields(base) if f.name in plain and f.default is True]
+    members: dict[str, Any] = {f.name: field(default=plain[f.name], metadata=f.metadata) for f in on}
+    return {
+        **members,
+        "__annotations__": {f.name: bool if isinstance(plain[f.name], bool) else bool | None for f in on},
+    }
 
 
 def _refuse_taken_names(base: type[Any]) -> None:

@@ -27,7 +27,7 @@ def cannot_split(leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None
     for leaf in leaves:
         if is_cache(leaf):
             return "it is given a key-value cache"
-        if is_opaque(leaf) and not (isinstance(leaf, Mapping) and not leaf):
+        if is_opaque(leaf):
             return f"it is given a {type(leaf).__name__}, whose rows are unknown"
     return None
 
@@ -113,6 +113,10 @@ class NoConsistentSplit(Exception):
     """The batch dimensions were not found; the text gives the reason."""
 
 
+class MixedRows(NoConsistentSplit):
+    """Ubatches give other results than the whole batch."""
+
+
 def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], rows: int, other_rows: int) -> BatchDims:
     """The batch dimensions, from the shapes of tensors with `rows` rows and with `other_rows` rows.
 
@@ -137,12 +141,16 @@ def compare_shapes(shapes: Sequence[torch.Size], other: Sequence[torch.Size], ro
     return BatchDims(tuple(dims))
 
 
-def batch_rows(args: Any) -> int | None:
+def batch_rows(args: tuple[tuple[Any, ...], dict[str, Any]]) -> int | None:
     """The number of rows in a model's inputs: the most common size of the first dimension of its tensors.
 
-    Among equally common sizes it is the largest: position ids may have one row for all.
+    Among equally common sizes it is the largest: position ids may have one row for all. Tensors inside containers
+    count only if no argument is a tensor: labels of object detection are a dict per row, with a tensor per object.
     """
-    sizes = Counter(leaf.shape[0] for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    positional, by_name = args
+    own = [value for value in (*positional, *by_name.values()) if isinstance(value, torch.Tensor) and value.dim() > 0]
+    found = own or [leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    sizes = Counter(tensor.shape[0] for tensor in found)
     return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 

@@ -57,10 +57,6 @@ def _computes_in_bf16(device: torch.device) -> bool:
         return bool(check(including_emulation=False) if emulated else check())
 
 
-def _is_of_a_loss(name: str) -> bool:
-    return any(part in name for part in ("label", "target", "future", "weight"))
-
-
 class Precision:
     """The dtype of each weight, buffer and gradient of one model on the device and in transfers."""
 
@@ -100,6 +96,15 @@ class Precision:
             return tensor.dtype
         return self.dtype
 
+    def of_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype:
+        """The dtype on the device of a buffer of `module`.
+
+        As transformers loads a model in 16 bits: frequencies of rotary positions, which are in no checkpoint, stay as
+        they are; other buffers follow the weights.
+        """
+        kept = not is_in_checkpoints(module, name) and ("freq" in name or "Rotary" in type(module).__name__)
+        return buffer.dtype if kept else self.of(buffer)
+
     def of_gradient(self, master: torch.Tensor) -> torch.dtype:
         """The dtype of the gradient of `master` on the host."""
         return torch.bfloat16 if self.gradients == "16bit" and master.dtype == torch.float32 else master.dtype
@@ -108,15 +113,21 @@ class Precision:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of `module`, with floating point cast to the dtype of its weights, except inputs of losses:
-        arguments with "label", "target", "future" or "weight" in their names."""
+        arguments with "label", "target" or "weight" in their names, and with "future", unless the model forecasts
+        from features of the future."""
         if self.dtype is None:
             return args, kwargs
         names = list(inspect.signature(module.forward).parameters)
+        parts = ("label", "target", "weight", *(() if "future_time_features" in names else ("future",)))
+
+        def is_of_a_loss(name: str) -> bool:
+            return any(part in name for part in parts)
+
         cast = [
-            value if number < len(names) and _is_of_a_loss(names[number]) else self._of_input(value)
+            value if number < len(names) and is_of_a_loss(names[number]) else self._of_input(value)
             for number, value in enumerate(args)
         ]
-        return tuple(cast), {k: v if _is_of_a_loss(k) else self._of_input(v) for k, v in kwargs.items()}
+        return tuple(cast), {k: v if is_of_a_loss(k) else self._of_input(v) for k, v in kwargs.items()}
 
     def _of_input(self, value: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, value)
@@ -139,6 +150,7 @@ _HEADS = {
     "cls",
     "logits_proj",
     "lm_loss",
+    "output_projection",
     "vocab_projector",
     "generator_lm_head",
     "discriminator_predictions",
@@ -154,8 +166,12 @@ def let_heads_return_fp32(model: nn.Module, layers: Iterable[nn.Module] = ()) ->
     for module in outside:
         ask: Any = getattr(module, "get_output_embeddings", None)
         output = None if ask is None else ask()
-        if isinstance(output, nn.Module) and output in outside:
+        # FSMT names the embedding that its head is tied to.
+        if isinstance(output, nn.Module) and not isinstance(output, nn.Embedding) and output in outside:
             heads[output] = None
+            before: Any = getattr(module, "lm_head", None)  # a part of the head, which another module follows
+            if before in heads and output not in set(before.modules()):
+                del heads[before]
     return [head.register_forward_hook(_InFp32()) for head in heads]
 
 

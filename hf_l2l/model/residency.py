@@ -54,7 +54,7 @@ def make_resident(model: nn.Module, layers: Iterable[nn.Module], device: torch.d
         warnings.warn(
             f"{option('resident')}='shell' leaves {', '.join(staying)} on the host, which share memory with other "
             "tensors or are no plain parameters: they are uploaded in every step",
-            stacklevel=3,
+            stacklevel=4,
         )
     for p, name in moving.items():
         try:
@@ -93,7 +93,7 @@ def move_back(model: nn.Module) -> list[nn.Parameter]:
                     f"{name} stays on {p.device}, since something still refers to its values, such as the graph of a "
                     f"loss ({error}); let go of that, call model.to('cpu'), and for each optimizer "
                     "optimizer.load_state_dict(optimizer.state_dict()), which moves its state",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
     return moved
 

@@ -161,6 +161,11 @@ def _largest_lists(model: nn.Module) -> list[LayerStack]:
     return []
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Whether `module` has parameters or buffers, or a module below it has."""
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
 def shell_modules(root: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """`root` and the modules below it that are not inside a layer (the shell), each once."""
     inside = set(layers)

@@ -19,6 +19,9 @@ from hf_l2l.model.precision import Precision
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
 
+PARAMETRIZING = ("ParamWrapper",)
+"""Modules that register parametrizations of a weight during their forward: PEFT's adapters of experts."""
+
 
 class Place(NamedTuple):
     """Where a module keeps one parameter: under `name` in its table of parameters."""
@@ -50,6 +53,8 @@ class LayerUnit:
                     self.places.append(Place(each._parameters, name, number))
         self.parameters.extend(numbers)
         self.with_buffers = [each for each in self.modules if each._buffers]
+        self.parametrizes = any(kind.__name__ in PARAMETRIZING for kind in self.classes)
+        """Whether it registers parametrizations during its forward, which sets a weight to itself."""
         self.drawing_modes: set[bool] = set()
         """The values of `module.training` with which it has been seen to draw random numbers."""
         with without_interception():

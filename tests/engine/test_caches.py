@@ -106,10 +106,11 @@ class Inner(nn.Module):
     def __init__(self, seen):
         super().__init__()
         self.seen = seen
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, hidden, use_cache=None):
         self.seen.append(use_cache)
-        return hidden
+        return self.scale * hidden
 
 
 def test_the_option_is_found_by_position_too():

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from families import TOLERANCE, Gradients, gradients, relative_error
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as
-from kernels import WIDTH, Attentive, Stack, dropped
+from kernel_cases import WIDTH, Attentive, Stack, dropped
 from memory_switches import forced_copies, poisoned_releases
 
 FLOAT64 = TOLERANCE[torch.float64]

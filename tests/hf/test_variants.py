@@ -7,7 +7,7 @@ import inspect
 import pickle
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 
 import pytest
@@ -75,6 +75,20 @@ def test_arguments_are_made_once_with_all_fields():
     assert {f.name for f in fields(made)} == {f.name for f in fields(PreferringArguments)} | own
     assert fields(made)[0].name == "output_dir"
     assert make_l2l_arguments(hf.TrainingArguments) is make_l2l_arguments(L2LTrainingArguments) is L2LTrainingArguments
+
+
+def test_activation_checkpointing_is_off_by_default(tmp_path):
+    library = make_dataclass(
+        "Checkpointing",
+        [(CHECKPOINTING, bool, field(default=True)), ("other", bool, True)],
+        bases=(hf.TrainingArguments,),
+    )
+    assert getattr(library(str(tmp_path)), CHECKPOINTING)
+    made = make_l2l_arguments(library)
+    assert not getattr(made(str(tmp_path)), CHECKPOINTING) and made(str(tmp_path)).other
+    assert getattr(made(str(tmp_path), **{CHECKPOINTING: True}), CHECKPOINTING)
+    [args] = hf.HfArgumentParser(made).parse_args_into_dataclasses(["--output_dir", str(tmp_path)])
+    assert not getattr(args, CHECKPOINTING)
 
 
 def test_the_command_line_has_the_options_of_both(tmp_path):

@@ -343,14 +343,16 @@ def test_rows_of_a_batch():
     assert batch_rows(((), {"flag": True, "scale": torch.tensor(1.0), "input_ids": torch.zeros(5, 3)})) == 5
     assert batch_rows(((), {"flag": True})) is None
     assert batch_rows(((), {"position_ids": torch.zeros(1, 3), "input_ids": torch.zeros(5, 3)})) == 5
-    assert batch_rows((torch.zeros(9, 4), torch.zeros(5, 3), torch.zeros(5))) == 5
+    assert batch_rows(((torch.zeros(9, 4), torch.zeros(5, 3), torch.zeros(5)), {})) == 5
+    objects = [{"boxes": torch.zeros(1, 4), "classes": torch.zeros(1)} for _ in range(5)]
+    assert batch_rows(((), {"pixel_values": torch.zeros(5, 3, 8, 8), "labels": objects})) == 5
+    assert batch_rows((({"input_ids": torch.zeros(5, 3)},), {})) == 5
 
 
 def test_what_cannot_be_split():
     assert cannot_split([torch.zeros(1), None, 1, 2.5, "text", torch.float32, len], {"cu_seqlens": None}) is None
     assert cannot_split([torch.zeros(1), hf.DynamicCache()], {}) == "it is given a key-value cache"
     assert cannot_split([SimpleNamespace()], {}) == "it is given a SimpleNamespace, whose rows are unknown"
-    assert cannot_split([UserDict()], {}) is None
     assert cannot_split([UserDict(a=1)], {}) == "it is given a UserDict, whose rows are unknown"
     packed = {"cu_seqlens": torch.tensor([0, 4])}
     assert cannot_split([], packed) == "it is given sequences packed into one (cu_seqlens)"

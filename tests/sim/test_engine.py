@@ -369,8 +369,11 @@ def test_the_trainers_loaders_place_batches_and_nothing_else(tmp_path, streamed)
     state = inner_optimizer(made).state.values()
     assert all(t.device.type == "cpu" for s in state for t in s.values() if isinstance(t, torch.Tensor))
     assert not made.optimizer.device_placement
-    reference = made.accelerator.prepare_model(tiny_bert(), evaluation_mode=True)
-    assert {p.device for p in reference.parameters()} == {SIM}  # which is not run layer to layer
+    other = made.accelerator.prepare_model(tiny_bert())
+    assert {p.device for p in other.parameters()} == {SIM}  # which is not run layer to layer
+    reference = made.accelerator.prepare_model(tiny_bert(), evaluation_mode=True)  # which is
+    assert {p.device.type for p in reference.parameters()} == {"cpu"}
+    detach_l2l(made.model)
 
 
 class StreamedRows(torch.utils.data.IterableDataset):
