@@ -65,10 +65,7 @@ def _without_checkpointing(base: type[Any]) -> dict[str, Any]:
     plain = {f.name: f.default for f in fields(TrainingArguments) if f.name.endswith("_checkpointing")}
     on = [f for f in fields(base) if f.name in plain and f.default is True]
     members: dict[str, Any] = {f.name: field(default=plain[f.name], metadata=f.metadata) for f in on}
-    return {
-        **members,
-        "__annotations__": {f.name: bool if isinstance(plain[f.name], bool) else bool | None for f in on},
-    }
+    return {**members, "__annotations__": {f.name: f.type for f in on}}
 
 
 def _refuse_taken_names(base: type[Any]) -> None:

@@ -78,17 +78,32 @@ def test_arguments_are_made_once_with_all_fields():
 
 
 def test_activation_checkpointing_is_off_by_default(tmp_path):
-    library = make_dataclass(
-        "Checkpointing",
-        [(CHECKPOINTING, bool, field(default=True)), ("other", bool, True)],
-        bases=(hf.TrainingArguments,),
-    )
+    own = [(CHECKPOINTING, bool, field(default=True)), ("other", bool, True)]
+    library = make_dataclass("Checkpointing", own, bases=(hf.TrainingArguments,))
     assert getattr(library(str(tmp_path)), CHECKPOINTING)
     made = make_l2l_arguments(library)
     assert not getattr(made(str(tmp_path)), CHECKPOINTING) and made(str(tmp_path)).other
     assert getattr(made(str(tmp_path), **{CHECKPOINTING: True}), CHECKPOINTING)
     [args] = hf.HfArgumentParser(made).parse_args_into_dataclasses(["--output_dir", str(tmp_path)])
     assert not getattr(args, CHECKPOINTING)
+
+
+def test_cmp_with_arguments_that_ask_for_autocast_by_default(tmp_path):
+    """As TRL's: None stands for True."""
+
+    @dataclass
+    class Automatic(hf.TrainingArguments):
+        bf16: bool | None = None
+
+        def __post_init__(self):
+            self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+            super().__post_init__()
+
+    made = make_l2l_arguments(Automatic)
+    assert made(str(tmp_path), use_cpu=True).bf16 is True
+    assert made(str(tmp_path), use_cpu=True, cmp="bf16").bf16 is False
+    with pytest.raises(ValueError, match="leave out bf16"):
+        made(str(tmp_path), use_cpu=True, cmp="bf16", bf16=True)
 
 
 def test_the_command_line_has_the_options_of_both(tmp_path):
