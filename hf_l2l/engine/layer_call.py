@@ -25,6 +25,7 @@ from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.model.kept_state import KeptState, is_in_container, kept_as_it_was
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
@@ -54,6 +55,10 @@ class LayerCall:
     """The layer that is uploaded while this one computes in the backward sweep."""
     in_graph: bool = False
     """True if a backward can reach this call."""
+    is_trial: bool = False
+    """True while the layer runs to find something out about it."""
+    left: KeptState | None = None
+    """What a run has left in attributes of the layer, until it is known whether that matters."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Its tensor arguments in the stash, which live as long as its graph."""
     split: Split | None = None
@@ -123,7 +128,7 @@ class LayerCall:
         for position, tensor in zip(self.tensor_positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with CapturedOutputs(self.captured_keys) as captured:
+        with CapturedOutputs(self.captured_keys) as captured, self._state_as_found():
             output = self.forward(*args, **kwargs)
         self.captured_keys = captured.keys
         outputs, self.output_spec = flatten((output, captured.taken))
@@ -157,6 +162,7 @@ class LayerCall:
             compute_state.rng_state_kept(self.device),
             self.autocast.entered(),
             weights.placed(keep_buffers=False),
+            self._as_trial(),
         ):
             before = compute_state.get_rng_state(self.device)
             with _WithoutDropout():
@@ -166,6 +172,56 @@ class LayerCall:
             del outputs
             with _evaluating(self.layer):
                 return self.execute([t.clone() for t in tensors])
+
+    @contextmanager
+    def _as_trial(self) -> Iterator[None]:
+        self.is_trial = True
+        try:
+            yield
+        finally:
+            self.is_trial = False
+
+    @contextmanager
+    def _state_as_found(self) -> Iterator[None]:
+        """Inside, the layer runs. If it trains, or tries something out, its attributes have their values back then, so
+        that all runs of one call begin alike."""
+        if self.is_trial or (self.in_graph and self.unit.scratch is None):
+            state = KeptState(self.unit.modules)
+            try:
+                yield
+            finally:
+                self.unit.written = state.changed()
+                self.left = KeptState(self.unit.modules) if self.unit.written else None
+                state.put_back()
+        elif self.in_graph and self.unit.scratch:
+            with kept_as_it_was(self.unit.scratch):
+                yield
+        else:
+            yield
+
+    def learn_scratch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Find out which attributes its first forward that trains has written tensors to.
+
+        Raises:
+            ValueError: if the layer would read them in its next call, or keeps them where another layer could.
+        """
+        written, left, self.unit.scratch = self.unit.written, self.left, []
+        if left is None:
+            return
+        is_read = any(is_in_container(module, name) for module, name in written)
+        if not is_read:
+            rows = self.input_rows(tensors, self.ubatches[-1])  # what it has left is of these rows
+            before, found = KeptState(self.unit.modules), self.execute_once(rows)
+            left.put_back()
+            is_read = not all(map(torch.equal, found, self.execute_once(rows)))
+            before.put_back()
+        if is_read:
+            raise ValueError(
+                "a layer that trains must not keep tensors for a later call, since its recompute would find others, "
+                f"and they would get no gradient (a {type(self.layer).__name__} keeps "
+                f"{', '.join(f'{type(m).__name__}.{name}' for m, name in written)}); train this model without L2L"
+            )
+        self.unit.scratch = written
 
     @contextmanager
     def refusing_writes_to_arguments(self) -> Iterator[None]:

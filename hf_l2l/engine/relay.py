@@ -252,8 +252,12 @@ class Relay:
             self.eps.timeline.computes("forward", call.unit.module),
         ):
             if for_backward and not as_recomputed:
-                return self._forward_that_may_draw(call, tensors, weights)
-            return forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
+                outputs = self._forward_that_may_draw(call, tensors, weights)
+            else:
+                outputs = forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
+        if for_backward and call.unit.scratch is None:
+            call.learn_scratch(tensors)
+        return outputs
 
     def _forward_that_may_draw(self, call: LayerCall, tensors: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:
         """The forward of a layer that has drawn no random numbers so far: under `no_grad`, which takes the least time.

@@ -95,11 +95,12 @@ class Splitter:
                 self._warn_once(layer, reason)
             return None
         inside = tuple([type(each.module) for each in root.enclosing])
-        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside
+        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside, root.makes_graph
         if key not in self._known:
             try:
                 _refuse_batch_statistics(layer)
                 self._known[key] = self._learn(root, spec, tensors, execute)
+                _refuse_kept_state([] if root.makes_graph else unit.written)
             except NoConsistentSplit as error:
                 self._known[key] = None
                 self._warn_once(layer, str(error))
@@ -243,6 +244,13 @@ def _refuse_batch_statistics(layer: nn.Module) -> None:
     for module in layer.modules():
         if mixes_rows(module) and module.training:
             raise NoConsistentSplit(f"it normalizes over the rows of the batch (a {type(module).__name__})")
+
+
+def _refuse_kept_state(written: list[tuple[nn.Module, str]]) -> None:
+    """Raise NoConsistentSplit for a layer that keeps tensors between calls, as some do for generation."""
+    if written:
+        names = ", ".join(f"{type(module).__name__}.{name}" for module, name in written)
+        raise NoConsistentSplit(f"it keeps tensors of all rows from one call to the next ({names})")
 
 
 @contextmanager

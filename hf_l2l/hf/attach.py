@@ -25,7 +25,7 @@ from hf_l2l.config import EAGER_FP16, L2LConfig, option
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
-from hf_l2l.hf.hooks import CallWatch, L2LHook
+from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook
 from hf_l2l.hf.preparation import (
     make_masters_fp32,
     move_to_host,
@@ -245,8 +245,8 @@ def detach_l2l(model: nn.Module) -> nn.Module:
     for module in dict.fromkeys([*attached.hooked, *later]):
         remove_hook_from_module(module)
         # Restored attributes that equal the methods of the class are removed.
-        for name in ("forward", "_apply", "__getstate__"):
-            if module.__dict__.get(name) == getattr(type(module), name).__get__(module):
+        for name in ("forward", *REPLACED):
+            if name in module.__dict__ and module.__dict__[name] == getattr(type(module), name).__get__(module):
                 del module.__dict__[name]
         if "forward" not in module.__dict__:
             module.__dict__.pop("_original_forward", None)  # left by accelerate's autocast wrapper

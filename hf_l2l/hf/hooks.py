@@ -7,6 +7,7 @@ it; on any other module to the shell, which brings the non-layer modules to the 
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.engine.shell import Shell
 from hf_l2l.runtime import stream
+
+REPLACED = ("_apply", "__getstate__", "generate")
+"""Methods of a module, besides its forward, that something else stands in for while it is attached."""
 
 
 class Runner(Protocol):
@@ -56,7 +60,7 @@ class _PlainState(Replacement):
     model was attached. Accelerate's own forward cannot be pickled, and hooks refer to locks and threads."""
 
     __slots__ = ()
-    left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__")
+    left_out = ("_hf_hook", "_old_forward", "_original_forward", "forward", *REPLACED)
 
     def __call__(self) -> Any:
         state = self.original()
@@ -68,6 +72,17 @@ class _PlainState(Replacement):
         if forward != bound_method(module, "forward"):  # the instance had a forward of its own
             plain["forward"] = forward
         return plain
+
+
+class _Generate(Replacement):
+    """Stands in for `generate`, which would warn that inputs on the execution device are not on the model's."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"You are calling \.generate\(\) with the `input_ids` being on a device")
+            return self.original(*args, **kwargs)
 
 
 class L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
@@ -83,12 +98,15 @@ class L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
             replaced._old_forward = _Forward(module, replaced._old_forward, self.runner)
             replaced._apply = _MoveGuard(module, replaced._apply, self.device)
             replaced.__getstate__ = _PlainState(module, replaced.__getstate__)
+            if callable(getattr(type(module), "generate", None)):
+                replaced.generate = _Generate(module, replaced.generate)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         replaced: Any = module
-        for name in ("_old_forward", "_apply", "__getstate__"):
-            setattr(replaced, name, getattr(replaced, name).original)
+        for name in ("_old_forward", *REPLACED):
+            if isinstance(getattr(replaced, name, None), Replacement):
+                setattr(replaced, name, getattr(replaced, name).original)
         return module
 
 

@@ -116,8 +116,8 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     def __post_init__(self) -> None:
         refuse_conflicts(self)  # before the base class acts on them
         l2l_config(self)
-        if own_option(self, "cmp") is not None and self.bf16 is None:  # TRL's arguments take that for True
-            self.bf16 = False
+        if own_option(self, "cmp") is not None and getattr(self, "bf16", None) is None:
+            self.bf16 = False  # TRL's arguments take None for True
         super().__post_init__()
         refuse_conflicts(self)  # the base class derives some of them from others
 

@@ -376,6 +376,18 @@ def test_the_trainers_loaders_place_batches_and_nothing_else(tmp_path, streamed)
     detach_l2l(made.model)
 
 
+def test_generation_with_inputs_on_the_device_warns_of_nothing():
+    """Trainers generate from batches that are there; `model.device` is that of the masters."""
+    model = gpt2()
+    ids = torch.randint(5, 60, (2, 4))
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    attach_l2l(model)
+    assert torch.equal(model.generate(ids.to("sim"), max_new_tokens=3, do_sample=False).cpu(), expected)
+    copy.deepcopy(model)
+    detach_l2l(model)
+    assert "generate" not in vars(model)
+
+
 class StreamedRows(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(rows(20))
