@@ -29,6 +29,7 @@ from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook
 from hf_l2l.hf.preparation import (
     make_masters_fp32,
     move_to_host,
+    refuse_own_backwards,
     refuse_placed,
     refuse_wrapped,
     turn_off_activation_checkpointing,
@@ -150,6 +151,7 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
             option("layer_classes"),
         )
     device = stream.execution_device(config.device)
+    refuse_own_backwards([layer for stack in stacks for layer in stack.layers], device)
     # Before the model changes, since these raise for a dtype that the device, or the kind of update, does not support.
     dtype = computing_dtype(config.cmp, device)
     loss_scale = _loss_scale(config, dtype) if trains else None

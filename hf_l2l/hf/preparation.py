@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,6 +73,19 @@ def refuse_wrapped(model: nn.Module) -> None:
             continue
         where = f" at {path!r}" if path else ""
         raise ValueError(f"L2L runs the layers of the model itself, without a wrapper (got a {name}{where}); {remedy}")
+
+
+def refuse_own_backwards(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Raise ValueError for layers that compute their backward themselves, on a device that is not the host.
+
+    Reformer's reversible layers run their parts in a backward of their own, where no device copies are in place.
+    """
+    own = next((layer for layer in layers if callable(getattr(layer, "backward_pass", None))), None)
+    if own is not None and not stream.shares_host_memory(device):
+        raise ValueError(
+            f"a layer under L2L must leave its backward to torch (a {type(own).__name__} has a backward_pass of its "
+            f"own, which cannot run on {device}); train this model without L2L, or on the CPU"
+        )
 
 
 def is_placed(model: nn.Module, device: torch.device) -> bool:

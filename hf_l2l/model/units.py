@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -91,11 +91,10 @@ class LayerUnit:
         return bool(self.trained)
 
     def has_its_parameters(self) -> bool:
-        """Whether the module of a layer still has the parameters that it had, whatever submodules hold them."""
+        """Whether the module of a layer still has the parameters that it had, wherever in it and in any order."""
         if self._has_its_tables():
             return True
-        now = list(self.module.parameters())
-        return len(now) == len(self.parameters) and all(map(is_, now, self.parameters))
+        return {*map(id, self.module.parameters())} == {*map(id, self.parameters)}
 
     def _has_its_tables(self) -> bool:
         tables = self._tables

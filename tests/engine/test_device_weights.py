@@ -206,3 +206,46 @@ def test_training_after_evaluation_in_inference_mode(options, copies):
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, evaluated)
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
+
+
+class ParamWrapper(nn.Module):
+    """Adds to a weight while it runs, by a parametrization, as PEFT's adapters of experts do."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.delta = nn.Parameter(torch.full_like(base.weight, 0.5))
+
+    def forward(self, x):
+        nn.utils.parametrize.register_parametrization(self.base, "weight", _Sum(self.delta))
+        try:
+            return x + self.base(x).tanh()
+        finally:
+            nn.utils.parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class _Sum(nn.Module):
+    def __init__(self, delta: torch.Tensor):
+        super().__init__()
+        self.delta = [delta]  # no parameter of this module
+
+    def forward(self, weight):
+        return weight + self.delta[0]
+
+
+def test_a_weight_is_parametrized_while_its_layer_runs(copies):
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*[ParamWrapper(nn.Linear(4, 4)) for _ in range(2)]).double()
+    model = nn.ModuleDict({"blocks": blocks})
+    for wrapper in blocks:
+        wrapper.base.requires_grad_(False)
+    plain = copy.deepcopy(blocks)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    plain(x).sum().backward()
+    attach_l2l(model, L2LConfig(layer_classes=("ParamWrapper",)))
+    for _ in range(2):
+        blocks.zero_grad()
+        blocks(x).sum().backward()
+        assert_same_bits(gradients(blocks), gradients(plain))
+        assert all(isinstance(wrapper._modules["base"].weight, nn.Parameter) for wrapper in blocks)
+        assert all("weight" not in vars(wrapper.base) for wrapper in blocks)

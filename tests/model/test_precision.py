@@ -17,7 +17,7 @@ from torch import nn
 from families import FAMILIES, batch_for, bert, gpt2, t5, vit
 from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.hf.preparation import make_masters_fp32
-from hf_l2l.model.precision import computing_dtype, let_heads_return_fp32
+from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
@@ -461,3 +461,71 @@ def test_a_scale_never_becomes_nothing():
     for _ in range(2000):
         scale.vote(finite=False)
     assert scale.value > 0
+
+
+class RotaryPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_cached", torch.ones(3), persistent=False)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(3), persistent=False)
+        self.register_buffer("sinusoids", torch.ones(3), persistent=False)
+        self.register_buffer("saved_freq", torch.ones(3))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+
+
+def test_buffers_follow_the_weights_but_for_rotary_frequencies():
+    positions, rotary = Positions(), RotaryPositions()
+    precision = Precision(nn.ModuleList([positions, rotary]), torch.bfloat16)
+    found = {name: precision.of_buffer(positions, name, buffer) for name, buffer in positions.named_buffers()}
+    assert found == {
+        "inv_freq": torch.float32,
+        "sinusoids": torch.bfloat16,
+        "saved_freq": torch.bfloat16,
+        "mask": torch.bool,
+    }
+    assert precision.of_buffer(rotary, "cos_cached", rotary.cos_cached) == torch.float32
+
+
+def test_inputs_of_a_model_that_forecasts_are_all_in_16_bits():
+    class Forecasting(nn.Module):
+        def forward(self, past_values: Any, future_values: Any, future_time_features: Any) -> None: ...
+
+    class Labelled(nn.Module):
+        def forward(self, past_values: Any, future_values: Any) -> None: ...
+
+    value = torch.ones(2)
+    for model, expected in ((Forecasting(), torch.bfloat16), (Labelled(), torch.float32)):
+        _, kwargs = Precision(model, torch.bfloat16).of_inputs(
+            model, (), {"past_values": value, "future_values": value}
+        )
+        assert (kwargs["past_values"].dtype, kwargs["future_values"].dtype) == (torch.bfloat16, expected)
+
+
+class TwoPartHead(nn.Module):
+    """Its `lm_head` is followed by the module that computes the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.lm_head, self.decoder = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.decoder(self.lm_head(x)).square().mean()
+
+
+def test_only_the_last_part_of_a_head_returns_fp32():
+    model = TwoPartHead()
+    heads = let_heads_return_fp32(model)
+    assert not model.lm_head._forward_hooks and model.decoder._forward_hooks
+    for handle in heads:
+        handle.remove()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_l2l import L2LCallback, L2LConfig, L2LTrainingArguments, detach_l2l, make_l2l_trainer
+from hf_l2l import L2LCallback, L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, make_l2l_trainer
 from hf_l2l.hf.attach import attachment_of
 from training import arguments, assert_same_run, rows, tiny_bert
 
@@ -84,3 +84,22 @@ def test_a_made_trainer_is_the_trainer(tmp_path):
             super().__init__(model, args, train_dataset=train_dataset)
 
     assert_same_run(run(make_l2l_trainer(Own), "made"), run(Mine, "own"))
+
+
+def test_layers_with_a_backward_of_their_own_are_refused():
+    config = hf.ReformerConfig(
+        attn_layers=["local", "local"],
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_head_size=8,
+        feed_forward_size=24,
+        vocab_size=60,
+        axial_pos_embds=False,
+        local_attn_chunk_length=4,
+        max_position_embeddings=16,
+        is_decoder=True,
+    )
+    model = hf.ReformerModelWithLMHead(config)
+    with pytest.raises(ValueError, match="a ReformerLayer has a backward_pass of its own, which cannot run on sim"):
+        attach_l2l(model)
+    attach_l2l(model, L2LConfig(device="cpu"))
