@@ -18,7 +18,7 @@ from accelerate.hooks import remove_hook_from_submodules
 
 import run_glue_l2l
 from glue_script import needs_datasets, needs_demo_model
-from hf_l2l import L2LConfig, L2LTrainingArguments
+from hf_l2l import L2LArgumentsMixin, L2LConfig, L2LTrainingArguments
 from hf_l2l.glue.options import ScriptArguments
 from option_table import option_table, table_in
 from training import rows, tiny_bert
@@ -106,7 +106,7 @@ def test_the_options_are_all_in_the_table():
     in_both = [row for row in rows if row[1] not in of_the_trainer]
     assert [row[0].strip("`") for row in in_both] == [field.name for field in dataclasses.fields(L2LConfig)]
     arguments = {row[1].strip("`") for row in rows} - {"from the Trainer"}
-    assert arguments == set(L2LTrainingArguments.__annotations__)
+    assert arguments == set(L2LArgumentsMixin.__annotations__)
 
 
 def test_what_the_paper_table_names_is_there():
