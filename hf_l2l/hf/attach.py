@@ -34,11 +34,11 @@ from hf_l2l.hf.preparation import (
     refuse_wrapped,
     turn_off_activation_checkpointing,
     warn_of_short_masters,
+    with_progress_bar,
 )
-from hf_l2l.hf.progress import with_progress_bar
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.residency import make_resident, move_back, state_follows
-from hf_l2l.model.stacks import LayerStack, find_stacks, has_weights, shell_modules
+from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
@@ -61,9 +61,33 @@ class Attachment:
     handles: list[RemovableHandle]
     companions: list[nn.Module] = field(default_factory=list)
     """Models attached for inference, which are detached together with this one."""
+    members: dict[str, list[nn.Module]] = field(default_factory=dict)
+    """What is in the container of each stack, by its path."""
+
+    def changed_stack(self) -> str | None:
+        """The path of a stack whose layers have been added, dropped or swapped since; None if there is none."""
+        return next((path for path, before in self.members.items() if _members(self.root, path) != before), None)
+
+    def refuse_changed_layers(self) -> None:
+        """Raise ValueError if layers have been added, dropped or swapped."""
+        path = self.changed_stack()
+        if path is not None:
+            raise ValueError(
+                "a model under L2L must have the layers that it was attached with (layers were added, dropped or "
+                f"swapped at {path!r}); call hf_l2l.detach_l2l(model) before that, then attach_l2l, and wrap the "
+                "optimizer again: it keeps the state of the parameters that stay"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _members(root: nn.Module, path: str) -> list[nn.Module]:
+    try:
+        container = root.get_submodule(path)
+    except AttributeError:  # it is gone
+        return []
+    return list(container.children()) if isinstance(container, CONTAINERS) else []
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
@@ -213,8 +237,11 @@ def _attach(
         add_hook_to_module(module, L2LHook(shell, device))
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
-    handles = [*CallWatch(shell).handles(model), *(let_heads_return_fp32(model, layers) if precision.is_mixed else ())]
-    setattr(model, _ATTRIBUTE, Attachment(model, config, device, stacks, eps, [*outside, *layers], handles))
+    members = {stack.path: _members(model, stack.path) for stack in stacks}
+    attached = Attachment(model, config, device, stacks, eps, [*outside, *layers], [], members=members)
+    attached.handles += CallWatch(shell, attached.refuse_changed_layers).handles(model)
+    attached.handles += let_heads_return_fp32(model, layers) if precision.is_mixed else ()
+    setattr(model, _ATTRIBUTE, attached)
     return eps
 
 

@@ -105,8 +105,8 @@ class L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
     def detach_hook(self, module: nn.Module) -> nn.Module:
         replaced: Any = module
         for name in ("_old_forward", *REPLACED):
-            if isinstance(getattr(replaced, name, None), Replacement):
-                setattr(replaced, name, getattr(replaced, name).original)
+            if isinstance(vars(replaced).get(name), Replacement):  # not of a module that it forwards attributes of
+                setattr(replaced, name, vars(replaced)[name].original)
         return module
 
 
@@ -141,11 +141,12 @@ class _MoveGuard(Replacement):
 
 
 class CallWatch:
-    """Hooks around the calls of an attached model, which tell the shell where the program is. A copy or pickle of it
-    does nothing."""
+    """Hooks around the calls of an attached model, which check it, and tell the shell where the program is. A copy or
+    pickle of it does nothing."""
 
-    def __init__(self, shell: Shell | None) -> None:
+    def __init__(self, shell: Shell | None, check: Callable[[], None] | None = None) -> None:
         self.shell = shell
+        self.check = check
 
     def handles(self, model: nn.Module) -> list[RemovableHandle]:
         """Watch `model`; returns what ends that."""
@@ -155,7 +156,8 @@ class CallWatch:
         ]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if self.shell is not None:
+        if self.shell is not None and self.check is not None:
+            self.check()
             self.shell.outer = module
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checks whether a model can run layer to layer, and prepares it: place, dtype, checkpointing."""
+"""Checks whether a model can run layer to layer, and prepares it: place, dtype, checkpointing; shows how that goes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from accelerate.hooks import ModelHook
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from tqdm.auto import tqdm
 
 from hf_l2l.compat import is_compiled
 from hf_l2l.runtime import stream
@@ -192,3 +193,18 @@ def warn_of_accumulation(args: Any, ubatch_size: int | None) -> None:
         "gradient_accumulation_steps=1 is the same step and moves them twice",
         stacklevel=stacklevel_of_the_caller(),
     )
+
+
+T = TypeVar("T")
+_SHOW_AFTER_S = 5
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm ships no types
+    """tqdm without the thread that redraws bars which have not moved for long."""
+
+    monitor_interval = 0
+
+
+def with_progress_bar(units: Sequence[T], what: str) -> Iterator[T]:
+    """Go through units of work, with a bar called `what` once it has taken more than 5 seconds."""
+    yield from _Bar(units, desc=what, delay=_SHOW_AFTER_S, leave=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,16 @@ from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.hf.attach import attach_companion, attach_with_losses, attachment_of, check_attachable
+from hf_l2l.hf.attach import (
+    Attachment,
+    attach_with_losses,
+    attachment_of,
+    check_attachable,
+    detach_l2l,
+)
 from hf_l2l.hf.checkpoints import last_complete, load_generator, save_generator, set_aside_interrupted
+from hf_l2l.hf.placement import leave_models_where_they_are
 from hf_l2l.hf.preparation import (
-    is_placed,
     losses_that_train,
     move_to_host,
     refuse_several_devices,
@@ -133,6 +138,9 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         """Attach L2L to the current model: `model_init` and hyper-parameter search create new ones."""
         if not self._streams():
             return None
+        attached = attachment_of(self.model)
+        if attached is not None and attached.changed_stack() is not None:
+            return self._attach_anew(attached)
         # sentence-transformers' losses may have parameters, as the classifier of SoftmaxLoss.
         losses = losses_that_train(getattr(self, "loss", None), self.model)
         eps = attach_with_losses(self.model, losses, self._l2l_config())
@@ -141,13 +149,20 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         attachment.companions = self._companions
         return eps
 
-    @options_of_the_trainer()
-    def _attach_companion(self, model: nn.Module) -> None:
-        """Attach a model that runs for inference only, unless it has no layers, or is on the device already."""
-        has_layers = bool(find_stacks(model, l2l_config(self.args).layer_classes))
-        if has_layers and attachment_of(model) is None and not is_placed(model, self.args.device):
-            attach_companion(model, self._l2l_config())
-            self._companions.append(model)
+    def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
+        """Attach again a model whose layers a callback has added, dropped or swapped. State of the optimizer stays."""
+        logger.info(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
+        attached.companions, scale = [], attached.eps.loss_scale
+        detach_l2l(self.model)
+        eps = self._attach()
+        if eps is not None and self.optimizer is not None:
+            eps.wrap(self.optimizer)
+            if scale is not None and eps.loss_scale is not None:
+                eps.loss_scale.load_state_dict(scale.state_dict())
+                self.accelerator.scaler = eps.scaler
+            if self._logs_times:
+                eps.timeline.watch()
+        return eps
 
     @property
     def _logs_times(self) -> bool:
@@ -200,25 +215,7 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         if isinstance(self.model, nn.Module):  # None if `call_model_init` creates the model
             self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
-        # Weak references: in a cycle, processes of data loaders would end only when garbage is collected, and slowly.
-        own, accelerator, kind = weakref.ref(self), weakref.proxy(self.accelerator), type(self.accelerator)
-
-        def model_where_it_is(
-            model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-        ) -> Any:
-            trainer = own()
-            if evaluation_mode and trainer is not None and model is not trainer.model:  # e.g. a reference model
-                trainer._attach_companion(model)
-            placed = device_placement if attachment_of(model) is None else False
-            return kind.prepare_model(accelerator, model, device_placement=placed, evaluation_mode=evaluation_mode)
-
-        def optimizer_where_it_is(optimizer: Any, device_placement: bool | None = None) -> Any:
-            trainer = own()
-            placed = device_placement if trainer is None or attachment_of(trainer.model) is None else False
-            return kind.prepare_optimizer(accelerator, optimizer, device_placement=placed)
-
-        self.accelerator.prepare_model = model_where_it_is
-        self.accelerator.prepare_optimizer = optimizer_where_it_is
+        leave_models_where_they_are(self, self._l2l_config, self._companions)
 
     @options_of_the_trainer()
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +292,9 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         else:
             self._tokens = None
         attached = attachment_of(self.model)
+        if attached is not None and attached.changed_stack() is not None:
+            self._attach()
+            attached = attachment_of(self.model)
         if attached is not None:
             attached.eps.updates.steps = self.state.global_step  # for the text of errors
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)

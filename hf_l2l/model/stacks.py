@@ -112,7 +112,7 @@ def _stacks(found: Iterable[tuple[str, nn.Module]]) -> list[LayerStack]:
     return [LayerStack(path, tuple(dict.fromkeys(layers))) for path, layers in stacks.items()]
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def _members_named(model: nn.Module, names: set[str], *, anywhere: bool) -> list[tuple[str, nn.Module]]:
@@ -132,7 +132,7 @@ def _members_named(model: nn.Module, names: set[str], *, anywhere: bool) -> list
         above = [path.rpartition(".")[0]]
         while above[-1]:
             above.append(above[-1].rpartition(".")[0])
-        container = next((each for each in above if isinstance(modules[each], _CONTAINERS)), None)
+        container = next((each for each in above if isinstance(modules[each], CONTAINERS)), None)
         # A member of a container, or inside a layer that is one, as the parts of Zamba's hybrid layers.
         if container is not None and all(named(modules[each]) for each in above[: above.index(container)]):
             found.append((container, module))
@@ -152,7 +152,7 @@ def _largest_lists(model: nn.Module) -> list[LayerStack]:
     for path, module in model.named_modules():
         members = list(module) if isinstance(module, nn.ModuleList) else []
         kinds = {type(member) for member in members}
-        if len(members) > 1 and len(kinds) == 1 and not kinds & {*_CONTAINERS}:
+        if len(members) > 1 and len(kinds) == 1 and not kinds & {*CONTAINERS}:
             lists.setdefault(kinds.pop(), []).extend((path, member) for member in members)
     whole = parameter_bytes([model])
     for found in lists.values():  # outer ones first

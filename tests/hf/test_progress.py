@@ -9,8 +9,8 @@ import pytest
 import torch
 import tqdm.std
 
-from hf_l2l.hf import progress
-from hf_l2l.hf.progress import with_progress_bar
+from hf_l2l.hf import preparation
+from hf_l2l.hf.preparation import with_progress_bar
 
 UNITS = [[torch.empty(0)] for _ in range(8)]
 
@@ -24,16 +24,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[progress._Bar]:
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[preparation._Bar]:
     """The bars that are made."""
-    made: list[progress._Bar] = []
+    made: list[preparation._Bar] = []
 
-    class Bar(progress._Bar):
+    class Bar(preparation._Bar):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(progress, "_Bar", Bar)
+    monkeypatch.setattr(preparation, "_Bar", Bar)
     return made
 
 
