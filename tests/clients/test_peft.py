@@ -1,0 +1,157 @@
+"""Adapters of PEFT are trained layer to layer as by themselves, and of what is frozen only weights travel."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("peft", reason="`make test-clients` has it")
+
+import peft
+import torch
+from torch import nn
+
+from client_models import bert, llama
+from clients import UBATCHES, assert_same_bits, on_sim
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.testing import Costs, virtual_clock
+
+DEVICE = "sim" if on_sim() else "cpu"
+MODELS: dict[str, Callable[[], nn.Module]] = {"CAUSAL_LM": llama, "SEQ_CLS": bert}
+TARGETS = {"CAUSAL_LM": ["q_proj", "v_proj", "down_proj"], "SEQ_CLS": ["query", "value", "output.dense"]}
+HEAD = {"CAUSAL_LM": "lm_head", "SEQ_CLS": "classifier"}
+SHELL = {"CAUSAL_LM": "embed_tokens", "SEQ_CLS": "pooler"}
+
+ADAPTERS: dict[str, Callable[[str], peft.PeftConfig]] = {
+    "lora": lambda task: peft.LoraConfig(r=4, target_modules="all-linear", task_type=task),
+    "lora with dropout": lambda task: peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=TARGETS[task]),
+    "dora": lambda task: peft.LoraConfig(r=4, use_dora=True, target_modules="all-linear", task_type=task),
+    "ia3": lambda task: peft.IA3Config(
+        target_modules=TARGETS[task], feedforward_modules=TARGETS[task][-1:], task_type=task
+    ),
+    "vera": lambda task: peft.VeraConfig(r=4, target_modules=TARGETS[task][:2], task_type=task),
+    "prompt": lambda task: peft.PromptTuningConfig(num_virtual_tokens=3, task_type=task),
+    "prefix": lambda task: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type=task),
+    "head as well": lambda task: peft.LoraConfig(
+        r=4, target_modules=TARGETS[task], modules_to_save=[HEAD[task]], task_type=task
+    ),
+    "more of the shell": lambda task: peft.LoraConfig(
+        r=4, target_modules=TARGETS[task], modules_to_save=[SHELL[task]], task_type=task
+    ),
+}
+every_adapter = pytest.mark.parametrize("adapter", ADAPTERS)
+every_task = pytest.mark.parametrize("task", MODELS)
+
+
+def adapted(adapter: str, task: str) -> nn.Module:
+    """A model with adapters of which none is zero, so that every one of them gets a gradient."""
+    config = ADAPTERS[adapter](task)
+    config.task_type = None if adapter == "lora with dropout" else task
+    torch.manual_seed(2)
+    model = peft.get_peft_model(MODELS[task](), config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad and not p.any():
+                p.normal_(std=0.1)
+    return model.train()
+
+
+def batch(task: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(10, 40, (8, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[::3, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids if task == "CAUSAL_LM" else ids[:, 0] % 2}
+
+
+def backward(model: nn.Module, task: str) -> float:
+    torch.manual_seed(11)
+    if on_sim():
+        torch.sim.manual_seed(11)  # it draws the numbers of the host's generator
+    loss = model(**batch(task)).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("ubatch_size", UBATCHES)
+@every_task
+@every_adapter
+def test_gradients_of_adapters(adapter, task, ubatch_size):
+    plain = adapted(adapter, task)
+    model = copy.deepcopy(plain)
+    expected = backward(plain, task)
+    attach_l2l(model, L2LConfig(device=DEVICE, ubatch_size=ubatch_size, stash="host"))
+    found = backward(model, task)
+    assert gradients(model).keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert gradients(model).keys() == gradients(plain).keys()
+    if ubatch_size is None:
+        assert found == expected
+        assert_same_bits(gradients(model), gradients(plain))
+    elif adapter != "lora with dropout":  # masks are drawn in another order
+        assert math.isclose(found, expected, rel_tol=1e-6)
+        for name, gradient in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.skipif(not on_sim(), reason="counts what the simulated accelerator copies")
+@pytest.mark.parametrize("ubatch_size", UBATCHES)
+@every_task
+@every_adapter
+def test_only_gradients_of_adapters_are_downloaded(adapter, task, ubatch_size):
+    model = adapted(adapter, task)
+    eps = attach_l2l(model, L2LConfig(device=DEVICE, ubatch_size=ubatch_size))
+    eps.wrap(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    backward(model, task)  # what is learnt in the first step is read, too
+    model.zero_grad()
+    with virtual_clock(Costs(link_bytes_per_s=1.0, flop_per_s=math.inf, host_bytes_per_s=math.inf)) as clock:
+        backward(model, task)
+        eps.synchronize()
+    downloaded = sum(task.end - task.start for task in clock.tasks if task.lane == "download")  # a byte takes a second
+    trained = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
+    norms = 4 * len(trained)
+    in_layers = [-(-size // 256) * 256 if "layer" in name else size for name, size in trained.items()]
+    assert downloaded == sum(in_layers) + norms  # those of a layer in one copy, where each begins at a multiple of 256
+
+
+# ---- what users do with adapters
+
+
+@every_task
+def test_adapters_are_trained_saved_and_merged(task, tmp_path):
+    """AdamW, several steps; `merge_and_unload` after L2L is detached."""
+    weights = []
+    for attached in (False, True):
+        model = adapted("lora", task)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if attached:
+            attach_l2l(model, L2LConfig(device=DEVICE, stash="host")).wrap(optimizer)
+        for _ in range(3):
+            backward(model, task)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(tmp_path / str(attached))
+        loaded = peft.PeftModel.from_pretrained(MODELS[task](), tmp_path / str(attached))
+        weights.append([loaded.state_dict(), detach_l2l(model).merge_and_unload().state_dict()])
+    for found, expected in zip(*reversed(weights), strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_adapters_are_switched_off_and_on_while_attached():
+    """As DPO without a reference model does."""
+    model = adapted("lora", "CAUSAL_LM").eval()
+    inputs = batch("CAUSAL_LM")
+    with torch.no_grad():
+        with model.disable_adapter():
+            without = model(**inputs).logits
+        expected = model(**inputs).logits
+        attach_l2l(model, L2LConfig(device=DEVICE))
+        with model.disable_adapter():
+            assert torch.equal(model(**inputs).logits.cpu(), without)
+        assert torch.equal(model(**inputs).logits.cpu(), expected)
+    assert not torch.equal(without, expected)

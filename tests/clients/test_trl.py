@@ -1,0 +1,243 @@
+"""TRL's trainers run layer to layer as they do by themselves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="`make test-clients` has it")
+
+import torch
+import transformers as hf
+from datasets import Dataset
+from peft import LoraConfig
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from client_models import llama, saved, sentence, tokenizer
+from clients import UBATCHES, assert_same_bits, check_trainer, on_sim, options, run, start_again
+from hf_l2l import detach_l2l, make_l2l_arguments, make_l2l_trainer
+from hf_l2l.hf.attach import attachment_of
+
+FP32 = {"dtype": "float32"}
+ubatches = pytest.mark.parametrize("ubatch_size", UBATCHES)
+
+
+def said(role: str, draws: random.Random) -> list[dict[str, str]]:
+    return [{"role": role, "content": sentence(draws)}]
+
+
+def data(kind: str) -> Dataset:
+    """Rows of random words, of one of the kinds that TRL trains on."""
+    draws = random.Random(1)
+    rows: list[dict[str, Any]] = []
+    for i in range(32):
+        asked, good, bad = said("user", draws), said("assistant", draws), said("assistant", draws)
+        rows.append(
+            {
+                "prose": {"text": good[0]["content"]},
+                "chat": {"messages": asked + good},
+                "preference": {"prompt": asked, "chosen": good, "rejected": bad},
+                "desirable": {"prompt": asked, "completion": good, "label": i % 2 == 0},
+                "prompt": {"prompt": asked},
+            }[kind]
+        )
+    return Dataset.from_list(rows)
+
+
+def parts(kind: str, **more: Any) -> dict[str, Any]:
+    return {"model": llama(), "train_dataset": data(kind), "processing_class": tokenizer(), **more}
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+# ---- supervised fine-tuning
+
+SFT = {
+    "prose": ("prose", {}),
+    "chat": ("chat", {}),  # the head is fused with the loss, in tiles
+    "packed": ("prose", {"max_length": 16, "packing": True, "packing_strategy": "wrapped"}),
+    "dft": ("chat", {"loss_type": "dft"}),
+    "accumulation": ("chat", {"gradient_accumulation_steps": 2, "max_steps": 2, "per_device_train_batch_size": 4}),
+}
+
+
+@ubatches
+@pytest.mark.filterwarnings("ignore:batch 4 x accumulation 2:UserWarning")
+@pytest.mark.parametrize("case", SFT)
+def test_sft(tmp_path, case, ubatch_size):
+    kind, given = SFT[case]
+    if given.get("packing"):
+        given = {**given, "per_device_train_batch_size": 4}
+    check_trainer(SFTTrainer, SFTConfig, tmp_path, lambda: parts(kind), ubatch_size, **given)
+
+
+@ubatches
+def test_sft_with_evaluations_of_a_model_named_by_its_folder(tmp_path, ubatch_size):
+    folder = saved(llama(), tmp_path / "model")
+    rows = data("chat")
+    check_trainer(
+        SFTTrainer,
+        SFTConfig,
+        tmp_path,
+        lambda: {"model": folder, "train_dataset": rows, "eval_dataset": rows.select(range(8))},
+        ubatch_size,
+        model_init_kwargs=FP32,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+
+
+@ubatches
+def test_sft_of_adapters(tmp_path, ubatch_size):
+    found = check_trainer(
+        SFTTrainer, SFTConfig, tmp_path, lambda: parts("chat", peft_config=lora()), ubatch_size, max_steps=4
+    )
+    before = llama().state_dict()
+    for name, p in found.trainer.model.get_base_model().named_parameters():
+        assert p.requires_grad == ("lora_" in name)
+        if not p.requires_grad:
+            assert torch.equal(p, before[name.replace(".base_layer", "")]), name
+
+
+def test_padding_free_batches_run_whole_and_say_so(tmp_path):
+    """One row has all the tokens of the batch: there is nothing to split, and nothing differs."""
+    given = {"packing": True, "packing_strategy": "bfd", "max_length": 16, "model_init_kwargs": None}
+    check_trainer(SFTTrainer, SFTConfig, tmp_path, lambda: parts("prose"), 3, **given)
+
+
+# ---- preferences
+
+
+@ubatches
+@pytest.mark.parametrize("reference", ["made by the trainer", "given", "computed before", "without adapters"])
+def test_dpo(tmp_path, reference, ubatch_size):
+    folder = saved(llama(), tmp_path / "model")
+
+    def made() -> dict[str, Any]:
+        found = parts("preference", model=folder)
+        if reference in ("given", "computed before"):
+            found["ref_model"] = llama(num_hidden_layers=2)
+        if reference == "without adapters":
+            found["peft_config"] = lora()
+        return found
+
+    given = {"precompute_ref_log_probs": reference == "computed before", "model_init_kwargs": FP32}
+    found = check_trainer(DPOTrainer, DPOConfig, tmp_path, made, ubatch_size, **given)
+    if reference in ("made by the trainer", "given"):
+        attachment = attachment_of(found.trainer.ref_model)
+        assert attachment is not None and attachment.config.stash == "host"
+        detach_l2l(found.trainer.model)
+        assert attachment_of(found.trainer.ref_model) is None
+
+
+@ubatches
+def test_kto(tmp_path, ubatch_size):
+    folder = saved(llama(), tmp_path / "model")
+    made = lambda: parts("desirable", model=folder)  # noqa: E731
+    check_trainer(KTOTrainer, KTOConfig, tmp_path, made, ubatch_size, model_init_kwargs=FP32)
+
+
+@ubatches
+def test_reward(tmp_path, ubatch_size):
+    def made() -> dict[str, Any]:
+        return parts("preference", model=llama(hf.LlamaForSequenceClassification, num_labels=1))
+
+    check_trainer(RewardTrainer, RewardConfig, tmp_path, made, ubatch_size)
+
+
+# ---- generation
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    """Something that differs between completions."""
+    return [float(len(words[0]["content"].split()) % 3) for words in completions]
+
+
+@ubatches
+@pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_generation_while_it_trains(tmp_path, trainer, config, beta, ubatch_size):
+    """With `beta`, a reference model is loaded beside."""
+    folder = saved(llama(), tmp_path / "model")
+
+    def made() -> dict[str, Any]:
+        return parts("prompt", model=folder, reward_funcs=reward)
+
+    given = {"max_completion_length": 6, "num_generations": 4, "beta": beta, "model_init_kwargs": FP32}
+    found = check_trainer(trainer, config, tmp_path, made, ubatch_size, **given)
+    assert len({entry["reward"] for entry in found.logs if "reward" in entry}) > 1
+
+
+# ---- what is saved
+
+
+def sft(folder, **given: Any) -> Any:
+    start_again()
+    kinds = make_l2l_trainer(SFTTrainer), make_l2l_arguments(SFTConfig)
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "ubatch_size": 3, **given}
+    return kinds[0](args=kinds[1](**options(folder, **saving)), **parts("chat"))
+
+
+def test_a_checkpoint_is_resumed(tmp_path):
+    whole = sft(tmp_path)
+    whole.train()
+    expected = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    resumed = sft(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    assert_same_bits(dict(resumed.model.named_parameters()), expected)
+
+
+def test_arguments_of_a_checkpoint_are_loaded(tmp_path):
+    sft(tmp_path, max_steps=2).train()
+    args = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
+    assert type(args) is make_l2l_arguments(SFTConfig)
+    assert (args.ubatch_size, args.max_length) == (3, SFTConfig(output_dir=str(tmp_path), bf16=False).max_length)
+
+
+def test_plain_sft_goes_on_from_what_was_saved(tmp_path):
+    found = sft(tmp_path, max_steps=2)
+    found.train()
+    found.save_model(str(tmp_path / "saved"))
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_bits(loaded.state_dict(), found.model.state_dict())
+    run(SFTTrainer, SFTConfig, tmp_path / "further", lambda: parts("chat", model=str(tmp_path / "saved")), max_steps=1)
+
+
+# ---- memory
+
+
+@pytest.mark.skipif(not on_sim(), reason="counts the memory of the simulated accelerator")
+def test_the_device_holds_neither_of_two_models(tmp_path):
+    def made() -> dict[str, Any]:
+        deep = {"num_hidden_layers": 24, "hidden_size": 32}
+        return parts("preference", model=llama(**deep), ref_model=llama(**deep))
+
+    def peak(trainer: type[Any], config: type[Any]) -> int:
+        torch.accelerator.empty_cache()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        run(trainer, config, tmp_path / trainer.__name__, made, max_steps=1, per_device_train_batch_size=1)
+        return int(torch.accelerator.max_memory_allocated()) - before
+
+    streamed = peak(make_l2l_trainer(DPOTrainer), make_l2l_arguments(DPOConfig))
+    plain = peak(DPOTrainer, DPOConfig)
+    size = sum(p.nbytes for p in made()["model"].parameters())
+    assert streamed < size < 5 * size < plain  # plain: two models, gradients and two moments
