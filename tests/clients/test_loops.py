@@ -75,7 +75,7 @@ def test_fabric(tmp_path, ubatch_size):
 
 def test_what_fabric_has_wrapped_is_refused():
     model = Fabric(accelerator="cpu", devices=1).setup(bert())
-    with pytest.raises(ValueError, match="_FabricModule"):
+    with pytest.raises(ValueError, match="a model wrapped by Fabric"):
         attach_l2l(model, L2LConfig(device=DEVICE))
 
 
