@@ -1,0 +1,82 @@
+"""Examples that need other libraries run as they are, at tiny size."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+for library in ("trl", "peft", "sentence_transformers"):
+    pytest.importorskip(library, reason="`make test-clients` has it")
+
+import peft
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+from client_models import bert, saved, sentence
+from clients import assert_same_bits, on_sim, start_again
+from examples import run_example
+from hf_l2l.testing import enable_simulated_accelerator
+
+SMALL = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--ubatch_size", "3"]
+QUIET = ["--disable_tqdm", "True", "--dataloader_pin_memory", "False", "--save_strategy", "no"]
+
+
+def test_sft_trl(tmp_path, datasets_cache, monkeypatch):
+    run_example(monkeypatch, tmp_path, "sft_trl.py", *SMALL, *QUIET)
+    hf.AutoModelForCausalLM.from_pretrained(tmp_path / "output" / "sft")
+
+
+def test_lora(tmp_path, datasets_cache, monkeypatch, capsys):
+    given = ["--model", saved(bert(), tmp_path / "model"), "--eval_strategy", "steps"]
+    run_example(monkeypatch, tmp_path, "lora.py", *given, *SMALL, *QUIET)
+    assert "eval_accuracy" in capsys.readouterr().out
+    peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "output" / "lora")
+
+
+# ---- a contrastive batch of 512
+
+
+@pytest.fixture
+def contrastive(tmp_path, datasets_cache, monkeypatch):
+    """Trains the encoder of the example, and returns the weights that it saves."""
+    transformer = Transformer(saved(bert(hf.BertModel, num_hidden_layers=6), tmp_path / "bert"), max_seq_length=32)
+    SentenceTransformer(modules=[transformer, Pooling(16)], device="cpu").save_pretrained(str(tmp_path / "encoder"))
+    draws = random.Random(3)
+    rows = [f"{sentence(draws, 20, 30)},{sentence(draws, 20, 30)}" for _ in range(512)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["anchor,positive", *rows]))
+
+    def trained(*words: str) -> dict[str, torch.Tensor]:
+        start_again()
+        given = ["--model", str(tmp_path / "encoder"), "--pairs", str(tmp_path / "pairs.csv"), "--output", "out"]
+        run_example(monkeypatch, tmp_path, "sentence_transformers_mnrl.py", *given, *words)
+        return load_file(tmp_path / "out" / "model.safetensors")
+
+    return trained
+
+
+def test_a_batch_of_64_is_trained_as_by_the_plain_trainer(contrastive):
+    plain = contrastive("--plain", "--batch", "64")
+    assert_same_bits(contrastive("--batch", "64", "--ubatch", "0"), plain)
+    found = contrastive("--batch", "64", "--ubatch", "16")
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.skipif(not on_sim(), reason="limits the memory of the simulated accelerator")
+def test_only_layer_to_layer_a_batch_of_512_fits(contrastive, tmp_path: Path):
+    torch.accelerator.reset_peak_memory_stats()
+    contrastive("--batch", "512")
+    needed = int(torch.accelerator.max_memory_allocated())
+    try:
+        enable_simulated_accelerator(needed + needed // 10)
+        contrastive("--batch", "512")
+        contrastive("--plain", "--batch", "64")
+        with pytest.raises(torch.OutOfMemoryError):
+            contrastive("--plain", "--batch", "512")
+    finally:
+        enable_simulated_accelerator(None)
