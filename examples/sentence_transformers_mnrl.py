@@ -1,4 +1,4 @@
-"""Train a sentence encoder with 512 pairs in a batch, each a negative for all others, in the memory of 16.
+"""Train a sentence encoder with 512 pairs in a batch, each a negative for all others, in the memory of a few.
 
 python examples/sentence_transformers_mnrl.py                     # a small real BERT on the demo set, without the Hub
 python examples/sentence_transformers_mnrl.py --plain --batch 64  # sentence-transformers' own trainer: the same losses
