@@ -125,9 +125,11 @@ def test_padding_free_batches_run_whole_and_say_so(tmp_path):
 
 # ---- preferences
 
+REFERENCES = ["made by the trainer", "given", "following", "computed before", "without adapters"]
+
 
 @ubatches
-@pytest.mark.parametrize("reference", ["made by the trainer", "given", "computed before", "without adapters"])
+@pytest.mark.parametrize("reference", REFERENCES)
 def test_dpo(tmp_path, reference, ubatch_size):
     folder = saved(llama(), tmp_path / "model")
 
@@ -135,13 +137,17 @@ def test_dpo(tmp_path, reference, ubatch_size):
         found = parts("preference", model=folder)
         if reference in ("given", "computed before"):
             found["ref_model"] = llama(num_hidden_layers=2)
+        if reference == "following":  # its weights are written to, through `.data`, after each step
+            found["ref_model"] = llama()
         if reference == "without adapters":
             found["peft_config"] = lora()
         return found
 
     given = {"precompute_ref_log_probs": reference == "computed before", "model_init_kwargs": FP32}
+    if reference == "following":
+        given |= {"sync_ref_model": True, "ref_model_sync_steps": 1}
     found = check_trainer(DPOTrainer, DPOConfig, tmp_path, made, ubatch_size, **given)
-    if reference in ("made by the trainer", "given"):
+    if reference in ("made by the trainer", "given", "following"):
         attachment = attachment_of(found.trainer.ref_model)
         assert attachment is not None and attachment.config.stash == "host"
         detach_l2l(found.trainer.model)
