@@ -13,7 +13,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-pytest.register_assert_rewrite("cmp_cases", "families", "glue_script", "parity_cases", "training", "update_cases")
+pytest.register_assert_rewrite(
+    "clients", "cmp_cases", "families", "glue_script", "parity_cases", "training", "update_cases"
+)
 
 import torch
 import transformers
