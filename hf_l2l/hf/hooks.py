@@ -7,8 +7,8 @@ it; on any other module to the shell, which brings the non-layer modules to the 
 from __future__ import annotations
 
 import types
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.engine.shell import Shell
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import leaves_of, to_device
 
 REPLACED = ("_apply", "__getstate__", "generate")
 """Methods of a module, besides its forward, that something else stands in for while it is attached."""
@@ -75,14 +76,35 @@ class _PlainState(Replacement):
 
 
 class _Generate(Replacement):
-    """Stands in for `generate`, which would warn that inputs on the execution device are not on the model's."""
+    """Stands in for `generate`: for its duration the model says that it is on the execution device, where its outputs
+    are. Inputs go there, and results go back to where the inputs were."""
 
-    __slots__ = ()
+    __slots__ = ("device",)
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], device: torch.device) -> None:
+        super().__init__(module, original)
+        self.device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"You are calling \.generate\(\) with the `input_ids` being on a device")
-            return self.original(*args, **kwargs)
+        given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_host = bool(given) and all(tensor.device == stream.HOST for tensor in given)
+        args, kwargs = to_device((args, kwargs), self.device)
+        with self._on_the_device():
+            result = self.original(*args, **kwargs)
+        return to_device(result, stream.HOST) if on_host else result
+
+    @contextmanager
+    def _on_the_device(self) -> Iterator[None]:
+        kind, device = type(self.module), self.device
+        if not isinstance(getattr(kind, "device", None), property):
+            yield
+            return
+        members = {"device": property(lambda _: device), "__module__": kind.__module__}
+        self.module.__class__ = type(kind.__name__, (kind,), members)
+        try:
+            yield
+        finally:
+            self.module.__class__ = kind
 
 
 class L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
@@ -99,7 +121,7 @@ class L2LHook(ModelHook):  # type: ignore[misc]  # accelerate ships no types
             replaced._apply = _MoveGuard(module, replaced._apply, self.device)
             replaced.__getstate__ = _PlainState(module, replaced.__getstate__)
             if callable(getattr(type(module), "generate", None)):
-                replaced.generate = _Generate(module, replaced.generate)
+                replaced.generate = _Generate(module, replaced.generate, self.device)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
