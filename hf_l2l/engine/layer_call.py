@@ -185,7 +185,7 @@ class LayerCall:
     def _state_as_found(self) -> Iterator[None]:
         """Inside, the layer runs. If it trains, or tries something out, its attributes have their values back then, so
         that all runs of one call begin alike."""
-        if self.is_trial or (self.in_graph and self.unit.scratch is None):
+        if self.is_trial or (self.in_graph and self.unit.state is None):
             state = KeptState(self.unit.modules)
             try:
                 yield
@@ -193,19 +193,19 @@ class LayerCall:
                 self.unit.written = state.changed()
                 self.left = KeptState(self.unit.modules) if self.unit.written else None
                 state.put_back()
-        elif self.in_graph and self.unit.scratch:
-            with kept_as_it_was(self.unit.scratch):
+        elif self.in_graph and self.unit.state:
+            with kept_as_it_was(self.unit.state):
                 yield
         else:
             yield
 
-    def learn_scratch(self, tensors: Sequence[torch.Tensor]) -> None:
+    def learn_state(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find out which attributes its first forward that trains has written tensors to.
 
         Raises:
             ValueError: if the layer would read them in its next call, or keeps them where another layer could.
         """
-        written, left, self.unit.scratch = self.unit.written, self.left, []
+        written, left, self.unit.state = self.unit.written, self.left, []
         if left is None:
             return
         is_read = any(is_in_container(module, name) for module, name in written)
@@ -221,7 +221,8 @@ class LayerCall:
                 f"and they would get no gradient (a {type(self.layer).__name__} keeps "
                 f"{', '.join(f'{type(m).__name__}.{name}' for m, name in written)}); train this model without L2L"
             )
-        self.unit.scratch = written
+        self.unit.state = [(module, name) for module, name in written if name in vars(module)]
+        left.put_back(besides=self.unit.state)
 
     @contextmanager
     def refusing_writes_to_arguments(self) -> Iterator[None]:

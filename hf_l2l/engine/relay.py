@@ -255,8 +255,8 @@ class Relay:
                 outputs = self._forward_that_may_draw(call, tensors, weights)
             else:
                 outputs = forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
-        if for_backward and call.unit.scratch is None:
-            call.learn_scratch(tensors)
+        if for_backward and call.unit.state is None:
+            call.learn_state(tensors)
         return outputs
 
     def _forward_that_may_draw(self, call: LayerCall, tensors: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:

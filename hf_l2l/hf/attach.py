@@ -61,20 +61,20 @@ class Attachment:
     handles: list[RemovableHandle]
     companions: list[nn.Module] = field(default_factory=list)
     """Models attached for inference, which are detached together with this one."""
-    members: dict[str, list[nn.Module]] = field(default_factory=dict)
+    members: dict[str, set[nn.Module]] = field(default_factory=dict)
     """What is in the container of each stack, by its path."""
 
     def changed_stack(self) -> str | None:
-        """The path of a stack whose layers have been added, dropped or swapped since; None if there is none."""
+        """The path of a stack with other layers than before, in whatever order; None if there is none."""
         return next((path for path, before in self.members.items() if _members(self.root, path) != before), None)
 
     def refuse_changed_layers(self) -> None:
-        """Raise ValueError if layers have been added, dropped or swapped."""
-        path = self.changed_stack()
+        """Raise ValueError if layers have been added or replaced. Some may be left out: their order is only a hint."""
+        path = next((path for path, before in self.members.items() if _members(self.root, path) - before), None)
         if path is not None:
             raise ValueError(
-                "a model under L2L must have the layers that it was attached with (layers were added, dropped or "
-                f"swapped at {path!r}); call hf_l2l.detach_l2l(model) before that, then attach_l2l, and wrap the "
+                "a model under L2L must have the layers that it was attached with (some were added or "
+                f"replaced at {path!r}); call hf_l2l.detach_l2l(model) before that, then attach_l2l, and wrap the "
                 "optimizer again: it keeps the state of the parameters that stay"
             )
 
@@ -82,12 +82,12 @@ class Attachment:
         return type(None), ()
 
 
-def _members(root: nn.Module, path: str) -> list[nn.Module]:
+def _members(root: nn.Module, path: str) -> set[nn.Module]:
     try:
         container = root.get_submodule(path)
     except AttributeError:  # it is gone
-        return []
-    return list(container.children()) if isinstance(container, CONTAINERS) else []
+        return set()
+    return set(container.children()) if isinstance(container, CONTAINERS) else set()
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:

@@ -150,7 +150,7 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         return eps
 
     def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
-        """Attach again a model whose layers a callback has added, dropped or swapped. State of the optimizer stays."""
+        """Attach again a model whose layers a callback has added, dropped or replaced; optimizer state stays."""
         logger.info(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
         attached.companions, scale = [], attached.eps.loss_scale
         detach_l2l(self.model)

@@ -40,13 +40,15 @@ class KeptState:
             found += [(module, name) for name in names]
         return found
 
-    def put_back(self) -> None:
-        """Give the attributes the values that they had."""
+    def put_back(self, besides: Iterable[tuple[nn.Module, str]] = ()) -> None:
+        """Give the attributes the values that they had, all `besides` these."""
+        kept = set(besides)
         for module, before in zip(self._modules, self._values, strict=True):
             for name in _attributes(module).keys() - before.keys():
                 delattr(module, name)
             for name, value in before.items():
-                vars(module)[name] = value
+                if (module, name) not in kept:
+                    vars(module)[name] = value
         for container, contents in self._contents:
             if isinstance(container, dict):
                 container.clear()

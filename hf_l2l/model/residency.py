@@ -93,7 +93,7 @@ def move_back(model: nn.Module) -> list[nn.Parameter]:
                     f"{name} stays on {p.device}, since something still refers to its values, such as the graph of a "
                     f"loss ({error}); let go of that, call model.to('cpu'), and for each optimizer "
                     "optimizer.load_state_dict(optimizer.state_dict()), which moves its state",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
     return moved
 

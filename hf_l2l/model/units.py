@@ -55,8 +55,9 @@ class LayerUnit:
         self.with_buffers = [each for each in self.modules if each._buffers]
         self.parametrizes = any(kind.__name__ in PARAMETRIZING for kind in self.classes)
         """Whether it registers parametrizations during its forward, which sets a weight to itself."""
-        self.scratch: list[tuple[nn.Module, str]] | None = None
-        """Attributes of its modules that its forward writes tensors to; None before a forward that trains."""
+        self.state: list[tuple[nn.Module, str]] | None = None
+        """Attributes of its modules that its forward may read and writes tensors to; each run begins with the values
+        that they had before. None before a forward that trains."""
         self.written: list[tuple[nn.Module, str]] = []
         """Attributes of its modules that its last trial has written tensors to."""
         self.drawing_modes: set[bool] = set()

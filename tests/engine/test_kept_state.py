@@ -109,7 +109,9 @@ def test_tensors_that_are_not_read_are_put_back(kind, ubatch_size):
             ours.zero_grad()
             ours(batch).backward()
             assert relative_error(gradients(ours), gradients(plain)) < TOLERANCE[torch.float64]
-            assert all(block.last is None and not hasattr(block, "later") for block in ours.blocks)
+            assert all(block.last is None for block in ours.blocks)
+            if kind is Writing:  # what was not there before is left for the program to look at
+                assert all(hasattr(block, "later") for block in ours.blocks)
 
 
 def test_evaluation_keeps_what_a_layer_keeps():
