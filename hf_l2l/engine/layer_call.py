@@ -7,6 +7,7 @@ backward sweep with `InputGradients` as leaves.
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,9 @@ from hf_l2l.engine.device_weights import uploaded
 from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.model.batch_dims import Split, Ubatch
+from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
-from hf_l2l.model.kept_state import KeptState, is_in_container, kept_as_it_was
+from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
@@ -57,6 +58,8 @@ class LayerCall:
     """True if a backward can reach this call."""
     is_trial: bool = False
     """True while the layer runs to find something out about it."""
+    leaves_tensors_only: bool = True
+    """Whether the attributes that its last such run has written to are tensors, and no objects or containers."""
     left: KeptState | None = None
     """What a run has left in attributes of the layer, until it is known whether that matters."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
@@ -167,6 +170,8 @@ class LayerCall:
             before = compute_state.get_rng_state(self.device)
             with _WithoutDropout():
                 outputs = self.execute([t.clone() for t in tensors])  # a layer may write into its arguments
+            if not self.leaves_tensors_only:  # but something in an object, which cannot be put back
+                raise NoConsistentSplit("it keeps tensors from one call to the next")
             if compute_state.get_rng_state(self.device) == before:
                 return outputs
             del outputs
@@ -183,46 +188,62 @@ class LayerCall:
 
     @contextmanager
     def _state_as_found(self) -> Iterator[None]:
-        """Inside, the layer runs. If it trains, or tries something out, its attributes have their values back then, so
-        that all runs of one call begin alike."""
-        if self.is_trial or (self.in_graph and self.unit.state is None):
+        """Inside, the layer runs. In trials, and in its first forward that trains, all runs begin alike: attributes
+        have their values back after each."""
+        if self.is_trial or (self.in_graph and self.unit.kept is None):
             state = KeptState(self.unit.modules)
             try:
                 yield
             finally:
                 self.unit.written = state.changed()
+                self.leaves_tensors_only = all(map(is_tensor, self.unit.written))
                 self.left = KeptState(self.unit.modules) if self.unit.written else None
-                state.put_back()
-        elif self.in_graph and self.unit.state:
-            with kept_as_it_was(self.unit.state):
+                state.put_back(self.unit.written)
+        elif self.in_graph and self.unit.started_anew:
+            with kept_as_it_was(self.unit.started_anew):
                 yield
         else:
             yield
 
-    def learn_state(self, tensors: Sequence[torch.Tensor]) -> None:
+    def learn_what_it_keeps(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find out which attributes its first forward that trains has written tensors to.
 
         Raises:
             ValueError: if the layer would read them in its next call, or keeps them where another layer could.
         """
-        written, left, self.unit.state = self.unit.written, self.left, []
+        written, left, self.unit.kept = self.unit.written, self.left, []
         if left is None:
             return
-        is_read = any(is_in_container(module, name) for module, name in written)
+        if all(map(is_started_anew, written)):
+            self.unit.started_anew = written
+            return
+        is_read = not self.leaves_tensors_only
+        before = KeptState(self.unit.modules)
         if not is_read:
             rows = self.input_rows(tensors, self.ubatches[-1])  # what it has left is of these rows
-            before, found = KeptState(self.unit.modules), self.execute_once(rows)
-            left.put_back()
-            is_read = not all(map(torch.equal, found, self.execute_once(rows)))
-            before.put_back()
+            found = self.execute_once(rows)
+            left.put_back(written)
+            is_read = not _same_results(found, self.execute_once(rows))
         if is_read:
+            before.put_back(written)
             raise ValueError(
                 "a layer that trains must not keep tensors for a later call, since its recompute would find others, "
                 f"and they would get no gradient (a {type(self.layer).__name__} keeps "
                 f"{', '.join(f'{type(m).__name__}.{name}' for m, name in written)}); train this model without L2L"
             )
-        self.unit.state = [(module, name) for module, name in written if name in vars(module)]
-        left.put_back(besides=self.unit.state)
+        self.unit.kept = written
+
+    def warn_of_what_it_keeps(self) -> None:
+        """Warn, once, if its recompute has left tensors with a graph: a loss that is computed of what the forward has
+        left gets no gradient."""
+        kept, self.unit.kept = self.unit.kept, []
+        names = [f"{type(m).__name__}.{name}" for m, name in kept or () if getattr(vars(m).get(name), "grad_fn", None)]
+        if names:
+            warnings.warn(
+                f"a {type(self.layer).__name__} keeps {', '.join(names)}, which gets no gradient under L2L: if the "
+                "loss depends on it, train this model without L2L; else keep it with .detach()",
+                stacklevel=2,
+            )
 
     @contextmanager
     def refusing_writes_to_arguments(self) -> Iterator[None]:
@@ -322,6 +343,15 @@ class InputGradients:
 def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
     """The tensors that an object holds, with their versions."""
     return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(argument)]
+
+
+def _same_results(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
+    """Whether half of the digits agree: kernels may add in another order each time."""
+    for a, b in zip(one, two, strict=True):
+        tolerance = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0.0
+        if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return False
+    return True
 
 
 class _WithoutDropout(TorchFunctionMode):

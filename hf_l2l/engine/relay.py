@@ -120,6 +120,8 @@ def backward_sweep(
                 compute_state.set_rng_state(rng, call.device)
             with call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
+            if call.unit.kept:
+                call.warn_of_what_it_keeps()
             _backward(call, outputs, gradients, ubatch)
             inputs.collect(leaves, ubatch)
             del leaves, outputs  # so that the device holds the activations of one ubatch at a time
@@ -255,8 +257,8 @@ class Relay:
                 outputs = self._forward_that_may_draw(call, tensors, weights)
             else:
                 outputs = forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
-        if for_backward and call.unit.state is None:
-            call.learn_state(tensors)
+        if for_backward and call.unit.kept is None:
+            call.learn_what_it_keeps(tensors)
         return outputs
 
     def _forward_that_may_draw(self, call: LayerCall, tensors: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:

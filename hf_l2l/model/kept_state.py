@@ -1,94 +1,100 @@
 """Tensors that a layer keeps from one call to the next, in attributes of its modules.
 
-A recompute would read what the forward has left there, and a micro-batch what the one before it has left. No gradient
-flows through them, either. So a layer that reads such tensors cannot train layer to layer; one that only writes them
-finds, in each run, what was there before.
+A recompute would read what the forward has left there, and a micro-batch what the one before it has left. So a layer
+that reads such tensors cannot train layer to layer, nor one that keeps them where another layer could read them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_l2l.runtime.tensors import tensors_within
+
+STARTED_ANEW = {"RecurrentGemmaRglru": ("recurrent_states",)}
+"""Class -> attributes that it writes in every call, and reads in generation alone; elsewhere they are multiplied by
+zero. They have their values back after a forward that trains: the next batch may have other rows."""
+
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of parameters, buffers, submodules and hooks."""
 
-_CONTAINERS = (list, tuple, set, Mapping)
+Place = tuple[nn.Module, str]
 
 
 class KeptState:
     """What the attributes of some modules hold at one moment."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        self._values = [_attributes(module) for module in self._modules]
-        containers = [v for each in self._values for v in each.values() if isinstance(v, dict | list)]
-        self._contents = [(container, copy.copy(container)) for container in containers]
-        self._tensors = [{name: _tensors(value) for name, value in each.items()} for each in self._values]
+        self._values = {module: _attributes(module) for module in modules}
+        held = [value for values in self._values.values() for value in values.values()]
+        self._contents = {id(each): copy.copy(each) for each in held if isinstance(each, list | dict)}
+        self._tensors = {
+            (module, name): _tensors(value)
+            for module, values in self._values.items()
+            for name, value in values.items()
+        }
 
-    def changed(self) -> list[tuple[nn.Module, str]]:
+    def changed(self) -> list[Place]:
         """The attributes that hold other tensors now, or tensors that have been written to."""
-        found = []
-        for module, before in zip(self._modules, self._tensors, strict=True):
-            now = {name: _tensors(value) for name, value in _attributes(module).items()}
-            names = [n for n in {**before, **now} if not _same(before.get(n, []), now.get(n, []))]
-            found += [(module, name) for name in names]
-        return found
+        now = KeptState(self._values)._tensors
+        places = dict.fromkeys([*self._tensors, *now])
+        return [place for place in places if not _same(self._tensors.get(place, []), now.get(place, []))]
 
-    def put_back(self, besides: Iterable[tuple[nn.Module, str]] = ()) -> None:
-        """Give the attributes the values that they had, all `besides` these."""
-        kept = set(besides)
-        for module, before in zip(self._modules, self._values, strict=True):
-            for name in _attributes(module).keys() - before.keys():
-                delattr(module, name)
-            for name, value in before.items():
-                if (module, name) not in kept:
-                    vars(module)[name] = value
-        for container, contents in self._contents:
-            if isinstance(container, dict):
-                container.clear()
-                container.update(contents)
-            else:
-                container[:] = contents
+    def put_back(self, places: Iterable[Place]) -> None:
+        """Give these attributes the values that they had, lists and dicts their contents. An object stays as it is."""
+        for module, name in places:
+            if name not in self._values[module]:
+                vars(module).pop(name, None)
+                continue
+            value = vars(module)[name] = self._values[module][name]
+            contents = self._contents.get(id(value))
+            if isinstance(value, list) and contents is not None:
+                value[:] = contents
+            elif isinstance(value, dict) and contents is not None:
+                value.clear()
+                value.update(contents)
+
+
+def is_tensor(place: Place) -> bool:
+    """Whether the attribute is a tensor, and no object or container, which other layers may have, too."""
+    module, name = place
+    return isinstance(vars(module).get(name), torch.Tensor)
+
+
+def is_started_anew(place: Place) -> bool:
+    """Whether the attribute is one of `STARTED_ANEW`."""
+    module, name = place
+    return name in STARTED_ANEW.get(type(module).__name__, ())
 
 
 @contextmanager
-def kept_as_it_was(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Give these attributes their values back after the block; one that was not there is removed."""
-    places = list(places)
-    before = [vars(module).get(name, _MISSING) for module, name in places]
+def kept_as_it_was(places: Iterable[Place]) -> Iterator[None]:
+    """Give these attributes their values back after the block."""
+    before = [(module, name, vars(module)[name]) for module, name in places]
     try:
         yield
     finally:
-        for (module, name), value in zip(places, before, strict=True):
-            if value is _MISSING:
-                vars(module).pop(name, None)
-            else:
-                vars(module)[name] = value
-
-
-_MISSING = object()
-
-
-def is_in_container(module: nn.Module, name: str) -> bool:
-    """Whether the attribute is a container, which other layers may have, too."""
-    return isinstance(vars(module).get(name), _CONTAINERS)
+        for module, name, value in before:
+            vars(module)[name] = value
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    kinds = (torch.Tensor, type(None), *_CONTAINERS)
-    return {k: v for k, v in vars(module).items() if k not in _OF_MODULES and isinstance(v, kinds)}
+    """All attributes but those of every module, and hooks and functions, through which the engine would be reached."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_MODULES and name != "_hf_hook" and not callable(value)
+    }
 
 
 def _tensors(value: Any) -> list[tuple[torch.Tensor, int]]:
-    """The tensors in an attribute, itself or a container of tensors, with their versions."""
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, _CONTAINERS) else [value]
-    return [(t, 0 if t.is_inference() else t._version) for t in inside if isinstance(t, torch.Tensor)]
+    """The tensors in an attribute, with their versions."""
+    return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(value)]
 
 
 def _same(one: list[tuple[torch.Tensor, int]], two: list[tuple[torch.Tensor, int]]) -> bool:

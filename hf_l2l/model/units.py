@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import tables_of, without_interception
+from hf_l2l.model.kept_state import Place
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
@@ -23,7 +24,7 @@ PARAMETRIZING = ("ParamWrapper",)
 """Modules that register parametrizations of a weight during their forward: PEFT's adapters of experts."""
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a module keeps one parameter: under `name` in its table of parameters."""
 
     table: dict[str, Any]
@@ -43,23 +44,24 @@ class LayerUnit:
         self.classes = tuple([type(each) for each in self.modules])
         self.parameters: list[nn.Parameter] = []
         """Each once, in the order of `nn.Module.parameters`."""
-        self.places: list[Place] = []
+        self.places: list[ParameterPlace] = []
         """Of all parameters; a tied one has several."""
         numbers: dict[nn.Parameter, int] = {}
         for each in self.modules:
             for name, parameter in each._parameters.items():
                 if parameter is not None:
                     number = numbers.setdefault(parameter, len(numbers))
-                    self.places.append(Place(each._parameters, name, number))
+                    self.places.append(ParameterPlace(each._parameters, name, number))
         self.parameters.extend(numbers)
         self.with_buffers = [each for each in self.modules if each._buffers]
         self.parametrizes = any(kind.__name__ in PARAMETRIZING for kind in self.classes)
         """Whether it registers parametrizations during its forward, which sets a weight to itself."""
-        self.state: list[tuple[nn.Module, str]] | None = None
-        """Attributes of its modules that its forward may read and writes tensors to; each run begins with the values
-        that they had before. None before a forward that trains."""
-        self.written: list[tuple[nn.Module, str]] = []
-        """Attributes of its modules that its last trial has written tensors to."""
+        self.kept: list[Place] | None = None
+        """Attributes of its modules that its forward writes tensors to; None before a forward that trains."""
+        self.started_anew: list[Place] = []
+        """Those of them that have their values back after each run."""
+        self.written: list[Place] = []
+        """Attributes that its last trial has written tensors to."""
         self.drawing_modes: set[bool] = set()
         """The values of `module.training` with which it has been seen to draw random numbers."""
         with without_interception():

@@ -1,9 +1,10 @@
-"""Layers that keep tensors in themselves between calls: refused if they read them, put back if they do not."""
+"""Layers that keep tensors in themselves between calls: refused if they read them, told of if gradients are lost."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,19 +39,61 @@ class Reading(Block):
 class Writing(Block):
     """Stores its result for someone to look at."""
 
-    def forward(self, x):
-        self.last = found = super().forward(x)
-        self.later = found.detach()
-        return found
-
-
-class Resetting(Block):
-    """Reads what it kept, and multiplies it by zero."""
+    def __init__(self):
+        super().__init__()
+        self.later = 0.0
 
     def forward(self, x):
         found = super().forward(x)
-        result = found if self.last is None else found + 0 * self.last
-        self.last = found
+        self.last = self.later = found.detach()
+        return found
+
+
+class Auxiliary(Block):
+    """Keeps a loss of its own, which the model adds to its loss."""
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.last = found.square().mean()
+        return found
+
+
+class RecurrentGemmaRglru(nn.Module):
+    """Reads what it kept, and multiplies it by zero where a sequence begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.recurrent_states = None
+
+    def forward(self, x):
+        found = self.linear(x).tanh()
+        result = found if self.recurrent_states is None else found + 0 * self.recurrent_states
+        self.recurrent_states = found
+        return result
+
+
+class Resetting(Block):
+    def __init__(self):
+        super().__init__()
+        self.unit = RecurrentGemmaRglru()
+        del self.linear
+
+    def forward(self, x):
+        return self.unit(x)
+
+
+class InAnObject(Block):
+    """Reads what its last call left in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = SimpleNamespace(inner=[None])
+
+    def forward(self, x):
+        found = super().forward(x)
+        result = found if self.memory.inner[0] is None else found + self.memory.inner[0].sum()
+        self.memory.inner[0] = found.detach()
         return result
 
 
@@ -85,7 +128,9 @@ def _nothing_shared():
     Sharing.shared.clear()
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Reading, "Reading.last"), (Sharing, "Sharing.kept")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Reading, "Reading.last"), (Sharing, "Sharing.kept"), (InAnObject, "InAnObject.memory")]
+)
 @pytest.mark.parametrize("ubatch_size", [None, 2])
 def test_tensors_that_are_read_later_are_refused(kind, name, ubatch_size):
     model = attached(Stacked(kind), layer_classes=("Block",), ubatch_size=ubatch_size)
@@ -97,7 +142,7 @@ def test_tensors_that_are_read_later_are_refused(kind, name, ubatch_size):
 
 @pytest.mark.parametrize("kind", [Writing, Resetting])
 @pytest.mark.parametrize("ubatch_size", [None, 2, 3])
-def test_tensors_that_are_not_read_are_put_back(kind, ubatch_size):
+def test_tensors_that_are_not_read(kind, ubatch_size):
     torch.manual_seed(0)
     model = Stacked(kind).double()
     batches = [torch.randn(rows, WIDTH, dtype=torch.float64) for rows in (ROWS, ROWS, 5)]
@@ -109,9 +154,32 @@ def test_tensors_that_are_not_read_are_put_back(kind, ubatch_size):
             ours.zero_grad()
             ours(batch).backward()
             assert relative_error(gradients(ours), gradients(plain)) < TOLERANCE[torch.float64]
-            assert all(block.last is None for block in ours.blocks)
-            if kind is Writing:  # what was not there before is left for the program to look at
-                assert all(hasattr(block, "later") for block in ours.blocks)
+            if kind is Writing:  # it is left for the program to look at
+                assert all(block.later is block.last is not None for block in ours.blocks)
+            else:
+                assert all(block.unit.recurrent_states is None for block in ours.blocks)
+
+
+def test_a_loss_that_a_layer_keeps_is_told_of():
+    """The forward finds its value, but no gradient flows from it."""
+    model = Stacked(Auxiliary)
+    plain = copy.deepcopy(model)
+    attached(model, layer_classes=("Block",))
+    x = torch.randn(ROWS, WIDTH)
+    expected, found = (each(x) + sum(block.last for block in each.blocks) for each in (plain, model))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.warns(UserWarning, match="a Auxiliary keeps Auxiliary.last, which gets no gradient under L2L"):
+        found.backward()
+    model(x).backward()  # and says so once
+
+
+def test_results_that_are_no_numbers_are_equal():
+    class Padded(Writing):
+        def forward(self, x):
+            return super().forward(x).masked_fill(torch.arange(len(x))[:, None] == 0, torch.nan)
+
+    model = attached(Stacked(Padded), layer_classes=("Block",))
+    model(torch.randn(ROWS, WIDTH))
 
 
 def test_evaluation_keeps_what_a_layer_keeps():

@@ -236,6 +236,7 @@ class Keeping(Attentive):
         return hidden + self.outer(self.inside)
 
 
+@pytest.mark.filterwarnings("ignore:a Keeping keeps:UserWarning")
 def test_the_graph_of_a_forward_keeps_no_tensors():
     model, batch = Stack(Keeping), torch.randn(6, WIDTH)
     attached(model)
@@ -294,6 +295,7 @@ def test_no_graph_outlives_its_ubatch(ubatch_size):
     assert [layer.graphs for layer in model.layers] == [0] * 3
 
 
+@pytest.mark.filterwarnings("ignore:a Keeping keeps:UserWarning")
 def test_a_backward_into_the_forward_of_a_layer_is_refused():
     model, batch = Stack(Keeping), torch.randn(6, WIDTH)
     attached(model)
