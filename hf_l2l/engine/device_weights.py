@@ -21,7 +21,7 @@ from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import sent
+from hf_l2l.runtime.tensors import is_quantized, rebuilt, sent
 
 _STAGED = 16 * 2**20
 """Bytes up to which a buffer is uploaded from a page-locked copy: attention masks of 2,048 tokens have 4 MiB."""
@@ -119,6 +119,15 @@ def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
+def as_leaves(unit: MasterUnit, parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What stands in the modules for the parameters of `unit`; `parts` are its parts on the device."""
+    remaining = iter(parts)
+    made = [rebuilt(p, remaining) for p in unit.parameters]
+    # What an adapter has rebuilt is a parameter already, whose attributes a detached tensor would not have.
+    kept = [is_quantized(p) and isinstance(each, nn.Parameter) for p, each in zip(unit.parameters, made, strict=True)]
+    return [each if keep else as_parameter(each) for each, keep in zip(made, kept, strict=True)]
+
+
 def uploaded(
     unit: MasterUnit,
     device: torch.device,
@@ -131,10 +140,13 @@ def uploaded(
     sources = copies.of_unit(unit)
     # Autograd refuses tensors that were created under inference mode.
     with torch.inference_mode(False), torch.no_grad(), without_interception():
-        leaves: list[torch.Tensor] = [
-            as_parameter(source if master.is_resident else stream.upload(source, device))
-            for master, source in zip(unit.masters, sources.tensors, strict=True)
-        ]
+        leaves = as_leaves(
+            unit,
+            [
+                source if unit.masters[owner].is_resident else stream.upload(source, device)
+                for owner, source in zip(unit.owners, sources.tensors, strict=True)
+            ],
+        )
         if requires_grad:
             for number in unit.trained:
                 leaf = leaves[number].requires_grad_()

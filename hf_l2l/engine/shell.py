@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import is_compiled, tables_of, version_kept, without_interception
-from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_parameter, uploaded
+from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_leaves, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
 from hf_l2l.eps.masters import NON_LAYER, MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
@@ -31,7 +31,7 @@ from hf_l2l.model.caches import without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
-from hf_l2l.runtime.tensors import to_device
+from hf_l2l.runtime.tensors import parts_of, to_device
 
 
 class _Uploads:
@@ -57,19 +57,22 @@ class _Uploads:
         """Upload weight `number` to `leaf`, if that has not begun."""
         if number in self._ends:
             return
-        source = self._copies.of_one(self._unit, number)  # this waits for an update, before the lane gets any work
-        self._sources.append(source)
+        # This waits for an update, before the lane gets any work.
+        sources = [self._copies.of_one(self._unit, part) for part in self._unit.part_numbers[number]]
+        self._sources += sources
+        places = parts_of(leaf)
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             self._lane.entered(),
             without_interception(),
-            version_kept(leaf),  # for whoever looks, the weight has had its values from the beginning
+            version_kept(*places),  # for whoever looks, the weight has had its values from the beginning
         ):
             stream.wait(self._allocated, wait_reasons.WEIGHTS_MEMORY_FREE)
             try:
                 with stream.span(self._lane.device, "upload", NON_LAYER):
-                    leaf.copy_(source, non_blocking=self._lane.is_stream)
+                    for place, source in zip(places, sources, strict=True):
+                        place.copy_(source, non_blocking=self._lane.is_stream)
             finally:  # also after an error: a copy that was submitted before it is waited for
                 self._ends[number] = stream.record(self._lane.device)
 
@@ -136,14 +139,15 @@ class NonLayerWeights(DeviceWeights):
     ) -> None:
         """Allocate device tensors for `unit`."""
         with torch.inference_mode(False), torch.no_grad(), without_interception():
-            leaves: list[torch.Tensor] = [
-                as_parameter(
+            leaves = as_leaves(
+                unit,
+                [
                     copies.of_one(unit, number)  # a view, or made in 16 bits by the device
-                    if unit.masters[number].is_resident
+                    if unit.masters[unit.owners[number]].is_resident
                     else torch.empty_like(like, device=lane.device, requires_grad=False)
-                )
-                for number, like in enumerate(unit.likes)
-            ]
+                    for number, like in enumerate(unit.likes)
+                ],
+            )
             for number in unit.trained if requires_grad else ():
                 leaf = leaves[number].requires_grad_()
                 leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))

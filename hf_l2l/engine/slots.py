@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_l2l.compat import without_interception
-from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_parameter
+from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_leaves, as_parameter
 from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream, wait_reasons
@@ -40,12 +40,13 @@ class _Leaves:
     def __init__(self, unit: MasterUnit, memory: torch.Tensor, on_gradient: OnGradient) -> None:
         self.flat = memory[: unit.layout.num_bytes]
         self.views = unit.layout.views(memory)
-        self.fixed: list[torch.Tensor] = [as_parameter(view) for view in self.views]
+        """Of the parts of its parameters."""
+        self.fixed = as_leaves(unit, self.views)
         """The tensors that the modules read in a forward sweep."""
         self.trained = list(self.fixed)
         """The tensors that they read in a backward sweep: leaves of its graph."""
         for number in unit.trained:
-            leaf = self.trained[number] = as_parameter(self.views[number]).requires_grad_()
+            leaf = self.trained[number] = as_parameter(self.fixed[number]).requires_grad_()
             leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
 
 

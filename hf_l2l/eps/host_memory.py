@@ -19,7 +19,7 @@ from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
-from hf_l2l.runtime.tensors import is_plain, on_meta, sharing_memory, size_text, tensor_bytes
+from hf_l2l.runtime.tensors import can_move, is_plain, is_quantized, on_meta, sharing_memory, size_text, tensor_bytes
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ class _Plan(NamedTuple):
     """What of a group of masters is to be in page-locked memory."""
 
     group: Sequence[Master]
-    chosen: list[Master]
-    """Those that get memory, for themselves or for their copies."""
+    chosen: list[tuple[Master, int]]
+    """What gets memory, for itself or for its copy: master and number of its part."""
     copied: set[Master]
     """Those of which 16-bit copies are uploaded."""
     layout: Layout
@@ -89,7 +89,7 @@ class HostMemory:
             return
         masters = self.masters.on_host()
         with without_interception():  # reading an address needs no wait for values
-            new = {m for m in masters if m.address != m.parameter.data_ptr()}
+            new = {m for m in masters if m.address != m.parts[0].data_ptr()}
         if new:
             # A layer is placed as a whole, so that it stays one block after one of its parameters has changed.
             new.update(
@@ -104,29 +104,35 @@ class HostMemory:
                     if plan.layout.num_bytes:
                         self._place(plan, next(made))
                     for master in plan.group:
-                        master.address = master.parameter.data_ptr()
+                        master.address = master.parts[0].data_ptr()
             self._is_refused = any(m.refused_bytes for m in masters)
             self.warn_once()
         if new or self._blocks_found_at != self.masters.changes:
             self._blocks_found_at = self.masters.changes
             for unit in self.masters.layer_units:
-                unit.upload_block = block_of([m.upload_part for m in unit.masters], unit.layout)
+                unit.upload_block = block_of([part for m in unit.masters for part in m.upload_parts], unit.layout)
 
     def _plan(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> _Plan:
         """What of a group is to be in page-locked memory: masters that can be moved, and copies of others."""
         precision = self.masters.precision
-        chosen: list[Master] = []
+        chosen: list[tuple[Master, int]] = []
+        likes: list[torch.Tensor] = []
         copied: set[Master] = set()
         for master in group:
             p = master.parameter
-            master.upload_part = master.copy_room = master.copy = None
+            master.upload_parts = [None] * len(master.parts)
+            master.copy_room = master.copy = None
             master.refused_bytes = 0
-            if precision.of(p) != p.dtype:
-                copied.add(master)
-            if precision.keeps_copies if master in copied else is_plain(p) and p not in sharing:
-                chosen.append(master)
-        layout = Layout(on_meta(m.parameter, precision.of(m.parameter)) for m in chosen)
-        return _Plan(group, chosen, copied, layout)
+            # What a quantized parameter holds are ordinary tensors, which can have other memory behind its back.
+            moves = can_move if is_quantized(p) else is_plain
+            for number, (part, dtype) in enumerate(precision.of_parts(p)):
+                if dtype != part.dtype:
+                    copied.add(master)
+                if precision.keeps_copies if master in copied else moves(part) and part not in sharing:
+                    chosen.append((master, number))
+                    with without_interception():
+                        likes.append(torch.empty_like(part, dtype=dtype, device="meta", requires_grad=False))
+        return _Plan(group, chosen, copied, Layout(likes))
 
     def _place(self, plan: _Plan, pages: Pages) -> None:
         """Use `pages` for all that is uploaded of a group: masters, which move there, and copies of others.
@@ -134,16 +140,17 @@ class HostMemory:
         Masters stay where they are if the device has refused to page-lock the pages.
         """
         chosen, locked = plan.chosen, pages.locked is not None
-        if locked or not plan.copied.isdisjoint(chosen):
+        masters = {master for master, _ in chosen}
+        if locked or not plan.copied.isdisjoint(masters):
             self._pages.add(pages)
-            for master, (part, room) in zip(chosen, placed(pages, plan.layout), strict=True):
+            for (master, number), (part, room) in zip(chosen, placed(pages, plan.layout), strict=True):
                 if master in plan.copied:
-                    master.upload_part, master.copy_room = part, room
+                    master.upload_parts[number], master.copy_room = part, room
                 elif locked:
-                    master.upload_part = part
-                    _move(master.parameter, room.tensor_of(part.piece))
+                    master.upload_parts[number] = part
+                    _move(master.parts[number], room.tensor_of(part.piece))
         if not locked:
-            for master in chosen:
+            for master in masters:
                 master.refused_bytes = tensor_bytes([master.parameter])
 
     def copy_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
@@ -230,10 +237,9 @@ class HostMemory:
     def release(self) -> None:
         """Release the page-locked memory: masters move to ordinary memory of their own."""
         for master in self.masters.on_host():
-            p = master.parameter
-            part = master.upload_part
-            if part is not None and p.data_ptr() == part.block.addresses[part.number] != 0:
-                _move(p, torch.empty_like(p, requires_grad=False))
+            for p, part in zip(master.parts, master.upload_parts, strict=True):
+                if part is not None and p.data_ptr() == part.block.addresses[part.number] != 0:
+                    _move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
         stream.forget_refusal(self.device)  # for the next model

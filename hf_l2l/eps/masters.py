@@ -21,7 +21,7 @@ from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
-from hf_l2l.runtime.tensors import on_meta
+from hf_l2l.runtime.tensors import on_meta, parts_of
 from hf_l2l.runtime.worker import Task
 
 NON_LAYER = "non-layer modules"
@@ -67,6 +67,8 @@ class Master(Pending):
 
     def __init__(self, parameter: torch.Tensor, precision: Precision) -> None:
         self.parameter = parameter
+        self.parts = parts_of(parameter)
+        """The tensors that it consists of: itself, unless it is quantized."""
         self.name = "a parameter"
         self.layer_number = 0
         """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
@@ -101,17 +103,18 @@ class Master(Pending):
 
         self.copy_room: Room | None = None
         """Page-locked memory for the copy."""
-        self.upload_part: BlockPart | None = None
-        """The place in page-locked memory of what is uploaded: itself, which has been moved there, or its copy."""
+        self.upload_parts: list[BlockPart | None] = [None] * len(self.parts)
+        """The places in page-locked memory of what is uploaded: its parts, which were moved there, or its copy."""
         self.address: int | None = None
-        """Its address after it was moved to page-locked memory, or left where it was."""
+        """The address of its first part after it was moved to page-locked memory, or left where it was."""
         self.refused_bytes = 0
         """Its bytes if it or its copy is pageable, since the device refused to page-lock more."""
 
     @property
     def is_large(self) -> bool:
-        """Whether it is updated and uploaded by itself, if it is in no layer."""
-        return self.gradient_like.numel() >= LARGE
+        """Whether it is updated and uploaded by itself, if it is in no layer. What cannot be held never is: nothing
+        would tell its first use."""
+        return self.gradient_like.numel() >= LARGE and self.can_be_held
 
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
@@ -121,6 +124,9 @@ class Master(Pending):
                 "layer after the model was attached); attach the model as it is to be trained, or use resident='none'"
             )
         self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
+        parts = parts_of(self.parameter)
+        if len(parts) != len(self.parts) or any(new is not old for new, old in zip(parts, self.parts, strict=True)):
+            self.parts, self.upload_parts, self.address = parts, [None] * len(parts), None
         like = self._gradient_like(precision)
         if (like.shape, like.dtype, like.stride()) != (
             self.gradient_like.shape,

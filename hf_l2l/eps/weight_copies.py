@@ -40,7 +40,7 @@ class Sources(NamedTuple):
     """What is uploaded of one unit."""
 
     tensors: list[torch.Tensor]
-    """Per parameter, a host tensor with its values in the dtype of the device."""
+    """Per part of the unit's parameters, a host tensor with its values in the dtype of the device."""
     flat: torch.Tensor | None
     """All of them in one host tensor (uint8, one dimension), in the unit's layout; None if they lie apart."""
 
@@ -65,24 +65,24 @@ class Copies:
         unit.wait()
         if not self.precision.is_mixed:
             with without_interception():
-                return self._together(unit, list(unit.parameters))
+                return self._together(unit, list(unit.parts))
         # no_grad last: leaving inference mode turns gradients on, and a copy with a graph would keep its master alive.
         with without_interception(), torch.inference_mode(False), torch.no_grad():
             if not self.precision.keeps_copies:
                 return self._made(unit, stage, self._memory)
             sources: list[torch.Tensor] = []
-            for p, master, dtype in zip(unit.parameters, unit.masters, unit.dtypes, strict=True):
-                sources.append(p if dtype == p.dtype else self._current(master, dtype))
+            for part, owner, dtype in zip(unit.parts, unit.owners, unit.dtypes, strict=True):
+                sources.append(part if dtype == part.dtype else self._current(unit.masters[owner], dtype))
             return self._together(unit, sources)
 
     def of_one(self, unit: MasterUnit, number: int) -> torch.Tensor:
-        """One parameter of `unit` where it is, in the dtype of the device; waits for its update."""
-        master, p, dtype = unit.masters[number], unit.parameters[number], unit.dtypes[number]
+        """One part of `unit` where it is, in the dtype of the device; waits for the update of its parameter."""
+        master, part, dtype = unit.masters[unit.owners[number]], unit.parts[number], unit.dtypes[number]
         master.wait()
-        if dtype == p.dtype:
-            return p
+        if dtype == part.dtype:
+            return part
         with without_interception(), torch.inference_mode(False), torch.no_grad():
-            return self._current(master, dtype) if self.precision.keeps_copies else p.to(dtype)
+            return self._current(master, dtype) if self.precision.keeps_copies else part.to(dtype)
 
     def _current(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """The kept copy of a master for which no update is under way; it is renewed if that is needed.
@@ -107,11 +107,11 @@ class Copies:
     @staticmethod
     def _made(unit: MasterUnit, stage: Stage | None, host: HostMemory) -> Sources:
         if stage is None:
-            return Sources([p.to(dtype) for p, dtype in zip(unit.parameters, unit.dtypes, strict=True)], None)
-        short = [number for number, p in enumerate(unit.parameters) if unit.dtypes[number] != p.dtype]
-        is_whole = len(short) == len(unit.parameters)
+            return Sources([part.to(dtype) for part, dtype in zip(unit.parts, unit.dtypes, strict=True)], None)
+        short = [number for number, part in enumerate(unit.parts) if unit.dtypes[number] != part.dtype]
+        is_whole = len(short) == len(unit.parts)
         layout = unit.layout if is_whole else Layout(unit.likes[number] for number in short)
-        flat, sources = stage.memory(host, layout.num_bytes), list[torch.Tensor](unit.parameters)
+        flat, sources = stage.memory(host, layout.num_bytes), list(unit.parts)
         for number, view in zip(short, layout.views(flat), strict=True):
             sources[number] = view.copy_(sources[number])
         return Sources(sources, flat if is_whole else None)

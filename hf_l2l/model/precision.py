@@ -21,7 +21,7 @@ from hf_l2l.compat import is_in_checkpoints, keeps_statistics
 from hf_l2l.config import Cmp, GradDtype
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import map_tensors
+from hf_l2l.runtime.tensors import is_quantized, map_tensors, parts_of
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,10 +91,15 @@ class Precision:
         return self.dtype is not None
 
     def of(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype on the device of a weight, or of a persistent buffer."""
-        if self.dtype is None or not tensor.is_floating_point() or tensor in self._kept:
+        """The dtype on the device of a weight, or of a persistent buffer. A quantized weight keeps its own."""
+        if self.dtype is None or not tensor.is_floating_point() or tensor in self._kept or is_quantized(tensor):
             return tensor.dtype
         return self.dtype
+
+    def of_parts(self, parameter: torch.Tensor) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """The parts of a weight (see `parts_of`), each with its dtype on the device: those of a quantized weight,
+        its scales included, keep theirs, since its kernels expect them."""
+        return [(part, self.of(part) if part is parameter else part.dtype) for part in parts_of(parameter)]
 
     def of_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype:
         """The dtype on the device of a buffer of `module`.

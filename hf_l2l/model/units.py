@@ -7,7 +7,7 @@ needs to know of a unit is found when the unit is made; `is_current` tells cheap
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -65,11 +65,20 @@ class LayerUnit:
         self.drawing_modes: set[bool] = set()
         """The values of `module.training` with which it has been seen to draw random numbers."""
         with without_interception():
-            self.dtypes = [precision.of(p) for p in self.parameters]
-            """In which each parameter travels to the device."""
+            travel = [precision.of_parts(p) for p in self.parameters]
+            self.parts = [part for parts in travel for part, _ in parts]
+            """What travels to the device, with the parameters in their order: each is one part, except quantized ones,
+            which are several tensors (see `parts_of`)."""
+            self.owners = [number for number, parts in enumerate(travel) for _ in parts]
+            """The number of the parameter of each part."""
+            ends = [0, *accumulate(map(len, travel))]
+            self.part_numbers = [range(start, stop) for start, stop in pairwise(ends)]
+            """The numbers of the parts of each parameter."""
+            self.dtypes = [dtype for parts in travel for _, dtype in parts]
+            """In which each part travels."""
             self.likes = [
-                p if dtype == p.dtype else on_meta(p, dtype)
-                for p, dtype in zip(self.parameters, self.dtypes, strict=True)
+                part if dtype == part.dtype else on_meta(part, dtype)
+                for part, dtype in zip(self.parts, self.dtypes, strict=True)
             ]
             """Tensors with dtype, shape and strides of what travels; their values are not read."""
             self._kinds = _kinds(self.parameters)
@@ -115,9 +124,9 @@ class LayerUnit:
             )
 
     def versions(self) -> list[int]:
-        """The version of each parameter now, whatever is pending for it."""
+        """The version of each part now, whatever is pending for it."""
         with without_interception():
-            return [p._version for p in self.parameters]
+            return [part._version for part in self.parts]
 
 
 def _members(tables: list[Mapping[str, Any]]) -> Iterable[Any]:

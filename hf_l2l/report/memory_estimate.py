@@ -24,7 +24,7 @@ from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.report import host_limits
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
-from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
+from hf_l2l.runtime.tensors import is_quantized, on_meta, parts_of, size_text, tensor_bytes
 
 SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 """Environment variable; if set to 1, training starts even if host memory seems insufficient."""
@@ -84,7 +84,9 @@ def estimate(
     is_resident = config.resident == "shell" and not stream.shares_host_memory(device)
     resident = set(resident_parameters(model, layers)[0]) if is_resident else set()
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
-    masters = {p: _master(p, precision) for p in model.parameters()}
+    # A quantized weight, which is frozen, has its parts and nothing else.
+    packed = {p: parts_of(p) for p in model.parameters() if is_quantized(p)}
+    masters = {p: _master(p, precision) for p in model.parameters() if p not in packed}
     on_host = {p: master for p, master in masters.items() if p not in resident}
     trainable = [master for p, master in on_host.items() if p.requires_grad]
     trained_there = [masters[p] for p in resident if p.requires_grad]
@@ -96,13 +98,14 @@ def estimate(
     if optimizer is not None:
         moments = moment_bytes(optimizer, config.moment_dtype, on_host)
         moments_there = moment_bytes(optimizer, "fp32", resident)
-    weights = [Layout(sent[p] for p in layer.parameters()).num_bytes for layer in layers]
+    travel = {p: packed[p] if p in packed else [sent[p]] for p in model.parameters()}
+    weights = [Layout(part for p in layer.parameters() for part in travel[p]).num_bytes for layer in layers]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in layers]
     return MemoryEstimate(
-        masters=tensor_bytes(on_host.values()),
+        masters=tensor_bytes([*on_host.values(), *packed]),
         gradients=sum(p.numel() * precision.of_gradient(p).itemsize for p in trainable),
         moments=moments,
-        shell=tensor_bytes(sent[p] for p in shell_parameters)
+        shell=tensor_bytes(part for p in shell_parameters for part in travel[p])
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers)
         # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.

@@ -10,7 +10,7 @@ from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.report.memory_estimate import MemoryEstimate, kinds_text
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.tensors import on_meta, size_text, tensor_bytes
+from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 
 def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
@@ -87,7 +87,12 @@ def _link_text(
     if stream.shares_host_memory(device):
         return "none: host and device are one, nothing travels"
     precision = Precision(model, computing_dtype(config.cmp, device))
-    weights = tensor_bytes(on_meta(p, precision.of(p)) for layer in layers for p in layer.parameters())
+    weights = sum(
+        part.numel() * dtype.itemsize
+        for layer in layers
+        for p in layer.parameters()
+        for part, dtype in precision.of_parts(p)
+    )
     return (
         f"up to {size_text(weights)} of weights of layers in each forward and again in each backward, "
         f"{size_text(need.gradients)} of gradients back"

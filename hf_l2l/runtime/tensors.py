@@ -29,8 +29,87 @@ def size_text(num_bytes: int) -> str:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all elements of `tensors`."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Bytes of all elements of `tensors`; those of a quantized tensor are the bytes of its parts."""
+    return sum(part.numel() * part.element_size() for t in tensors for part in parts_of(t))
+
+
+_ADAPTERS: dict[str, tuple[str, ...]] = {
+    "Params4bit": (  # bitsandbytes
+        "quant_state.absmax",
+        "quant_state.code",
+        "quant_state.offset",
+        "quant_state.state2.absmax",
+        "quant_state.state2.code",
+    ),
+}
+"""Class of quantized parameters without torch's protocol of wrapper subclasses -> the attributes that hold, beside
+the packed values, the tensors that its kernels read; an attribute that is None, or is not there, is left out."""
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` can be taken apart into several: a wrapper subclass, or of a class that has an adapter here."""
+    return _is_quantized_class(type(tensor))
+
+
+@lru_cache(maxsize=1024)
+def _is_quantized_class(kind: Any) -> bool:
+    return hasattr(kind, "__tensor_flatten__") or kind.__name__ in _ADAPTERS
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory of their own that `tensor` consists of: itself, unless it is quantized.
+
+    They are those that it holds, not copies. A wrapper subclass is asked by `__tensor_flatten__`, and so are wrappers
+    in it. Of a class with an adapter, the first part is the tensor itself, with the packed values.
+    """
+    if not is_quantized(tensor):
+        return [tensor]
+    paths = _ADAPTERS.get(type(tensor).__name__)
+    if paths is not None:
+        return [tensor, *(found for path in paths if (found := _attribute(tensor, path)) is not None)]
+    names, _ = _flattened(tensor)
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+def rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A tensor like `tensor` that consists of the next `parts`, which are like its own, on any device."""
+    if not is_quantized(tensor):
+        return next(parts)
+    paths = _ADAPTERS.get(type(tensor).__name__)
+    if paths is None:
+        names, context = _flattened(tensor)
+        inner = {name: rebuilt(getattr(tensor, name), parts) for name in names}
+        kind: Any = type(tensor)
+        made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        return made
+    made = next(parts).as_subclass(type(tensor))
+    # Not the module that holds it: an engine that refers to modules from tensors would never be freed.
+    vars(made).update({k: None if isinstance(v, nn.Module) else copy.copy(v) for k, v in vars(tensor).items()})
+    for path in paths:
+        if _attribute(tensor, path) is not None:
+            *owners, name = path.split(".")
+            holder: Any = made
+            before: Any = tensor
+            for owner in owners:  # objects on the way are copied, since the original keeps its own tensors
+                before = getattr(before, owner)
+                if getattr(holder, owner) is before:
+                    setattr(holder, owner, copy.copy(before))
+                holder = getattr(holder, owner)
+            setattr(holder, name, next(parts))
+    return made
+
+
+def _flattened(tensor: torch.Tensor) -> tuple[list[str], Any]:
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    return names, context
+
+
+def _attribute(tensor: torch.Tensor, path: str) -> torch.Tensor | None:
+    value: Any = tensor
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def is_cache(value: object) -> bool:
@@ -198,23 +277,31 @@ def narrow(tensor: torch.Tensor, dim: int | None, rows: int, start: int, stop: i
 
 
 def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Shape and strides of `tensor` with another dtype."""
+    """Shape and strides of `tensor` with another dtype; only the shape of a quantized one."""
     with without_interception():
+        if is_quantized(tensor):  # few of them know `empty_like`
+            return torch.empty(tensor.size(), dtype=dtype, device="meta")
         return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
     """Whether the parameter can be moved to other memory without other effects."""
+    return type(parameter) is nn.Parameter and can_move(parameter)
+
+
+def can_move(tensor: torch.Tensor) -> bool:
+    """Whether neither inference mode nor another process keeps the tensor, an ordinary one, in its memory."""
     # On an accelerator, torch calls all memory shared.
-    is_shared = parameter.device == stream.HOST and parameter.is_shared()
-    return type(parameter) is nn.Parameter and not parameter.is_inference() and not is_shared
+    is_shared = tensor.device == stream.HOST and tensor.is_shared()
+    return not tensor.is_inference() and not is_shared
 
 
 def sharing_memory(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """Those of the host tensors among `tensors` whose bytes belong to another one as well: tied by memory."""
+    """Those of the host tensors among `tensors`, or of the parts of quantized ones, whose bytes belong to another one
+    as well: tied by memory."""
     found: set[torch.Tensor] = set()
     ranges = []
-    for tensor in set(tensors):
+    for tensor in {part for each in tensors for part in parts_of(each)}:
         if tensor.device == stream.HOST and tensor.layout is torch.strided and tensor.numel():
             last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
             start = tensor.data_ptr()
