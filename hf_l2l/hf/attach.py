@@ -37,6 +37,7 @@ from hf_l2l.hf.preparation import (
     with_progress_bar,
 )
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
+from hf_l2l.model.quantized import refuse_untrainable
 from hf_l2l.model.residency import make_resident, move_back, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
@@ -179,6 +180,8 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
     # Before the model changes, since these raise for a dtype that the device, or the kind of update, does not support.
     dtype = computing_dtype(config.cmp, device)
     loss_scale = _loss_scale(config, dtype) if trains else None
+    if trains:
+        refuse_untrainable(model, device, dtype)
     move_to_host(model)
     turn_off_activation_checkpointing(model)
     if trains and dtype is None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tqdm.auto import tqdm
 
 from hf_l2l.compat import is_compiled
+from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.runtime import stream
 
 _BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
@@ -31,7 +32,8 @@ def stacklevel_of_the_caller() -> int:
 
 
 def refuse_placed(model: nn.Module) -> None:
-    """Raise ValueError for parameters under a device_map, on meta, quantized, or with other Accelerate hooks."""
+    """Raise ValueError for parameters under a device_map, on meta, or with other Accelerate hooks, and for quantized
+    ones that cannot travel."""
     device_map = getattr(model, "hf_device_map", None) or {}
     if any(str(place) != "cpu" for place in device_map.values()):
         name = getattr(model, "name_or_path", "")
@@ -46,11 +48,7 @@ def refuse_placed(model: nn.Module) -> None:
             f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
             "with from_pretrained, or make it outside torch.device('meta')"
         )
-    if getattr(model, "is_quantized", False):
-        raise ValueError(
-            "the parameters of a model under L2L must be plain tensors (got a quantized model); load it without a "
-            "quantization_config"
-        )
+    refuse_quantized(model)
     hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
     if hooked is not None and type(hooked[1]) is not ModelHook:  # copies of a model carry a bare ModelHook
         raise ValueError(

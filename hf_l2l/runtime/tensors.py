@@ -33,7 +33,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(part.numel() * part.element_size() for t in tensors for part in parts_of(t))
 
 
-_ADAPTERS: dict[str, tuple[str, ...]] = {
+ADAPTERS: dict[str, tuple[str, ...]] = {
     "Params4bit": (  # bitsandbytes
         "quant_state.absmax",
         "quant_state.code",
@@ -53,7 +53,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_quantized_class(kind: Any) -> bool:
-    return hasattr(kind, "__tensor_flatten__") or kind.__name__ in _ADAPTERS
+    return hasattr(kind, "__tensor_flatten__") or kind.__name__ in ADAPTERS
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if not is_quantized(tensor):
         return [tensor]
-    paths = _ADAPTERS.get(type(tensor).__name__)
+    paths = ADAPTERS.get(type(tensor).__name__)
     if paths is not None:
         return [tensor, *(found for path in paths if (found := _attribute(tensor, path)) is not None)]
     names, _ = _flattened(tensor)
@@ -75,7 +75,7 @@ def rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor
     """A tensor like `tensor` that consists of the next `parts`, which are like its own, on any device."""
     if not is_quantized(tensor):
         return next(parts)
-    paths = _ADAPTERS.get(type(tensor).__name__)
+    paths = ADAPTERS.get(type(tensor).__name__)
     if paths is None:
         names, context = _flattened(tensor)
         inner = {name: rebuilt(getattr(tensor, name), parts) for name in names}
