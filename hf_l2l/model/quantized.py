@@ -84,7 +84,7 @@ def refuse_untrainable(model: nn.Module, device: torch.device, dtype: torch.dtyp
         rows = torch.ones(2, int(module.in_features), dtype=rows_dtype, device=device)  # type: ignore[arg-type]
         cause: Exception | None = None
         try:
-            why = _tried(module, rows, device)
+            why = _tried(module, rows)
         except torch.OutOfMemoryError:
             raise
         except (
@@ -105,12 +105,12 @@ def refuse_untrainable(model: nn.Module, device: torch.device, dtype: torch.dtyp
             ) from cause
 
 
-def _tried(module: nn.Module, rows: torch.Tensor, device: torch.device) -> str:
+def _tried(module: nn.Module, rows: torch.Tensor) -> str:
     """What is wrong with the output of `module` or the gradient of its input; empty if nothing is."""
     with torch.inference_mode(False), torch.enable_grad():
         rows = rows.clone().requires_grad_()
         trial = copy.copy(module)  # with tables of its own: forwards may set attributes, and dtypes of weights
-        there = {name: None if p is None else _on_device(p, device) for name, p in module._parameters.items()}
+        there = {name: None if p is None else _on_device(p, rows) for name, p in module._parameters.items()}
         vars(trial)["_parameters"] = there
         output: Any = type(module).forward(trial, rows)
         if output.dtype != rows.dtype:
@@ -119,8 +119,11 @@ def _tried(module: nn.Module, rows: torch.Tensor, device: torch.device) -> str:
         return "none" if rows.grad is None else ""
 
 
-def _on_device(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _on_device(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of `parameter` on the device of `rows`, and in their dtype, unless it is quantized."""
     with torch.no_grad(), without_interception():
-        copies = [part.detach().to(device, copy=True) for part in parts_of(parameter)]
+        if not is_quantized(parameter):
+            return nn.Parameter(parameter.detach().to(rows.device, rows.dtype, copy=True), requires_grad=False)
+        copies = [part.detach().to(rows.device, copy=True) for part in parts_of(parameter)]
         made = rebuilt(parameter, iter(copies))
         return made if isinstance(made, nn.Parameter) else nn.Parameter(made.detach(), requires_grad=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.nn import functional as F
 
 
 class Wrapper(torch.Tensor):
@@ -36,14 +36,19 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            rows, weight, *bias = args
+            return F.linear(rows, weight.dequantized().to(rows.dtype), *bias, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in ("detach", "clone"):
             own = args[0]
             parts = [func(getattr(own, part)) for part in own.PARTS]
             return cls(*parts, shape=own.shape, dtype=own.dtype)
-        if name in ("mm", "addmm", "t", "embedding"):
-            return func(*tree_map_only(Wrapper, lambda each: each.dequantized(), args), **(kwargs or {}))
         raise NotImplementedError(f"{name} of a {cls.__name__}")
 
 

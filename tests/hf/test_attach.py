@@ -376,7 +376,7 @@ def test_refused_models():
         attach_l2l(nn.Linear(2, 2))
     model = bert()
     model.is_quantized = True
-    with pytest.raises(ValueError, match="must be plain tensors"):
+    with pytest.raises(ValueError, match="quantized weights .* must be its parameters"):
         attach_l2l(model)
 
 
