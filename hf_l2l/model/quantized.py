@@ -28,7 +28,7 @@ def refuse_quantized(model: nn.Module) -> None:
                     f"quantized weights under L2L must be frozen (got {name}, a {kind} that requires a gradient); "
                     "call requires_grad_(False) on it, and train adapters, as those of PEFT"
                 )
-        elif not issubclass(nn.Parameter, type(p)) and _is_packed(p):
+        elif type(p) not in (nn.Parameter, torch.Tensor) and _is_packed(p):
             raise ValueError(
                 "a quantized weight under L2L must have __tensor_flatten__ and __tensor_unflatten__, as those of "
                 f"torchao, or be a {' or a '.join(ADAPTERS)} of bitsandbytes (got {name}, a {kind}); quantize the "
