@@ -68,7 +68,7 @@ class LayerUnit:
             travel = [precision.of_parts(p) for p in self.parameters]
             self.parts = [part for parts in travel for part, _ in parts]
             """What travels to the device, with the parameters in their order: each is one part, except quantized ones,
-            which are several tensors (see `parts_of`). Writes to them are seen by their versions; a quantized parameter
+            which are several tensors (see `parts_of`). Writes to them are seen by their versions; a quantized weight
             that is given other tensors has to be another parameter."""
             self.owners = [number for number, parts in enumerate(travel) for _ in parts]
             """The number of the parameter of each part."""
