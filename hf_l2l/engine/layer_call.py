@@ -190,17 +190,17 @@ class LayerCall:
     def _state_as_found(self) -> Iterator[None]:
         """Inside, the layer runs. In trials, and in its first forward that trains, all runs begin alike: attributes
         have their values back after each."""
-        if self.is_trial or (self.in_graph and self.unit.kept is None):
+        if self.is_trial or (self.in_graph and self.unit.keeps.places is None):
             state = KeptState(self.unit.modules)
             try:
                 yield
             finally:
-                self.unit.written = state.changed()
-                self.leaves_tensors_only = all(map(is_tensor, self.unit.written))
-                self.left = KeptState(self.unit.modules) if self.unit.written else None
-                state.put_back(self.unit.written)
-        elif self.in_graph and self.unit.started_anew:
-            with kept_as_it_was(self.unit.started_anew):
+                self.unit.keeps.written = state.changed()
+                self.leaves_tensors_only = all(map(is_tensor, self.unit.keeps.written))
+                self.left = KeptState(self.unit.modules) if self.unit.keeps.written else None
+                state.put_back(self.unit.keeps.written)
+        elif self.in_graph and self.unit.keeps.started_anew:
+            with kept_as_it_was(self.unit.keeps.started_anew):
                 yield
         else:
             yield
@@ -211,11 +211,11 @@ class LayerCall:
         Raises:
             ValueError: if the layer would read them in its next call, or keeps them where another layer could.
         """
-        written, left, self.unit.kept = self.unit.written, self.left, []
+        written, left, self.unit.keeps.places = self.unit.keeps.written, self.left, []
         if left is None:
             return
         if all(map(is_started_anew, written)):
-            self.unit.started_anew = written
+            self.unit.keeps.started_anew = written
             return
         is_read = not self.leaves_tensors_only
         before = KeptState(self.unit.modules)
@@ -231,12 +231,12 @@ class LayerCall:
                 f"and they would get no gradient (a {type(self.layer).__name__} keeps "
                 f"{', '.join(f'{type(m).__name__}.{name}' for m, name in written)}); train this model without L2L"
             )
-        self.unit.kept = written
+        self.unit.keeps.places = written
 
     def warn_of_what_it_keeps(self) -> None:
         """Warn, once, if its recompute has left tensors with a graph: a loss that is computed of what the forward has
         left gets no gradient."""
-        kept, self.unit.kept = self.unit.kept, []
+        kept, self.unit.keeps.places = self.unit.keeps.places, []
         names = [f"{type(m).__name__}.{name}" for m, name in kept or () if getattr(vars(m).get(name), "grad_fn", None)]
         if names:
             warnings.warn(

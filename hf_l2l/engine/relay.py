@@ -120,7 +120,7 @@ def backward_sweep(
                 compute_state.set_rng_state(rng, call.device)
             with call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
-            if call.unit.kept:
+            if call.unit.keeps.places:
                 call.warn_of_what_it_keeps()
             _backward(call, outputs, gradients, ubatch)
             inputs.collect(leaves, ubatch)
@@ -257,7 +257,7 @@ class Relay:
                 outputs = self._forward_that_may_draw(call, tensors, weights)
             else:
                 outputs = forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
-        if for_backward and call.unit.kept is None:
+        if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(tensors)
         return outputs
 

@@ -100,7 +100,7 @@ class Splitter:
             try:
                 _refuse_batch_statistics(layer)
                 self._known[key] = self._learn(root, spec, tensors, execute)
-                _refuse_kept_state([] if root.makes_graph else unit.written)
+                _refuse_kept_state([] if root.makes_graph else unit.keeps.written)
             except NoConsistentSplit as error:
                 self._known[key] = None
                 self._warn_once(layer, str(error))

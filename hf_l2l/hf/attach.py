@@ -138,7 +138,9 @@ def attach_with_losses(model: nn.Module, losses: Sequence[nn.Module], config: L2
         ValueError: as `attach_l2l`.
     """
     attached = attachment_of(model)
-    if not losses or attached is not None:
+    if attached is not None and {*losses} - {*attached.root.children()}:  # another loss than in an earlier training
+        detach_l2l(model, with_companions=False)
+    elif not losses or attached is not None:
         return attach_l2l(model, config)
     root = nn.ModuleDict({"model": model, **{f"loss{n or ''}": loss for n, loss in enumerate(losses)}})
     eps = attach_l2l(root, config)
@@ -155,7 +157,24 @@ def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
     Raises:
         ValueError: as `attach_l2l`.
     """
-    return _attach_new(model, replace(config, trace=None, resident="none"), trains=False)
+    classes = companion_classes(model, config)
+    return _attach_new(model, replace(config, trace=None, resident="none", layer_classes=classes), trains=False)
+
+
+def companion_classes(model: nn.Module, config: L2LConfig) -> tuple[str, ...] | None:
+    """The classes of a companion's layers: those that `config` names for the trained model, if it has them all."""
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    return config.layer_classes if names.issuperset(config.layer_classes or ()) else None
+
+
+def bind_companions(model: nn.Module, companions: Sequence[nn.Module], config: L2LConfig) -> None:
+    """Attach those of `companions` that are not attached any more, and have them detached with `model`."""
+    attached = attachment_of(model)
+    assert attached is not None
+    attached.companions = list(companions)
+    for companion in companions:
+        if attachment_of(companion) is None:
+            attach_companion(companion, config)
 
 
 def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> EagerParamServer:
@@ -242,7 +261,10 @@ def _attach(
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}
     attached = Attachment(model, config, device, stacks, eps, [*outside, *layers], [], members=members)
-    attached.handles += CallWatch(shell, attached.refuse_changed_layers).handles(model)
+    watch = CallWatch(shell, attached.refuse_changed_layers)
+    # A container with losses is not called itself.
+    for module in model.children() if isinstance(model, nn.ModuleDict) else (model,):
+        attached.handles += watch.handles(module)
     attached.handles += let_heads_return_fp32(model, layers) if precision.is_mixed else ()
     setattr(model, _ATTRIBUTE, attached)
     return eps
@@ -258,18 +280,17 @@ def _loss_scale(config: L2LConfig, dtype: torch.dtype | None) -> LossScale | Non
     )
 
 
-def detach_l2l(model: nn.Module) -> nn.Module:
+def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     """Make `model` an ordinary model on the host again, and return it; a model that is not attached is not changed.
 
-    Models that `L2LTrainer` attached beside it, for inference only, are detached, too.
+    Models that `L2LTrainer` attached beside it, for inference only, are detached, too (`with_companions`).
     """
     attached = attachment_of(model)
     if attached is None:
         return model
     root = attached.root
-    for companion in attached.companions:
+    for companion in attached.companions if with_companions else ():
         detach_l2l(companion)
-    attached.companions.clear()
     optimizers = attached.eps.release()
     for handle in attached.handles:
         handle.remove()

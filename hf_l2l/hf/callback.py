@@ -33,6 +33,12 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def __init__(self, config: L2LConfig | None = None) -> None:
         """Attach with `config`, by default that of `attach_l2l`; without a device in it, on that of the arguments."""
         self.config = config or L2LConfig()
+        if self.config.cmp == "fp16" or self.config.nonfinite == "skip":
+            raise ValueError(
+                "a callback cannot tell the Trainer's scheduler that a step is skipped (got "
+                f"cmp={self.config.cmp!r}, nonfinite={self.config.nonfinite!r}); use cmp='bf16' and "
+                "nonfinite='raise', or L2LTrainer"
+            )
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the arguments and the model."""

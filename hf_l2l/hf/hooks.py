@@ -169,9 +169,12 @@ class CallWatch:
     def __init__(self, shell: Shell | None, check: Callable[[], None] | None = None) -> None:
         self.shell = shell
         self.check = check
+        self.forwards: dict[nn.Module, Any] = {}
+        """Those of the hooks, by the module that is watched."""
 
     def handles(self, model: nn.Module) -> list[RemovableHandle]:
         """Watch `model`; returns what ends that."""
+        self.forwards[model] = vars(model).get("forward")
         return [
             model.register_forward_pre_hook(self.before),
             model.register_forward_hook(self.after, always_call=True),
@@ -180,7 +183,8 @@ class CallWatch:
     def before(self, module: nn.Module, args: Any) -> None:
         if self.shell is not None and self.check is not None:
             self.check()
-            self.shell.outer = module
+            # A forward that is not the one of the hook may call it, as those that autocast wraps do, or bypass it.
+            self.shell.outer = module if vars(module).get("forward") is not self.forwards.get(module) else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.shell is not None:

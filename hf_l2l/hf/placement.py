@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
-from hf_l2l.hf.attach import attach_companion, attachment_of
+from hf_l2l.hf.attach import attach_companion, attachment_of, companion_classes
 from hf_l2l.hf.preparation import is_placed
 from hf_l2l.model.stacks import find_stacks
 
@@ -29,7 +29,7 @@ def leave_models_where_they_are(trainer: Any, config: Callable[[], L2LConfig], c
         options = made()
         assert options is not None
         wanted = options()
-        if find_stacks(model, wanted.layer_classes) and not is_placed(model, device):
+        if find_stacks(model, companion_classes(model, wanted)) and not is_placed(model, device):
             attach_companion(model, wanted)
             companions.append(model)
 

@@ -27,6 +27,7 @@ from hf_l2l.hf.attach import (
     Attachment,
     attach_with_losses,
     attachment_of,
+    bind_companions,
     check_attachable,
     detach_l2l,
 )
@@ -144,16 +145,14 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         # sentence-transformers' losses may have parameters, as the classifier of SoftmaxLoss.
         losses = losses_that_train(getattr(self, "loss", None), self.model)
         eps = attach_with_losses(self.model, losses, self._l2l_config())
-        attachment = attachment_of(self.model)
-        assert attachment is not None
-        attachment.companions = self._companions
+        bind_companions(self.model, self._companions, self._l2l_config())
         return eps
 
     def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
         """Attach again a model whose layers a callback has added, dropped or replaced; optimizer state stays."""
         logger.info(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
-        attached.companions, scale = [], attached.eps.loss_scale
-        detach_l2l(self.model)
+        scale = attached.eps.loss_scale
+        detach_l2l(self.model, with_companions=False)
         eps = self._attach()
         if eps is not None and self.optimizer is not None:
             eps.wrap(self.optimizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,18 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of parameters, buffers, submodules and hooks."""
 
 Place = tuple[nn.Module, str]
+
+
+@dataclass
+class Kept:
+    """Which attributes of a layer its forward writes tensors to."""
+
+    places: list[Place] | None = None
+    """Those of its first forward that trains; None before that."""
+    started_anew: list[Place] = field(default_factory=list)
+    """Those that have their values back after each run."""
+    written: list[Place] = field(default_factory=list)
+    """Those of its last trial."""
 
 
 class KeptState:

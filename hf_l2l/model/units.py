@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import tables_of, without_interception
-from hf_l2l.model.kept_state import Place
+from hf_l2l.model.kept_state import Kept
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
@@ -56,12 +56,7 @@ class LayerUnit:
         self.with_buffers = [each for each in self.modules if each._buffers]
         self.parametrizes = any(kind.__name__ in PARAMETRIZING for kind in self.classes)
         """Whether it registers parametrizations during its forward, which sets a weight to itself."""
-        self.kept: list[Place] | None = None
-        """Attributes of its modules that its forward writes tensors to; None before a forward that trains."""
-        self.started_anew: list[Place] = []
-        """Those of them that have their values back after each run."""
-        self.written: list[Place] = []
-        """Attributes that its last trial has written tensors to."""
+        self.keeps = Kept()
         self.drawing_modes: set[bool] = set()
         """The values of `module.training` with which it has been seen to draw random numbers."""
         with without_interception():

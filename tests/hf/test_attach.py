@@ -439,6 +439,15 @@ def test_a_pickled_model_is_not_watched():
     copied(**batch_for(model, masked=False)).loss.backward()
 
 
+def test_a_hook_of_the_program_may_call_a_part_of_the_model():
+    model = gpt2()
+    attach_l2l(model)
+    batch = batch_for(model, masked=False)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(module.transformer.wte(batch["input_ids"])))
+    model(**batch).loss.backward()
+
+
 def test_a_copy_of_an_attached_model_is_not_watched():
     model = gpt2()
     attach_l2l(model)

@@ -9,7 +9,7 @@ import transformers as hf
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, make_l2l_trainer
 from hf_l2l.hf.attach import attachment_of
 from losses import Classifying, Embedder, Embedding, embedded, weights_with_loss
-from training import logs
+from training import arguments, logs, rows
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -55,3 +55,16 @@ def test_a_loss_is_attached_as_a_model_in_any_loop():
     optimizer.zero_grad()
     assert not torch.equal(loss.classifier.weight, before)
     assert loss(features, ids[:, 0] % 2) < first
+
+
+def test_a_second_training_with_another_loss(tmp_path):
+    """Its parameters are trained, too, and those of the first loss not any more."""
+    kinds = make_l2l_trainer(Embedder), L2LTrainingArguments
+    first = embedded(*kinds, tmp_path / "first")
+    other = Classifying(first.model)
+    before = other.classifier.weight.detach().clone()
+    args = arguments(L2LTrainingArguments, tmp_path / "second", remove_unused_columns=False)
+    made = kinds[0](first.model, args, train_dataset=rows(), loss=other)
+    made.train()
+    assert not torch.equal(other.classifier.weight, before)
+    assert attachment_of(first.loss) is None

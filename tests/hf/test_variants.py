@@ -286,3 +286,20 @@ def test_a_callback_for_a_model_without_layers(tmp_path):
     )
     with pytest.raises(ValueError, match="must have a stack of layers"):
         made.train()
+
+
+@pytest.mark.parametrize("options", [{"cmp": "fp16"}, {"nonfinite": "skip"}])
+def test_a_callback_refuses_options_that_skip_steps(options):
+    with pytest.raises(ValueError, match="cannot tell the Trainer's scheduler that a step is skipped"):
+        L2LCallback(L2LConfig(**options))
+
+
+def test_a_reference_model_of_another_family_is_attached_again_for_the_next_training(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes=["BertLayer"])
+    made = L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    reference = made.accelerator.prepare_model(llama(), evaluation_mode=True)
+    for _ in range(2):
+        made.train()
+        assert attachment_of(reference).stacks[0].class_names == ("LlamaDecoderLayer",)
+        detach_l2l(made.model)
+        assert attachment_of(reference) is None
