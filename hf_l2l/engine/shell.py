@@ -27,7 +27,7 @@ from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import batch_rows
-from hf_l2l.model.caches import without_use_cache
+from hf_l2l.model.caches import warn_of_cache, without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
@@ -273,6 +273,7 @@ class Shell:
             # Before `placed`, inside which device copies replace the masters.
             anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() else None
             if torch.is_grad_enabled():
+                warn_of_cache(module, args, kwargs)
                 args, kwargs = without_use_cache(module, args, kwargs)
             given, scale = (args, kwargs), self._scale
             with stream.span(self.device, "upload", "inputs"):

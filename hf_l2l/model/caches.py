@@ -82,6 +82,19 @@ def without_caches(args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
+def warn_of_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Warn if a forward that trains is given a cache, to which it adds nothing; unless the cache is a prefix that
+    trains."""
+    given = [leaf for leaf in (*args, *kwargs.values()) if is_cache(leaf)]
+    if any(not any(tensor.requires_grad for tensor in tensors_within(cache)) for cache in given):
+        warnings.warn(
+            f"a model under L2L adds nothing to a key-value cache in a forward that trains (a {type(module).__name__} "
+            "got one): a later call finds no keys and values of this one. Call the model under torch.no_grad(), or "
+            "leave out the cache",
+            stacklevel=2,
+        )
+
+
 def without_use_cache(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Arguments of a module outside the layers in a forward that trains, with `use_cache=False` if it has that option.
 
