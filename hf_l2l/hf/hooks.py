@@ -69,9 +69,10 @@ class _PlainState(Replacement):
             return state
         plain = {k: v for k, v in state.items() if k not in self.left_out}
         module: Any = self.module
-        forward = module._old_forward.original
-        if forward != bound_method(module, "forward"):  # the instance had a forward of its own
-            plain["forward"] = forward
+        # What the instance had of its own, in the place of the method of its class.
+        for name, replacement in (("forward", module._old_forward), ("generate", vars(module).get("generate"))):
+            if isinstance(replacement, Replacement) and replacement.original != bound_method(module, name):
+                plain[name] = replacement.original
         return plain
 
 
@@ -92,6 +93,11 @@ class _Generate(Replacement):
         with self._on_the_device():
             result = self.original(*args, **kwargs)
         return to_device(result, stream.HOST) if on_host else result
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For `inspect.signature`."""
+        return self.original
 
     @contextmanager
     def _on_the_device(self) -> Iterator[None]:

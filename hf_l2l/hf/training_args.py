@@ -58,6 +58,8 @@ else:
 class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers ships no types
     """Adds the fields of `L2LConfig` to any dataclass of training arguments; `make_l2l_arguments` combines the two.
 
+    A class statement needs the decorator, too: `@dataclass class Mine(L2LArgumentsMixin, SFTConfig)`.
+
     `per_device_train_batch_size` is the device batch; `ubatch_size` cuts it into the micro-batches of the inner loop.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import types
@@ -430,6 +431,22 @@ def test_a_forward_that_is_wrapped_and_parts_that_are_called_are_not_taken_for_r
     with pytest.raises(TypeError):
         model(nothing=1)  # ends before the forward begins
     model.transformer(input_ids=batch["input_ids"])
+
+
+def test_generate_of_the_instance_stays_its_own():
+    def own(self, *args, **kwargs):
+        return "own"
+
+    model = gpt2()
+    signature = inspect.signature(model.generate)
+    attach_l2l(model)
+    assert inspect.signature(model.generate) == signature
+    detach_l2l(model)
+    model.generate = types.MethodType(own, model)
+    attach_l2l(model)
+    assert model.generate() == copy.deepcopy(model).generate() == "own"
+    detach_l2l(model)
+    assert model.generate() == "own" and isinstance(model.generate, types.MethodType)
 
 
 def test_a_pickled_model_is_not_watched():
