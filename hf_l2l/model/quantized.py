@@ -15,6 +15,9 @@ from torch import nn
 from hf_l2l.compat import without_interception
 from hf_l2l.runtime.tensors import ADAPTERS, is_quantized, parts_of, rebuilt
 
+DEQUANTIZED = ("gguf",)
+"""Methods whose weights transformers makes ordinary parameters of when it loads them."""
+
 
 def refuse_quantized(model: nn.Module) -> None:
     """Raise ValueError for quantized weights that cannot be taken apart, or that require a gradient."""
@@ -37,9 +40,12 @@ def refuse_quantized(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False) and not found:
         config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
         method: Any = getattr(config, "quant_method", None)
+        method = getattr(method, "value", method) or "an unknown method"
+        if method in DEQUANTIZED:
+            return
         raise ValueError(
             "the quantized weights of a model under L2L must be its parameters (got none in a model quantized with "
-            f"{getattr(method, 'value', method) or 'an unknown method'}); load it without a quantization_config, or "
+            f"{method}); load it without a quantization_config, or "
             "quantize it with torchao, or to 4 bits with bitsandbytes"
         )
 

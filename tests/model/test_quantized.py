@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.model.precision import Precision
+from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.report.memory_estimate import estimate
 from hf_l2l.runtime.flat_memory import Layout
@@ -175,3 +177,14 @@ def test_a_trial_leaves_the_module_as_it_is():
     for name, tensor in before.items():
         assert type(after[name]) is type(tensor)
         assert all(torch.equal(a, b) for a, b in zip(parts_of(after[name]), parts_of(tensor), strict=True))
+
+
+def test_weights_that_were_quantized_in_their_file_alone():
+    """A model loaded from GGUF says that it is quantized, and has ordinary parameters."""
+    model = nn.Linear(2, 2)
+    model.is_quantized = True
+    model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gguf"))
+    refuse_quantized(model)
+    model.hf_quantizer.quantization_config.quant_method = "awq"
+    with pytest.raises(ValueError, match="got none in a model quantized with awq"):
+        refuse_quantized(model)
