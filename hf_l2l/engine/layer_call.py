@@ -222,7 +222,7 @@ class LayerCall:
         if not is_read:
             rows = self.input_rows(tensors, self.ubatches[-1])  # what it has left is of these rows
             found = self.execute_once(rows)
-            left.put_back(written)
+            left.put_back(written)  # as the next call would find it; the program finds it, too
             is_read = not _same_results(found, self.execute_once(rows))
         if is_read:
             before.put_back(written)

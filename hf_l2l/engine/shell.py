@@ -206,7 +206,8 @@ class Shell:
         self._at_start: weakref.WeakMethod[Callable[[ModelCall], None]] | None = None
         self._call: ModelCall | None = None
         self.outer: nn.Module | None = None
-        """The attached model, from the beginning of a call of it to the beginning of its forward."""
+        """The attached model, if its forward is not the one of the hook: from the beginning of a call of it until the
+        hook's forward is called after all. None otherwise."""
 
     def call_at_start(self, at_start: Callable[[ModelCall], None]) -> None:
         """Call this bound method when a call of the program has begun, as long as its object lives.

@@ -111,8 +111,9 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
 
     Raises:
         ValueError: if the model is attached with another config, has no layer stack, is on the meta device, is placed
-            by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; or if the process
-            group has more than one process.
+            by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; if it has quantized
+            weights that cannot travel or be trained through, or, on an accelerator, layers that compute their backward
+            themselves; or if the process group has more than one process.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)

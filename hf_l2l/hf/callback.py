@@ -63,7 +63,8 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 def _given(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The training arguments and the model. SetFit calls so its own, and passes the others under other names."""
+    """The training arguments and the model of the Trainer. SetFit passes these under names of their own, and others,
+    which are no module and no arguments of transformers, under the usual ones."""
     return kwargs.get("st_args", args), kwargs.get("st_model", kwargs.get("model"))
 
 

@@ -1,4 +1,4 @@
-"""Checks whether a model can run layer to layer, and prepares it: place, dtype, checkpointing; shows how that goes."""
+"""Checks whether a model can run layer to layer, and prepares it: place, dtype, checkpointing; and a progress bar."""
 
 from __future__ import annotations
 

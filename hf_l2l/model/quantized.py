@@ -45,8 +45,8 @@ def refuse_quantized(model: nn.Module) -> None:
             return
         raise ValueError(
             "the quantized weights of a model under L2L must be its parameters (got none in a model quantized with "
-            f"{method}); load it without a quantization_config, or "
-            "quantize it with torchao, or to 4 bits with bitsandbytes"
+            f"{method}); load it without a quantization_config, or quantize it with torchao, or to 4 bits with "
+            "bitsandbytes"
         )
 
 
