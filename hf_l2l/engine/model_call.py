@@ -20,6 +20,7 @@ from hf_l2l.engine.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.model.batch_dims import NoConsistentSplit
+from hf_l2l.model.caches import Sizes
 from hf_l2l.runtime.backward_callbacks import ONE_THREAD, Backwards
 from hf_l2l.runtime.compute_state import RngState
 
@@ -103,6 +104,8 @@ class ModelCall:
     """Called when the call has returned or failed."""
     replay: Replay | None = None
     """Set while the beginning of the call is replayed to find batch dimensions."""
+    cache_sizes: Sizes = field(default_factory=dict)
+    """Of the key-value caches that its layers are given."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that made the call."""
 

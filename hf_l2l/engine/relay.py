@@ -211,7 +211,7 @@ class Relay:
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
-            arguments, spec = flatten(without_caches(args, kwargs))
+            arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
         call = LayerCall.of(self.eps.masters.unit(layer), forward, arguments, spec, self.device, self.eps.copies)
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
@@ -13,6 +14,7 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
+from hf_l2l.model.precision import computing_dtype
 from hf_l2l.runtime import stream
 
 logger = logging.getLogger("hf_l2l")
@@ -33,12 +35,7 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def __init__(self, config: L2LConfig | None = None) -> None:
         """Attach with `config`, by default that of `attach_l2l`; without a device in it, on that of the arguments."""
         self.config = config or L2LConfig()
-        if self.config.cmp == "fp16" or self.config.nonfinite == "skip":
-            raise ValueError(
-                "a callback cannot tell the Trainer's scheduler that a step is skipped (got "
-                f"cmp={self.config.cmp!r}, nonfinite={self.config.nonfinite!r}); use cmp='bf16' and "
-                "nonfinite='raise', or L2LTrainer"
-            )
+        _refuse_skipped_steps(self.config, None)
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the arguments and the model."""
@@ -52,7 +49,8 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         if attachment_of(model) is None and is_placed(model, args.device):
             logger.info("the Trainer has put the model on %s; it moves to the host", args.device)
             model.to(stream.HOST)
-        device = args.device if self.config.device is None else self.config.device
+        device = args.device if self.config.device is None else stream.execution_device(self.config.device)
+        _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, device))
         attach_l2l(model, replace(self.config, device=device)).wrap(kwargs["optimizer"])
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -60,6 +58,17 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         attached = attachment_of(_given(args, kwargs)[1])
         if attached is not None:
             attached.eps.synchronize()
+
+
+def _refuse_skipped_steps(config: L2LConfig, dtype: torch.dtype | None) -> None:
+    """Raise ValueError if steps can be skipped; `dtype` is what the layers compute in, None before that is known."""
+    if config.nonfinite != "skip" and config.cmp != "fp16" and dtype is not torch.float16:
+        return
+    found = ", which is fp16 on this device" if dtype is torch.float16 and config.cmp == "auto" else ""
+    raise ValueError(
+        f"a callback cannot tell the Trainer's scheduler that a step is skipped (got cmp={config.cmp!r}{found}, "
+        f"nonfinite={config.nonfinite!r}); use cmp='bf16' or None and nonfinite='raise', or L2LTrainer"
+    )
 
 
 def _given(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -19,24 +19,33 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.runtime.tensors import is_cache, tensors_within
 
+Sizes = dict[Any, Any]
+"""Per entry of a cache, a copy of it without memory."""
+
 
 class FilledCache:
-    """A cache with content, as a node of pytree: flattened into its tensors, unflattened into a new cache."""
+    """A cache with content, as a node of pytree: flattened into its tensors, unflattened into a new cache.
 
-    def __init__(self, cache: Any) -> None:
-        self.tensors = list(dict.fromkeys(tensors_within(cache)))
-        self.empty = _EmptyCache(cache, self.tensors)
+    Of a cache with an entry per layer, a layer that says which entry it reads is given only the tensors of that one.
+    """
+
+    def __init__(self, cache: Any, layer: nn.Module, sizes: Sizes) -> None:
+        entries, others = _entries_of(cache, layer)
+        self.tensors = list(dict.fromkeys(tensors_within(cache if entries is None else entries)))
+        self.empty = _EmptyCache(cache, self.tensors, {entry: _size_of(entry, sizes) for entry in others})
 
 
 class _EmptyCache:
     """A cache with placeholders for tensors. Two are equal if caches of the same kind have as many tensors."""
 
-    def __init__(self, cache: Any, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, cache: Any, tensors: list[torch.Tensor], others: Sizes) -> None:
         self.placeholders = [torch.empty(0, device="meta") for _ in tensors]
-        self.cache = _copied(cache, tensors, self.placeholders)
+        # Entries of other layers keep their sizes alone; their tensors would be inputs of this layer, too.
+        self.others = list(others.values())
+        self.cache = _copied(cache, [*tensors, *others], [*self.placeholders, *self.others])
 
     def filled_with(self, tensors: list[torch.Tensor]) -> Any:
-        return _copied(self.cache, self.placeholders, tensors)
+        return _copied(self.cache, [*self.placeholders, *self.others], [*tensors, *self.others])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _EmptyCache) and self._kind == other._kind
@@ -49,14 +58,34 @@ class _EmptyCache:
         return hash(self._kind)
 
 
+def _entries_of(cache: Any, layer: nn.Module) -> tuple[list[Any] | None, list[Any]]:
+    """The entries of a cache that a layer reads, and the others; None if the layer does not say which it reads."""
+    numbers = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    parts = [part for part in (cache, *vars(cache).values()) if isinstance(getattr(part, "layers", None), list)]
+    if len(numbers) != 1:
+        return None, []
+    [number] = numbers
+    entries = [(i == number, entry) for part in parts for i, entry in enumerate(part.layers)]
+    return [entry for is_read, entry in entries if is_read], [entry for is_read, entry in entries if not is_read]
+
+
+def _size_of(entry: Any, sizes: Sizes) -> Any:
+    """A copy of an entry of a cache with tensors on the meta device; the same one for all layers."""
+    if entry not in sizes:
+        tensors = list(dict.fromkeys(tensors_within(entry)))
+        sizes[entry] = _copied(entry, tensors, [torch.empty_like(t, device="meta") for t in tensors])
+    return sizes[entry]
+
+
 def map_cache(fn: Callable[[torch.Tensor], torch.Tensor], cache: Any) -> Any:
     """A copy of a cache with other tensors; one without content is returned as it is."""
     tensors = list(dict.fromkeys(tensors_within(cache)))
     return _copied(cache, tensors, [fn(tensor) for tensor in tensors]) if tensors else cache
 
 
-def _copied(cache: Any, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Any:
-    memo: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+def _copied(cache: Any, parts: list[Any], others: list[Any]) -> Any:
+    """A copy of a cache, or of an entry, with these others in place of its parts."""
+    memo: dict[int, Any] = {id(part): other for part, other in zip(parts, others, strict=True)}
     return copy.deepcopy(cache, memo)
 
 
@@ -68,13 +97,16 @@ pytree.register_pytree_node(
 )
 
 
-def without_caches(args: Any, kwargs: Any) -> Any:
-    """Arguments of a layer that trains: None for empty key-value caches, `FilledCache` for others."""
+def without_caches(layer: nn.Module, args: Any, kwargs: Any, sizes: Sizes) -> Any:
+    """Arguments of a layer that trains: None for empty key-value caches, `FilledCache` for others.
+
+    `sizes` is the same dict for all layers of a call of the model.
+    """
 
     def replaced(leaf: Any) -> Any:
         if not is_cache(leaf):
             return leaf
-        return FilledCache(leaf) if leaf.get_seq_length() > 0 else None
+        return FilledCache(leaf, layer, sizes) if leaf.get_seq_length() > 0 else None
 
     args, kwargs = pytree.tree_map(replaced, (args, kwargs), is_leaf=is_cache)
     if kwargs.get("use_cache"):

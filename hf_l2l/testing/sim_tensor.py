@@ -99,7 +99,10 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     # torch's own C++ code makes a storage over the same memory now and then, while it holds the one with the block.
     host = block.host if block is not None else storage_at(storage.data_ptr(), storage.nbytes(), HOST)
     view = torch.empty(0, dtype=tensor.dtype, device=HOST)
-    return view.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())
+    # A conjugate and a negative may be views that say so, over memory with the values themselves.
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -120,6 +123,7 @@ def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def on_sim(host: torch.Tensor) -> torch.Tensor:
     """Return a tensor on "sim" over the memory of the host tensor `host`."""
+    host = host.resolve_conj().resolve_neg()
     tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)
     return point_at(tensor, host)
 

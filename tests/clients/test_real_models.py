@@ -22,6 +22,7 @@ from torch import nn
 
 from clients import on_sim
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.runtime.tensors import map_tensors
 from training import settled_memory
 
 PAIRS = Path(__file__).parents[3] / "shared" / "data" / "stsb" / "train.csv"
@@ -114,7 +115,7 @@ def contrastive_loss(rows: Dataset, **options: object) -> tuple[float, torch.Ten
         attach_l2l(model, L2LConfig(**options))
     elif on_sim():
         model.to("sim")
-        features = [{name: t.to("sim") for name, t in each.items()} for each in features]
+        features = [map_tensors(lambda t: t.to("sim"), each) for each in features]
     found = loss(features, None)
     found.backward()
     weight = model[0].auto_model.encoder.layer[0].output.dense.weight

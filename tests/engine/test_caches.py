@@ -51,6 +51,20 @@ def test_a_prefix_trains(make, ubatch_size):
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
 
 
+def test_a_layer_is_given_its_own_entry_alone():
+    model = attached(Prefixed(llama()))
+    given = []
+    for layer in model.model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append(kwargs["past_key_values"]), with_kwargs=True
+        )
+    model(**{k: v for k, v in batch_for(model.model, masked=False).items() if k != "attention_mask"})
+    assert [[entry.keys.is_meta for entry in cache.layers] for cache in given] == [
+        [i != j for j in range(2)] for i in range(2)
+    ]
+    assert all(entry.get_seq_length() == PREFIX for entry in given[0].layers[1:])
+
+
 def test_a_cache_of_an_earlier_call_is_read_and_not_changed():
     torch.manual_seed(0)
     model = gpt2().double()

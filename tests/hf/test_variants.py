@@ -27,6 +27,7 @@ from hf_l2l import (
     make_l2l_trainer,
 )
 from hf_l2l.hf.attach import attachment_of
+from hf_l2l.model import precision
 from training import CHECKPOINTING, arguments, assert_same_run, logs, rows, tiny_bert
 
 
@@ -292,6 +293,17 @@ def test_a_callback_for_a_model_without_layers(tmp_path):
 def test_a_callback_refuses_options_that_skip_steps(options):
     with pytest.raises(ValueError, match="cannot tell the Trainer's scheduler that a step is skipped"):
         L2LCallback(L2LConfig(**options))
+
+
+def test_a_callback_refuses_a_dtype_that_skips_steps_when_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "_computes_in_bf16", lambda device: False)
+    callback = L2LCallback(L2LConfig(cmp="auto"))
+    made = hf.Trainer(
+        tiny_bert(), arguments(hf.TrainingArguments, tmp_path), train_dataset=rows(), callbacks=[callback]
+    )
+    with pytest.raises(ValueError, match=r"cmp='auto', which is fp16 on this device.*or L2LTrainer"):
+        made.train()
+    assert attachment_of(made.model) is None
 
 
 def test_a_reference_model_of_another_family_is_attached_again_for_the_next_training(tmp_path):

@@ -350,6 +350,9 @@ def test_attention_and_its_gradient(kind: str) -> None:
         lambda x: functional.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
         lambda x: torch.utils.checkpoint.checkpoint(functional.silu, x, use_reentrant=False),
         lambda x: torch.vmap(torch.sin)(x),
+        lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2)) * torch.polar(x[:, :3], x[:, 3:])),
+        lambda x: torch.view_as_complex(x.view(4, 3, 2)).conj().imag,
+        lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.conj(torch.fft.rfft(x * x, dim=1)), n=6, dim=1),
     ],
 )
 def test_gradients_of_operations(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
