@@ -27,6 +27,7 @@ MomentDtype = Literal["fp32", "bf16"]
 HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
 Resident = Literal["none", "shell"]
+ChunkedLoss = Literal["auto", "off"]
 
 
 def _described(default: Any, help: str) -> Any:
@@ -103,6 +104,13 @@ class L2LConfig:
         '"shell", those in no layer (embeddings, heads), whose update would hold up the start of every step. With '
         "AdamW they take 16 bytes per parameter of device memory. The optimizer must be wrapped, and must update "
         "parameters one by one. Where layers run on the CPU, nothing moves.",
+    )
+    chunked_loss: ChunkedLoss = _described(
+        "auto",
+        "Whether logits of a vocabulary are made for a chunk of tokens at a time, in the loss and once more in its "
+        'backward: "auto", or "off", which makes those of all tokens (12 bytes per token and entry of the '
+        "vocabulary). Few tokens are one chunk, with the bits of plain torch. What needs all logits gets them, and "
+        "the log says so.",
     )
     device: torch.device | str | None = _described(
         None,
@@ -215,6 +223,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "host_copies": (HostCopies, "use 'per_sweep' where host memory is short"),
     "resident": (Resident, "use 'shell' where the device has room for the state of embeddings and heads"),
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
+    "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
     "eps_update": (
         EpsUpdate,
         "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()",

@@ -20,6 +20,7 @@ FLOORS: dict[str, set[str]] = {
     "compat": TORCH,
     "runtime": TORCH,
     "config": TORCH,
+    "logits": TORCH,
     "optim": TORCH,
     "model": TORCH,
     "report": TORCH | {"psutil"},

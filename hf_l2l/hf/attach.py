@@ -36,6 +36,7 @@ from hf_l2l.hf.preparation import (
     warn_of_short_masters,
     with_progress_bar,
 )
+from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.quantized import refuse_untrainable
 from hf_l2l.model.residency import make_resident, move_back, state_follows
@@ -256,8 +257,10 @@ def _attach(
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    heads = {output_embedding(module, outside) for module in outside} if config.chunked_loss == "auto" else set()
+    output_embeddings = OutputEmbeddings(shell)
     for module in outside:
-        add_hook_to_module(module, L2LHook(shell, device))
+        add_hook_to_module(module, L2LHook(output_embeddings if module in heads else shell, device))
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}

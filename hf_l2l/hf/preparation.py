@@ -14,6 +14,7 @@ from accelerate.hooks import ModelHook
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tqdm.auto import tqdm
+from transformers.optimization import AdafactorSchedule
 
 from hf_l2l.compat import is_compiled
 from hf_l2l.model.quantized import refuse_quantized
@@ -206,3 +207,23 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm ships no types
 def with_progress_bar(units: Sequence[T], what: str) -> Iterator[T]:
     """Go through units of work, with a bar called `what` once it has taken more than 5 seconds."""
     yield from _Bar(units, desc=what, delay=_SHOW_AFTER_S, leave=False)
+
+
+def read_rates_of_state(scheduler: Any) -> None:
+    """Make a scheduler of Adafactor's own rates find updated groups by their state.
+
+    transformers finds them by their gradients, which are gone after a step here.
+    """
+    if type(scheduler) is AdafactorSchedule:
+        scheduler.__class__ = _RatesOfState
+
+
+class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types
+    """Adafactor's own rates of groups that have been updated."""
+
+    def get_lr(self) -> list[Any]:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        for group in groups:
+            group["params"][0].detach()  # waits for its update, which writes its state
+        updated = [(group, optimizer.state.get(group["params"][0])) for group in groups]
+        return [optimizer._get_lr(group, state) for group, state in updated if state] or list(self.base_lrs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.optimization import AdafactorSchedule
 from transformers.utils import logging
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
@@ -36,6 +36,7 @@ from hf_l2l.hf.placement import leave_models_where_they_are
 from hf_l2l.hf.preparation import (
     losses_that_train,
     move_to_host,
+    read_rates_of_state,
     refuse_several_devices,
     stacklevel_of_the_caller,
     warn_of_accumulation,
@@ -47,6 +48,7 @@ from hf_l2l.hf.training_args import (
     refuse_for_layers,
     refuse_mixin_after,
 )
+from hf_l2l.logits.heads import loss_alone
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
@@ -224,8 +226,7 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             self.accelerator.scaler = eps.scaler
         prepared = super()._prepare_for_training(*args, **kwargs)
         if eps is not None:
-            if type(self.lr_scheduler) is AdafactorSchedule:
-                self.lr_scheduler.__class__ = _RatesOfState
+            read_rates_of_state(self.lr_scheduler)
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
             warn_of_accumulation(self.args, self._l2l_config().ubatch_size)
             if self._logs_times:
@@ -376,16 +377,10 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         self._attach()
         return super().evaluation_loop(*args, **kwargs)
 
-
-class _RatesOfState(AdafactorSchedule):  # type: ignore[misc]  # transformers ships no types
-    """Adafactor's own rates of updated groups: transformers finds these by their gradients, which are gone here."""
-
-    def get_lr(self) -> list[Any]:
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        for group in groups:
-            group["params"][0].detach()  # waits for its update, which writes its state
-        updated = [(group, optimizer.state.get(group["params"][0])) for group in groups]
-        return [optimizer._get_lr(group, state) for group, state in updated if state] or list(self.base_lrs)
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
+        """Overridden so that an evaluation that needs only the loss makes no logits of all tokens."""
+        with loss_alone() if prediction_loss_only else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
 
 
 class L2LTrainer(L2LTrainerMixin, Trainer):  # type: ignore[misc]  # transformers ships no types

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.compat import is_in_checkpoints, keeps_statistics
 from hf_l2l.config import Cmp, GradDtype
+from hf_l2l.logits.heads import output_embedding
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import is_quantized, map_tensors, parts_of
@@ -169,10 +170,8 @@ def let_heads_return_fp32(model: nn.Module, layers: Iterable[nn.Module] = ()) ->
     outside = set(shell_modules(model, layers))
     heads = {m: None for name, m in model.named_modules() if m in outside and name.rpartition(".")[2] in _HEADS}
     for module in outside:
-        ask: Any = getattr(module, "get_output_embeddings", None)
-        output = None if ask is None else ask()
-        # FSMT names the embedding that its head is tied to.
-        if isinstance(output, nn.Module) and not isinstance(output, nn.Embedding) and output in outside:
+        output = output_embedding(module, outside)
+        if output is not None:
             heads[output] = None
             before: Any = getattr(module, "lm_head", None)  # a part of the head, which another module follows
             if before in heads and output not in set(before.modules()):

@@ -9,10 +9,12 @@ program sees nor `p.grad` is scaled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from hf_l2l.logits.deferred import DeferredLogits
 from hf_l2l.runtime.tensors import map_tensors
 
 _SMALLEST = 2.0**-100
@@ -39,14 +41,14 @@ def with_gradients_times(factor: Callable[[], float], value: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return value
-    return map_tensors(
-        lambda tensor: (
-            _Scaled.apply(factor, tensor)  # type: ignore[no-untyped-call]
-            if tensor.requires_grad
-            else tensor
-        ),
-        value,
-    )
+    scaled = partial(_Scaled.apply, factor)
+
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        return tensor.deferred.derived(scaled, step=scaled) if isinstance(tensor, DeferredLogits) else scaled(tensor)
+
+    return map_tensors(of_tensor, value)
 
 
 class LossScale:
