@@ -29,13 +29,18 @@ def released(memory: torch.Tensor) -> None:
     is no longer to be read."""
 
 
+_NEEDED = ("is_available", "device_count", "get_rng_state", "set_rng_state")
+"""Functions of a device's torch module without which no layer runs there. One without streams and events has copies
+in program order, and one without `cudart` pageable memory."""
+
+
 def execution_device(device: torch.device | str | None) -> torch.device:
     """The device that layers run on: `device` if given, else the current accelerator, else the CPU.
 
     A device type without an index becomes the current device of that type.
 
     Raises:
-        ValueError: if this machine has no such device, or the state of its random generator cannot be restored.
+        ValueError: if this machine has no such device, or its torch module lacks a function that is needed.
     """
     if device is None:
         # check_available: a build of torch for an accelerator also runs on machines that have none.
@@ -47,17 +52,18 @@ def execution_device(device: torch.device | str | None) -> torch.device:
         module = torch.get_device_module(device)
     except RuntimeError as error:  # a type that is no accelerator, such as meta
         raise ValueError(f"the execution device must be able to run a layer (got {device}: {error})") from error
+    missing = [name for name in _NEEDED if not hasattr(module, name)]
+    if missing:
+        raise ValueError(
+            f"the torch module of the execution device must have {', '.join(_NEEDED)}: layers run on a device that is "
+            "there, and their recompute repeats the random draws of the forward (got "
+            f"{device}: {module.__name__} has no {', '.join(missing)}); set device to 'cpu', or add "
+            f"{'the function' if len(missing) == 1 else 'the functions'} to {module.__name__}"
+        )
     if not module.is_available() or (device.index or 0) >= module.device_count():
         raise ValueError(
             f"the execution device must be one this machine has (got {device}); set device to None for the current "
             "accelerator, or to 'cpu'"
-        )
-    missing = [name for name in ("get_rng_state", "set_rng_state") if not hasattr(module, name)]
-    if missing:
-        raise ValueError(
-            "the execution device must have a random generator whose state can be read and set, since the recompute "
-            f"repeats the random draws of the forward (got {device}: {module.__name__} has no {missing[0]}); set "
-            f"device to 'cpu', or add the function to {module.__name__}"
         )
     if device.index is not None:
         return device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_a_device_whose_generator_cannot_be_put_back_is_refused_at_attach(missin
     monkeypatch.delattr(torch.cuda, missing)
     model = tiny_bert()
     before = {name: list(vars(module)) for name, module in model.named_modules()}
-    rule = rf"generator whose state can be read and set.*got cuda:0: torch.cuda has no {missing}\); set device to"
+    rule = rf"repeats the random draws of the forward .got cuda:0: torch.cuda has no {missing}\); set device to"
     with pytest.raises(ValueError, match=rule):
         attach_l2l(model, L2LConfig(device="cuda:0"))
     assert {name: list(vars(module)) for name, module in model.named_modules()} == before
@@ -212,3 +213,28 @@ def test_no_kernel_reports_that_page_locking_was_refused(monkeypatch):
 def test_a_wait_without_a_reason_is_a_mistake():
     with pytest.raises(AssertionError, match="reason"):
         stream.wait(None, "")
+
+
+@pytest.mark.parametrize("lacks", [["get_rng_state"], ["is_available", "device_count"], ["set_rng_state"]])
+def test_a_device_module_that_lacks_functions_is_refused_when_the_model_is_attached(lacks, monkeypatch):
+    module = ModuleType("torch.other")
+    for name in ("is_available", "device_count", "get_rng_state", "set_rng_state"):
+        if name not in lacks:
+            setattr(module, name, lambda *args: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    model = tiny_bert()
+    with pytest.raises(ValueError) as raised:
+        attach_l2l(model, L2LConfig(device="xpu"))
+    assert "must have is_available, device_count, get_rng_state, set_rng_state" in str(raised.value)
+    assert f"torch.other has no {', '.join(lacks)})" in str(raised.value)
+    assert not hasattr(model, "_hf_hook") and all(type(m).__name__ != "L2LHook" for m in model.modules())
+
+
+def test_a_device_module_with_no_more_than_is_needed_computes_in_program_order(monkeypatch):
+    module = ModuleType("torch.other")
+    for name in ("is_available", "device_count", "get_rng_state", "set_rng_state"):
+        setattr(module, name, lambda *args: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    device = stream.execution_device("xpu:0")
+    assert device == torch.device("xpu", 0)
+    assert not stream.is_asynchronous(device) and not stream.can_page_lock(device) and stream.record(device) is None
