@@ -23,6 +23,12 @@ without_interception: Callable[[], AbstractContextManager[None]] = torch._C.Disa
 
 `torch._C.DisableTorchFunctionSubclass`; else metadata would be read from records, which exist for most tensors."""
 
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As the `__torch_function__` of a subclass: its tensors are intercepted below autograd alone.
+
+`torch._C._disabled_torch_function_impl`, as in torch's own subclasses; else a method that calls the function inside
+`without_interception`."""
+
 in_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 """Whether the backward under way computes all gradients, not only those of `inputs=` or `torch.autograd.grad`.
 

@@ -28,6 +28,7 @@ HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
 Resident = Literal["none", "shell"]
 ChunkedLoss = Literal["auto", "off"]
+BoundaryPlace = Literal["auto", "device", "host"]
 
 
 def _described(default: Any, help: str) -> Any:
@@ -52,6 +53,13 @@ class L2LConfig:
         "device",
         'Where layer inputs wait for the backward sweep: "device", or "host", which keeps device memory constant in '
         "depth (arXiv:2002.05645, first version, equation 4).",
+    )
+    boundary: BoundaryPlace = _described(
+        "auto",
+        'With `stash="host"`, where the output of a layer waits for the next layer, and the gradient for the layer '
+        'before: on the "device", or on the "host", from which they come one micro-batch at a time, so that layers '
+        'need device memory for one micro-batch, whatever the device batch. "auto" keeps them on the device if a '
+        "backward needs at most an eighth of its memory for them.",
     )
     cmp: Cmp | None = _described(
         None,
@@ -208,6 +216,11 @@ class L2LConfig:
                 f"no step can be skipped (got {option('nonfinite')}='skip'); use eps_update='deferred', or "
                 f"{option('nonfinite')}='raise'"
             )
+        if self.boundary == "host" and self.stash != "host":
+            raise ValueError(
+                f"{option('boundary')}='host' passes what is in the stash from layer to layer, so it needs "
+                f"stash='host' (got stash={self.stash!r}); set stash='host', or leave {option('boundary')} out"
+            )
         if self.host_copies == "per_sweep" and self.cmp is None:
             raise ValueError(
                 f"{option('host_copies')} is about the 16-bit copies of cmp (got {option('host_copies')}='per_sweep' "
@@ -217,6 +230,7 @@ class L2LConfig:
 
 _CHOICES: dict[str, tuple[Any, str]] = {
     "stash": (StashPlace, "use 'host' when the layer inputs do not fit the device"),
+    "boundary": (BoundaryPlace, "use 'host' when the outputs of layers do not fit the device"),
     "cmp": (Cmp, "use 'auto' for what the device is good at"),
     "grad_dtype": (GradDtype, "use '16bit' where host memory is short"),
     "moment_dtype": (MomentDtype, "use 'bf16' where host memory is short"),

@@ -25,6 +25,7 @@ FLOORS: dict[str, set[str]] = {
     "model": TORCH,
     "report": TORCH | {"psutil"},
     "eps": TORCH,
+    "rows": TORCH,
     "engine": TORCH,
     "hf": HF | {"tqdm"},
     "measure": HF | {"psutil"},

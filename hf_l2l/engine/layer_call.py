@@ -1,7 +1,7 @@
 """The record of one layer call: its arguments, its outputs, and what is needed to run it again on some of its rows.
 
 Tensor arguments are separated from all others, so that the call can be split into ubatches, and recomputed in the
-backward sweep with `InputGradients` as leaves.
+backward sweep.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hf_l2l.engine.device_weights import uploaded
-from hf_l2l.engine.stash import Stash
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
+from hf_l2l.rows.boundary import Passing
+from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
@@ -48,6 +49,7 @@ class LayerCall:
     device: torch.device
     autocast: AutocastState
     copies: Copies
+    input_shapes: list[torch.Size]
     before: LayerCall | None = None
     """The previous call, which is the next one of the backward sweep."""
     fetched_in_forward: MasterUnit | None = None
@@ -70,6 +72,8 @@ class LayerCall:
     versions: list[int] = field(default_factory=list)
     """Versions of the layer's parameters at its forward."""
     captured_keys: tuple[str, ...] | None = None
+    passing: Passing | None = None
+    """How its output passes to the next layer through host memory; None: it stays on the device."""
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
     """The outputs, flattened; tensors are replaced by None."""
@@ -90,7 +94,8 @@ class LayerCall:
         """Record a call with these flattened arguments, under the current autocast settings."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
-        return cls(unit, forward, static, positions, spec, device, AutocastState.current(device), copies)
+        shapes = [arguments[i].shape for i in positions]
+        return cls(unit, forward, static, positions, spec, device, AutocastState.current(device), copies, shapes)
 
     @property
     def layer(self) -> nn.Module:
@@ -120,10 +125,7 @@ class LayerCall:
         """The rows in the stash that ubatch number `turn` alone needs; none if there is no such ubatch."""
         kept = [each() for each in self.kept]
         alive = [tensor for tensor in kept if tensor is not None]
-        if turn >= len(self.ubatches) or not kept or len(alive) < len(kept):
-            return []
-        rows = self.input_rows(alive, self.ubatches[turn])
-        return rows if turn == 0 else [t for t, dim in zip(rows, self.input_dims, strict=True) if dim is not None]
+        return self.rows_of_turn(alive, turn) if kept and len(alive) == len(kept) else []
 
     def execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the layer's original forward on these tensor arguments and return its tensor outputs."""
@@ -152,6 +154,30 @@ class LayerCall:
     def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch | None) -> list[torch.Tensor]:
         """Views of the tensor arguments that have only the rows of `ubatch`."""
         return list(tensors) if ubatch is None or self.split is None else self.split.input_rows(tensors, ubatch)
+
+    def rows_of_turn(self, tensors: Sequence[torch.Tensor], turn: int) -> list[torch.Tensor]:
+        """The rows of its tensor arguments that ubatch number `turn` alone needs; none if there is no such ubatch."""
+        if turn >= len(self.ubatches):
+            return []
+        rows = self.input_rows(tensors, self.ubatches[turn])
+        return rows if turn == 0 else [t for t, dim in zip(rows, self.input_dims, strict=True) if dim is not None]
+
+    def passes_on(self, split: Split, number: int, out: torch.Tensor, ubatch: Ubatch) -> bool:
+        """Whether output `number`, of which `out` has the rows of `ubatch`, passes to the next layer through host
+        memory: it has rows along its first dimension, and is like a tensor that this layer was given."""
+        if self.passing is None or split.outputs.dims[number] != 0:
+            return False
+        whole = torch.Size(split.all_rows(out, number, ubatch))
+        if whole.numel() * out.element_size() < self.passing.fewest_bytes:
+            return False
+        return any(
+            dim == 0 and shape == whole for dim, shape in zip(split.inputs.dims, self.input_shapes, strict=True)
+        )
+
+    def gradient_rows(self, gradient: torch.Tensor, number: int, ubatch: Ubatch | None) -> torch.Tensor | None:
+        """The rows `ubatch` of the gradient of output `number`, where they are; None if it gets none."""
+        gradient = host_of(gradient)
+        return gradient if ubatch is None or self.split is None else self.split.gradient_rows(gradient, number, ubatch)
 
     def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the layer once, without a graph and without changing the model, for the splitter to compare outputs.
@@ -295,49 +321,6 @@ class LayerCall:
                 f"the weights of a layer must not change between its forward and its backward (a {name} was changed "
                 "in place); run backward before optimizer.step(), load_state_dict or other writes"
             )
-
-
-class InputGradients:
-    """Makes leaves of the tensor arguments of one layer call, ubatch by ubatch, and collects their gradients."""
-
-    def __init__(self, call: LayerCall, stash: Stash, kept: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
-        self.call = call
-        self.stash = stash
-        self.kept = kept
-        self.needed = needed
-        self.total: list[torch.Tensor | None] = [None] * len(kept)
-        # An argument without rows is one leaf for all ubatches: autograd sums its gradient.
-        self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
-
-    def _leaf(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        return self.stash.fetch(tensor).detach().requires_grad_(self.needed[index])
-
-    def leaves(self, ubatch: Ubatch | None) -> list[torch.Tensor]:
-        """The tensor arguments of one ubatch, on the device, as leaves of a new graph."""
-        rows = self.call.input_rows(self.kept, ubatch)
-        return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
-
-    def fetch_after(self, turn: int) -> None:
-        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer."""
-        if not self.stash.travels:
-            return
-        following = self.call.kept_rows(turn + 1)
-        if turn + 1 == len(self.call.ubatches) and self.call.before is not None:
-            following = self.call.before.kept_rows(0)
-        self.stash.fetch_ahead(following)
-
-    def collect(self, leaves: Sequence[torch.Tensor], ubatch: Ubatch | None) -> None:
-        """Copy the gradients of one ubatch's leaves to their rows of `total`."""
-        for i, leaf in enumerate(leaves):
-            if leaf.grad is None:
-                continue
-            if i in self.shared or ubatch is None or self.call.split is None:
-                self.total[i] = leaf.grad
-                continue
-            whole = self.total[i]
-            if whole is None:
-                whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
-            self.call.split.rows_of_input(whole, i, ubatch).copy_(leaf.grad)
 
 
 def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:

@@ -22,128 +22,23 @@ from torch import nn
 from hf_l2l.compat import in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.engine.device_weights import DeviceWeights, uploaded
-from hf_l2l.engine.layer_call import InputGradients, LayerCall
+from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.prefetch_order import fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.shell import Shell
 from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots
 from hf_l2l.engine.splitting import Splitter
-from hf_l2l.engine.stash import Stash
+from hf_l2l.engine.sweeps import InputGradients, Tensors, backward_sweep, forward_sweep
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.model.batch_dims import Ubatch
 from hf_l2l.model.caches import without_caches
+from hf_l2l.rows.boundary import Boundary
+from hf_l2l.rows.host_rows import host_of
+from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
-
-Tensors = Sequence[torch.Tensor]
-
-
-def forward_sweep(
-    call: LayerCall,
-    tensors: Tensors,
-    weights: DeviceWeights,
-    *,
-    for_backward: bool,
-    as_recomputed: bool = False,
-    keep_buffers: bool = True,
-) -> list[torch.Tensor]:
-    """Run one layer on every ubatch; no graph is left.
-
-    Args:
-        call: the layer call.
-        tensors: its tensor arguments, with all rows, on the device.
-        weights: the layer's weights, on the device.
-        for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
-        as_recomputed: run in grad mode, with tensors that require gradients where those of the recompute do.
-        keep_buffers: keep what the layer writes into its buffers.
-
-    Returns:
-        The layer's tensor outputs, with all rows.
-
-    Raises:
-        ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
-    """
-    if for_backward:
-        call.versions, call.rng = call.unit.versions(), []
-    joined: list[torch.Tensor] = []
-    arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
-    needed = [t.requires_grad for t in tensors]
-    tensors = [t.detach() for t in tensors] if as_recomputed else tensors
-    grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.no_grad()
-    with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:
-        for ubatch in call.ubatches:
-            before = compute_state.get_rng_state(call.device) if for_backward else None
-            rows = call.input_rows(tensors, ubatch)
-            if as_recomputed:
-                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, needed, strict=True)]
-            outputs = call.execute(rows)
-            if as_recomputed:
-                outputs = [out.detach() for out in outputs]
-            if before is not None:
-                call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
-            if ubatch is None or call.split is None:
-                return outputs
-            call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
-            joined = call.split.join(joined, outputs, ubatch)
-    return joined
-
-
-def backward_sweep(
-    call: LayerCall,
-    inputs: InputGradients,
-    gradients: Sequence[torch.Tensor | None],
-    weights: DeviceWeights,
-) -> None:
-    """Recompute one layer ubatch by ubatch and run backward through it.
-
-    Weight gradients are summed in the leaves of `weights`, or where their hooks sum them.
-
-    Args:
-        call: the layer call.
-        inputs: gives the call's tensor arguments as leaves, and collects their gradients.
-        gradients: the gradients of the layer's tensor outputs, with all rows.
-        weights: the layer's weights, on the device.
-    """
-    with (
-        # The recompute must not change the random numbers that the program draws after backward.
-        compute_state.rng_state_kept(call.device),
-        torch.enable_grad(),
-        weights.placed(keep_buffers=False),
-    ):
-        for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
-            leaves = inputs.leaves(ubatch)  # first: rows needed now are uploaded before rows needed later
-            inputs.fetch_after(turn)
-            if rng is not None:
-                compute_state.set_rng_state(rng, call.device)
-            with call.autocast.entered():  # not around the backward, whose results autocast would round
-                outputs = call.execute(leaves)
-            if call.unit.keeps.places:
-                call.warn_of_what_it_keeps()
-            _backward(call, outputs, gradients, ubatch)
-            inputs.collect(leaves, ubatch)
-            del leaves, outputs  # so that the device holds the activations of one ubatch at a time
-
-
-def _backward(
-    call: LayerCall, outputs: Tensors, gradients: Sequence[torch.Tensor | None], ubatch: Ubatch | None
-) -> None:
-    """Run backward from the outputs of one ubatch, with the rows of `gradients` that belong to it."""
-    call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
-    roots, root_gradients = [], []
-    for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-        if gradient is None or not output.requires_grad:
-            continue
-        rows: torch.Tensor | None = gradient
-        if ubatch is not None and call.split is not None:
-            rows = call.split.gradient_rows(gradient, number, ubatch)
-        if rows is not None:
-            roots.append(output)
-            root_gradients.append(rows)
-    if roots:
-        torch.autograd.backward(roots, root_gradients)
 
 
 def _versions(tensors: Tensors) -> list[int]:
@@ -158,6 +53,7 @@ class _RelayNode(torch.autograd.Function):
         ctx: Any, call: LayerCall, relay: Relay, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.from_host = [host_of(t) is not t for t in tensors]
         ctx.call, ctx.relay = call, relay
         # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
@@ -178,7 +74,9 @@ class _RelayNode(torch.autograd.Function):
                     "L2L computes first derivatives only, since a layer's graph is freed in its backward (got "
                     "create_graph=True); leave it out, or train this model without L2L"
                 )
-            inputs = InputGradients(ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:])
+            inputs = InputGradients(
+                ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.from_host, gradients
+            )
             ctx.relay.backward(ctx.call, inputs, gradients)
         return None, None, None, *inputs.total
 
@@ -192,6 +90,7 @@ class Relay:
         self.shell = shell
         self.prefetch = config.prefetch
         self.stash = Stash(config.stash, device, eps.memory, rooms=len(eps.masters.layers))
+        self.boundary = Boundary(config, device)
         self._slots: WeightSlots | None = None
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
@@ -232,6 +131,9 @@ class Relay:
         fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.unit.module)
         call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
         call.before = called[-1] if called else None
+        order = self._last_time.get(root.module, self.eps.masters.layers)
+        if torch.is_grad_enabled() and fetched_in_forward(order, number, call.layer) is not None:
+            call.passing = self.boundary.after(call.layer, self._is_in_forward)
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)
@@ -242,6 +144,9 @@ class Relay:
         # An output must require a gradient even if no input does (frozen embeddings, LoRA), hence the anchor as input.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
+
+    def _is_in_forward(self) -> bool:
+        return self.shell.call is not None
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run the forward of one layer, overlapped with the upload of the next one."""
@@ -256,7 +161,9 @@ class Relay:
             if for_backward and not as_recomputed:
                 outputs = self._forward_that_may_draw(call, tensors, weights)
             else:
-                outputs = forward_sweep(call, tensors, weights, for_backward=for_backward, as_recomputed=as_recomputed)
+                outputs = forward_sweep(
+                    call, tensors, weights, self.stash, for_backward=for_backward, as_recomputed=as_recomputed
+                )
         if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(tensors)
         return outputs
@@ -270,7 +177,7 @@ class Relay:
         which of its functions choose in this way cannot.
         """
         before = _versions(tensors)
-        outputs = forward_sweep(call, tensors, weights, for_backward=True)
+        outputs = forward_sweep(call, tensors, weights, self.stash, for_backward=True)
         drew = next((state for state in call.rng if state is not None), None)
         if drew is None:
             return outputs
@@ -281,7 +188,9 @@ class Relay:
         compute_state.set_rng_state(drew, self.device)  # as at the start: ubatches before it drew nothing
         with self._weights(call.unit, requires_grad=True) as leaves:
             # The first sweep has made the writes to buffers.
-            return forward_sweep(call, tensors, leaves, for_backward=True, as_recomputed=True, keep_buffers=False)
+            return forward_sweep(
+                call, tensors, leaves, self.stash, for_backward=True, as_recomputed=True, keep_buffers=False
+            )
 
     def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the backward of one layer, overlapped with the upload of the previous layer, and with the download of

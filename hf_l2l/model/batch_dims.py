@@ -85,28 +85,16 @@ class Split:
             return gradient if ubatch[0] == 0 else None
         return narrow(gradient, dim, self.rows, *ubatch)
 
-    def join(self, joined: list[torch.Tensor], outputs: Sequence[torch.Tensor], ubatch: Ubatch) -> list[torch.Tensor]:
-        """Put the outputs of one ubatch in their rows of `joined`, which the first call finds empty.
+    def rows_of_output(self, tensor: torch.Tensor, number: int, ubatch: Ubatch) -> torch.Tensor:
+        """A view of the rows `ubatch` of something like output number `number`, one with rows."""
+        return narrow(tensor, self.outputs.dims[number], self.rows, *ubatch)
 
-        Outputs without rows are those of the first ubatch.
-        """
-        start, stop = ubatch
-        dims = self.outputs.dims
-        if not joined:
-            joined = [
-                out if dim is None else self._with_all_rows(out, dim, stop - start)
-                for out, dim in zip(outputs, dims, strict=True)
-            ]
-        for whole, out, dim in zip(joined, outputs, dims, strict=True):
-            if dim is not None:
-                narrow(whole, dim, self.rows, start, stop).copy_(out)
-        return joined
-
-    def _with_all_rows(self, out: torch.Tensor, dim: int, ubatch_rows: int) -> torch.Tensor:
-        """An empty tensor like `out`, an output of `ubatch_rows` rows along `dim`, with all rows."""
-        shape = list(out.shape)
-        shape[dim] = shape[dim] // ubatch_rows * self.rows
-        return out.new_empty(shape)
+    def all_rows(self, out: torch.Tensor, number: int, ubatch: Ubatch) -> list[int]:
+        """The shape with all rows of output number `number`, one with rows, of which `out` is that of one ubatch."""
+        shape, dim = list(out.shape), self.outputs.dims[number]
+        assert dim is not None
+        shape[dim] = shape[dim] // (ubatch[1] - ubatch[0]) * self.rows
+        return shape
 
 
 class NoConsistentSplit(Exception):

@@ -71,6 +71,12 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     return torch.device(device.type, 0 if current is None else current())
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that the device has in all; None if its torch module does not say."""
+    ask = getattr(device_module(device), "mem_get_info", None)
+    return None if ask is None else int(ask(device)[1])
+
+
 def shares_host_memory(device: torch.device) -> bool:
     """Whether an upload to `device` is a view of the master instead of a copy."""
     return device.type == "cpu"

@@ -10,6 +10,8 @@ import torch
 
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Piece, Room, elements
+from hf_l2l.testing import sim_host
+from hf_l2l.testing.sim_host import overlap, range_of
 
 
 @contextmanager
@@ -31,13 +33,20 @@ def poisoned_releases() -> Iterator[None]:
 
     def poisoned_tensor(room: Room, piece: Piece) -> torch.Tensor:
         tensor = tensor_of(room, piece)
-        if tensor.numel():
+        # Where a copy of the simulated accelerator still reads, the next copy may write, but not the host.
+        if tensor.numel() and not is_watched(tensor):
             poison(elements(tensor).view(torch.uint8))
         return tensor
 
     tensor_of = Room.tensor_of
     with mock.patch.object(stream, "released", poison), mock.patch.object(Room, "tensor_of", poisoned_tensor):
         yield
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether the simulated accelerator has a copy under way that reads memory of `tensor`."""
+    touched = range_of(tensor)
+    return any(overlap((watched.access.low, watched.access.high), touched) for watched in sim_host._watched)
 
 
 def land_the_rest() -> None:

@@ -33,6 +33,9 @@ WAITS = (
     wait_reasons.FAILED_DOWNLOADS_FINISHED,
     wait_reasons.INPUT_COMPUTED,
     wait_reasons.INPUT_STASHED,
+    wait_reasons.OUTPUT_COMPUTED,
+    wait_reasons.OUTPUT_DOWNLOADED,
+    wait_reasons.ROWS_DOWNLOADED,
     wait_reasons.ROWS_MEMORY_FREE,
     wait_reasons.ROWS_UPLOADED,
     wait_reasons.STASH_COPIES_FINISHED,
@@ -71,7 +74,8 @@ def of_two_layers(**options: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_copies_land_changes_no_bit(seed):
-    for options in ({"ubatch_size": 4}, {"ubatch_size": 4, "stash": "host", "accumulation": 2}):
+    on_host = {"ubatch_size": 4, "stash": "host", "accumulation": 2}
+    for options in ({"ubatch_size": 4}, on_host, {**on_host, "boundary": "host"}):
         expected = of_two_layers(**options)
         with sim_stream.random_landing(seed):
             assert_same_bits(weights_after(tiny_bert(layers=2, width=32), count=2, **options), expected)
@@ -125,7 +129,8 @@ def on_the_host(clips: bool) -> dict[str, torch.Tensor]:
 def everything() -> None:
     """Raise or assert if anything is wrong in training, evaluation and after an error."""
     eager = {"eps_update": "eager", "clips": False}
-    for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}, eager):
+    on_host = {"stash": "host", "ubatch_size": 3}
+    for options in ({}, on_host, {**on_host, "boundary": "host"}, {"gradient_slots": 1}, eager):
         found = weights_after(tiny_bert(layers=3, dropout=0.0), count=2, accumulation=2, **options)
         for name, value in on_the_host(clips=options.get("clips", True)).items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

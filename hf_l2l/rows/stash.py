@@ -3,7 +3,8 @@
 "The forward pass [stashes] away only the output activations [...] in on-chip or off-chip device memory"
 (arXiv:2002.05645, first text, section 3), and `stash="host"` is its equation 4: device memory that does not grow with
 depth. Layer inputs are then downloaded while their layer computes, and uploaded one micro-batch ahead of their
-recompute.
+recompute. If the boundary is on the host, too, the output of a layer is downloaded micro-batch by micro-batch: it is
+what the next layer uploads, and what is kept of its input. Gradients of layer inputs pass in the same way.
 
 Stashed tensors are saved tensors of autograd, so that they live exactly as long as the graph: a backward that uses
 them frees them, as does discarding the batch; `retain_graph=True` keeps them. Autograd detects changes in place
@@ -12,7 +13,7 @@ between the two sweeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,9 +22,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.config import StashPlace
 from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import tensor_bytes
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Fetched(NamedTuple):
@@ -47,6 +53,8 @@ class Stash:
         self.place = place
         self.device = device
         self.lane = stream.Lane(device, "stash download")
+        self._up = stream.Lane(device, "stash upload")
+        """The link carries both directions at once."""
         self._memory = memory
         self._first_rooms = rooms
         self._rooms: list[Room] = []
@@ -54,7 +62,13 @@ class Stash:
         """The most rooms that have been in use at once."""
         self._ahead: dict[tuple[Any, ...], _Fetched] = {}
         self._last: stream.Point | None = None
-        """The end of all work submitted to the lane so far."""
+        """The end of all downloads submitted so far."""
+        self._last_upload: stream.Point | None = None
+        """The end of all uploads submitted so far."""
+        self._arrivals: dict[tuple[Any, ...], stream.Point | None] = {}
+        """Rows that are being downloaded -> the point after which they are there; those before are there already."""
+        self._sent: tuple[torch.Tensor, stream.Point | None] | None = None
+        """The last rows that are being downloaded, which keeps their device memory."""
         # Tensor arguments of the layers of this forward, to find those that several layers share.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -81,6 +95,10 @@ class Stash:
         if self.place == "device" or stream.shares_host_memory(self.device):
             yield list(tensors)
             return
+        waiting = [isinstance(t, HostRows) and t.is_waiting for t in tensors]
+        if all(waiting[i] or not rows for i, rows in enumerate(batched)):
+            yield [host_of(t) for t in tensors]
+            return
         complete = stream.record(self.device)
         with self.lane.entered():
             stream.wait(complete, wait_reasons.INPUT_COMPUTED)
@@ -94,6 +112,8 @@ class Stash:
             stream.wait(self._last, wait_reasons.INPUT_STASHED)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if host_of(tensor) is not tensor:
+            return host_of(tensor)
         shared = tensor in self._seen
         self._seen[tensor] = True
         if shared:
@@ -102,6 +122,32 @@ class Stash:
             return tensor.detach().to(stream.HOST, copy=True)
         with torch.no_grad():
             return self._room(tensor_bytes([tensor])).tensor_like(tensor).copy_(tensor, non_blocking=True)
+
+    # ---- the boundary
+
+    def rows_like(self, part: torch.Tensor, rows: int, made_real: Callable[[], None] = _nothing) -> HostRows:
+        """Uninitialised rows in host memory: so many along the first dimension, each like those of `part`.
+
+        `made_real` is called when something needs all of them on the device.
+        """
+        like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
+        if self.lane.is_stream:
+            host = self._room(tensor_bytes([like])).tensor_like(like)
+        else:
+            host = torch.empty_like(like, device=stream.HOST)
+        return HostRows.of(host, self.device, self.fetch, made_real)
+
+    def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
+        """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""
+        computed = stream.record(self.device)
+        with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer output"):
+            stream.wait(computed, wait_reasons.OUTPUT_COMPUTED)
+            host.copy_(part, non_blocking=self.lane.is_stream)
+            self._last = self._arrivals[_key(host)] = stream.record(self.device)
+        # The memory of the rows before may be used again. By now their download has mostly ended.
+        before, self._sent = self._sent, (part, self._last)
+        if before is not None:
+            stream.wait(before[1], wait_reasons.OUTPUT_DOWNLOADED)
 
     def _room(self, num_bytes: int) -> Room:
         """The smallest free room that is large enough, or a new one."""
@@ -132,18 +178,21 @@ class Stash:
     def _start_fetch(self, kept: torch.Tensor) -> _Fetched:
         rows = torch.empty_like(kept, device=self.device)
         free = stream.record(self.device)
-        with self.lane.entered("stash upload"), torch.no_grad():
+        with self._up.entered(), torch.no_grad():
             stream.wait(free, wait_reasons.ROWS_MEMORY_FREE)
+            stream.wait(self._arrivals.get(_key(kept), self._last), wait_reasons.ROWS_DOWNLOADED)
             with stream.span(self.device, "stash upload", "layer input"):
-                rows.copy_(kept, non_blocking=self.lane.is_stream)
-            self._last = stream.record(self.device)
-        return _Fetched(kept, rows, self._last)
+                rows.copy_(kept, non_blocking=self._up.is_stream)
+            self._last_upload = stream.record(self.device)
+        return _Fetched(kept, rows, self._last_upload)
 
     def settle(self) -> None:
         """Make the host wait until all copies have finished, and drop rows that were uploaded but not fetched."""
         stream.wait(self._last, wait_reasons.STASH_COPIES_FINISHED, host=True)
-        self._last = None
+        stream.wait(self._last_upload, wait_reasons.STASH_COPIES_FINISHED, host=True)
+        self._last = self._last_upload = self._sent = None
         self._ahead.clear()
+        self._arrivals.clear()
         self._most_rooms = max(self._most_rooms, sum(not room.is_free for room in self._rooms))
 
 

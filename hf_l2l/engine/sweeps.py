@@ -1,0 +1,245 @@
+"""The two sweeps through one layer: every ubatch forward without a graph, and every ubatch recomputed and backward.
+
+This is the inner loop of algorithm 2 of arXiv:2002.05645 (algorithm 3 of the first text).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.engine.layer_call import LayerCall
+from hf_l2l.model.batch_dims import Split, Ubatch
+from hf_l2l.rows.host_rows import HostRows, host_of
+from hf_l2l.rows.stash import Stash
+from hf_l2l.runtime import compute_state
+
+Tensors = Sequence[torch.Tensor]
+
+
+def forward_sweep(
+    call: LayerCall,
+    tensors: Tensors,
+    weights: DeviceWeights,
+    stash: Stash,
+    *,
+    for_backward: bool,
+    as_recomputed: bool = False,
+    keep_buffers: bool = True,
+) -> list[torch.Tensor]:
+    """Run one layer on every ubatch; no graph is left.
+
+    Args:
+        call: the layer call.
+        tensors: its tensor arguments, with all rows, on the device or in host memory (`HostRows`).
+        weights: the layer's weights, on the device.
+        stash: uploads rows from host memory, one ubatch ahead, and downloads outputs to it.
+        for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
+        as_recomputed: run in grad mode, with tensors that require gradients where those of the recompute do.
+        keep_buffers: keep what the layer writes into its buffers.
+
+    Returns:
+        The layer's tensor outputs, with all rows; what passes to the next layer is in host memory if the call says so.
+
+    Raises:
+        ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
+    """
+    if for_backward:
+        call.versions, call.rng = call.unit.versions(), []
+    joined = _Joined(call, stash)
+    arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
+    needed = [t.requires_grad for t in tensors]
+    sources = [host_of(t).detach() for t in tensors]
+    grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.no_grad()
+    with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:
+        for turn, ubatch in enumerate(call.ubatches):
+            before = compute_state.get_rng_state(call.device) if for_backward else None
+            rows = [stash.fetch(t) for t in call.input_rows(sources, ubatch)]
+            stash.fetch_ahead(call.rows_of_turn(sources, turn + 1))
+            if as_recomputed:
+                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, needed, strict=True)]
+            outputs = call.execute(rows)
+            if as_recomputed:
+                outputs = [out.detach() for out in outputs]
+            if before is not None:
+                call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
+            if ubatch is None or call.split is None:
+                return outputs
+            call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
+            joined.add(call.split, outputs, ubatch)
+    return joined.tensors
+
+
+class _Joined:
+    """The outputs of all ubatches of one call."""
+
+    def __init__(self, call: LayerCall, stash: Stash) -> None:
+        self._call, self._stash = call, stash
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, split: Split, outputs: Sequence[torch.Tensor], ubatch: Ubatch) -> None:
+        """Put the outputs of one ubatch in their rows. Outputs without rows are those of the first ubatch."""
+        if not self.tensors:
+            self.tensors = [self._room(split, number, out, ubatch) for number, out in enumerate(outputs)]
+        for number, (whole, out) in enumerate(zip(self.tensors, outputs, strict=True)):
+            if split.outputs.dims[number] is None:
+                continue
+            rows = split.rows_of_output(host_of(whole), number, ubatch)
+            if isinstance(whole, HostRows):
+                self._stash.send(out, rows)
+            else:
+                rows.copy_(out)
+
+    def _room(self, split: Split, number: int, out: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
+        """An empty tensor for output `number` with all rows."""
+        if split.outputs.dims[number] is None:
+            return out
+        passing = self._call.passing
+        if passing is not None and self._call.passes_on(split, number, out, ubatch):
+            return self._stash.rows_like(out, split.all_rows(out, number, ubatch)[0], passing.made_real)
+        return out.new_empty(split.all_rows(out, number, ubatch))
+
+
+def backward_sweep(
+    call: LayerCall,
+    inputs: InputGradients,
+    gradients: Sequence[torch.Tensor | None],
+    weights: DeviceWeights,
+) -> None:
+    """Recompute one layer ubatch by ubatch and run backward through it.
+
+    Weight gradients are summed in the leaves of `weights`, or where their hooks sum them.
+
+    Args:
+        call: the layer call.
+        inputs: gives the call's tensor arguments as leaves, and collects their gradients.
+        gradients: the gradients of the layer's tensor outputs, with all rows, on the device or in host memory.
+        weights: the layer's weights, on the device.
+    """
+    with (
+        # The recompute must not change the random numbers that the program draws after backward.
+        compute_state.rng_state_kept(call.device),
+        torch.enable_grad(),
+        weights.placed(keep_buffers=False),
+    ):
+        for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
+            leaves = inputs.leaves(ubatch)  # first: rows needed now are uploaded before rows needed later
+            inputs.fetch_after(turn)
+            if rng is not None:
+                compute_state.set_rng_state(rng, call.device)
+            with call.autocast.entered():  # not around the backward, whose results autocast would round
+                outputs = call.execute(leaves)
+            if call.unit.keeps.places:
+                call.warn_of_what_it_keeps()
+            _backward(call, outputs, gradients, ubatch, inputs.stash)
+            inputs.collect(leaves, ubatch)
+            del leaves, outputs  # so that the device holds the activations of one ubatch at a time
+
+
+def _backward(
+    call: LayerCall,
+    outputs: Tensors,
+    gradients: Sequence[torch.Tensor | None],
+    ubatch: Ubatch | None,
+    stash: Stash,
+) -> None:
+    """Run backward from the outputs of one ubatch, with the rows of `gradients` that belong to it."""
+    call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
+    roots, root_gradients = [], []
+    for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+        if gradient is None or not output.requires_grad:
+            continue
+        rows = call.gradient_rows(gradient, number, ubatch)
+        if rows is not None:
+            roots.append(output)
+            root_gradients.append(stash.fetch(rows))
+    if roots:
+        torch.autograd.backward(roots, root_gradients)
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+class InputGradients:
+    """Makes leaves of the tensor arguments of one layer call, ubatch by ubatch, and collects their gradients."""
+
+    def __init__(
+        self,
+        call: LayerCall,
+        stash: Stash,
+        kept: Sequence[torch.Tensor],
+        needed: Sequence[bool],
+        from_host: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """`kept` are the tensor arguments in the stash, of which some are `needed` and some came `from_host`, where
+        their gradients go, too; `gradients` are those of the outputs."""
+        self.call = call
+        self.from_host = from_host
+        self.gradients = gradients
+        self.stash = stash
+        self.kept = kept
+        self.needed = needed
+        self.total: list[torch.Tensor | None] = [None] * len(kept)
+        # An argument without rows is one leaf for all ubatches: autograd sums its gradient.
+        self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
+
+    def _leaf(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        return self.stash.fetch(tensor).detach().requires_grad_(self.needed[index])
+
+    def leaves(self, ubatch: Ubatch | None) -> list[torch.Tensor]:
+        """The tensor arguments of one ubatch, on the device, as leaves of a new graph."""
+        rows = self.call.input_rows(self.kept, ubatch)
+        return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
+
+    def fetch_after(self, turn: int) -> None:
+        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer."""
+        if not self.stash.travels:
+            return
+        count = len(self.call.ubatches)
+        if turn + 1 < count:
+            ubatch = self.call.ubatches[turn + 1]
+            given = enumerate(self.gradients)
+            rows = [self.call.gradient_rows(each, number, ubatch) for number, each in given if each is not None]
+            following = [*self.call.kept_rows(turn + 1), *(each for each in rows if each is not None)]
+        else:
+            following = [] if self.call.before is None else self.call.before.kept_rows(0)
+            following += self._first_rows() if turn > 0 else []
+        self.stash.fetch_ahead(following)
+
+    def _first_rows(self) -> list[torch.Tensor]:
+        """The rows of the gradients in host memory that the layer before needs first."""
+        split, [first, *_] = self.call.split, self.call.ubatches
+        if split is None or first is None:
+            return []
+        gradients = [(i, each.rows.host) for i, each in enumerate(self.total) if isinstance(each, HostRows)]
+        return [split.rows_of_input(host, i, first) for i, host in gradients]
+
+    def collect(self, leaves: Sequence[torch.Tensor], ubatch: Ubatch | None) -> None:
+        """Copy the gradients of one ubatch's leaves to their rows of `total`."""
+        for i, leaf in enumerate(leaves):
+            split = self.call.split
+            if i in self.shared or ubatch is None or split is None:
+                self.total[i] = leaf.grad if leaf.grad is not None else self.total[i]
+            elif leaf.grad is not None or isinstance(self.total[i], HostRows):
+                self._collect_rows(i, leaf, split, ubatch)
+
+    def _collect_rows(self, i: int, leaf: torch.Tensor, split: Split, ubatch: Ubatch) -> None:
+        whole = self.total[i]
+        if whole is None and self.from_host[i]:
+            whole = self.total[i] = self.stash.rows_like(leaf, self.kept[i].shape[0])
+            for earlier in split.ubatches[: split.ubatches.index(ubatch)]:
+                rows = split.rows_of_input(host_of(whole), i, earlier)
+                self.stash.send(torch.zeros(rows.shape, dtype=leaf.dtype, device=leaf.device), rows)
+        elif whole is None:
+            whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
+        rows = split.rows_of_input(host_of(whole), i, ubatch)
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if isinstance(whole, HostRows):
+            self.stash.send(gradient, rows)
+        else:
+            rows.copy_(gradient)

@@ -1,0 +1,212 @@
+"""Rows in host memory that say they are on the device: read a part at a time, real as soon as a model computes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from families import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
+from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l
+from hf_l2l.rows.host_rows import HostRows, host_of
+from memory_switches import forced_copies
+
+ON_HOST = {"stash": "host", "boundary": "host"}
+
+
+class Uploads:
+    """Makes rows, and counts what is uploaded of them."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.times_real = 0
+
+    def rows(self, host: torch.Tensor) -> HostRows:
+        return HostRows.of(host, torch.device("cpu"), self.upload, self.made_real)
+
+    def upload(self, rows: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(tuple(rows.shape))
+        return rows.clone()
+
+    def made_real(self) -> None:
+        self.times_real += 1
+
+
+@pytest.fixture
+def uploads() -> Uploads:
+    return Uploads()
+
+
+def test_facts_need_no_upload(uploads):
+    rows = uploads.rows(torch.randn(4, 3))
+    assert (rows.shape, rows.dtype, rows.device, rows.ndim) == ((4, 3), torch.float32, torch.device("cpu"), 2)
+    assert rows.is_waiting and isinstance(rows.detach(), HostRows) and uploads.shapes == []
+    assert host_of(rows) is rows.rows.host
+
+
+def test_any_operation_uploads_all_rows_once(uploads):
+    host = torch.randn(4, 3)
+    rows = uploads.rows(host)
+    assert torch.equal(rows + 1, host + 1) and torch.equal(torch.cat([host, rows]), torch.cat([host, host]))
+    assert torch.equal(rows.detach(), host) and rows.clone().tolist() == host.tolist()
+    assert uploads.shapes == [(4, 3)] and uploads.times_real == 1
+    assert not rows.is_waiting and host_of(rows) is rows
+
+
+def test_some_rows_are_uploaded_alone_without_a_graph(uploads):
+    host = torch.randn(4, 3)
+    rows = uploads.rows(host)
+    with torch.no_grad():
+        assert torch.equal(rows[1:3], host[1:3]) and torch.equal(rows.narrow(0, 3, 1), host[3:])
+        assert torch.equal(rows[2], host[2])
+    assert uploads.shapes == [(2, 3), (1, 3), (3,)] and rows.is_waiting
+    assert torch.equal(rows[1:3], host[1:3]) and uploads.shapes[-1] == (4, 3)
+
+
+def test_writes_in_place_are_seen_by_all_aliases(uploads):
+    host = torch.randn(4, 3)
+    rows = uploads.rows(host)
+    alias = rows.detach()
+    with torch.no_grad():
+        assert rows.mul_(2) is rows
+        rows[0] = 7
+    assert torch.equal(alias[1:], host[1:] * 2) and alias[0].tolist() == [7.0] * 3 and host[0].tolist() != [7.0] * 3
+
+
+def test_gradients_pass_through(uploads):
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return uploads.rows(x.detach() * 2)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    x = torch.randn(4, 3, requires_grad=True)
+    out = Node.apply(x)
+    assert isinstance(out, HostRows) and out.requires_grad and out.grad_fn is not None
+    out.square().sum().backward()
+    torch.testing.assert_close(x.grad, 8 * x.detach())
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"gradient_slots": 1}], ids=str)
+@pytest.mark.parametrize("ubatch_size", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_plain_model(family, ubatch_size, options):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double()
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    expected = train_once(plain, batch)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(ubatch_size=ubatch_size, **ON_HOST, **options))
+        for _ in range(2):  # the first forward does not know which outputs the model computes with
+            model.zero_grad()
+            assert train_once(model, batch).item() == pytest.approx(expected.item(), rel=1e-10)
+            assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+def hidden_states(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return list(model(**batch, output_hidden_states=True).hidden_states)
+
+
+def test_hidden_states_are_read_by_the_program():
+    torch.manual_seed(0)
+    model = bert(num_hidden_layers=4).double()
+    plain, batch = copy.deepcopy(model), batch_for(model)
+
+    def loss(each: nn.Module) -> torch.Tensor:
+        return sum(state[:, 0].square().mean() * (i + 1) for i, state in enumerate(hidden_states(each, batch)))
+
+    expected = loss(plain)
+    expected.backward()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(ubatch_size=3, **ON_HOST))
+        for _ in range(2):
+            model.zero_grad()
+            states = hidden_states(model, batch)
+            assert [isinstance(state, HostRows) for state in states] == [False, True, True, True, False]
+            assert all(state.is_waiting for state in states[1:-1])
+            found = loss(model)
+            found.backward()
+            assert found.item() == pytest.approx(expected.item(), rel=1e-10)
+            assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+class _Between(nn.Module):
+    """Computes with the outputs of its layers before the next one gets them."""
+
+    def __init__(self, model: nn.Module, in_place: bool) -> None:
+        super().__init__()
+        self.model, self.in_place = model, in_place
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inner = self.model.model
+        hidden = inner.embed_tokens(input_ids)
+        places = inner.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        for layer in inner.layers:
+            hidden = layer(hidden, position_embeddings=places)
+            hidden = hidden.mul_(1.5) if self.in_place else hidden * 1.5
+        return nn.functional.cross_entropy(self.model.lm_head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_computes_between_layers(in_place):
+    torch.manual_seed(0)
+    model = _Between(llama().double(), in_place)
+    plain = copy.deepcopy(model)
+    ids = batch_for(model.model, masked=False)["input_ids"]
+    plain(ids, ids).backward()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(ubatch_size=3, layer_classes=("LlamaDecoderLayer",), **ON_HOST))
+        for _ in range(2):
+            model.zero_grad()
+            model(ids, ids).backward()
+            found, expected = gradients(model), gradients(plain)
+            found.pop("model.model.norm.weight"), expected.pop("model.model.norm.weight")
+            assert relative_error(found, expected) < TOLERANCE[torch.float64]
+
+
+def test_a_second_backward_and_one_that_is_dropped():
+    torch.manual_seed(0)
+    model = bert(num_hidden_layers=3).double()
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    train_once(plain, batch)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(ubatch_size=3, **ON_HOST))
+        model(**batch)  # dropped
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+        model.zero_grad()
+        loss.backward()
+        assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+def test_what_is_not_cut_stays_on_the_device():
+    model = bert(num_hidden_layers=3)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
+    with torch.no_grad(), forced_copies():
+        assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
+
+
+def test_where_memory_is_shared_nothing_changes():
+    model = bert(num_hidden_layers=3)
+    attach_l2l(model, L2LConfig(ubatch_size=2, **ON_HOST))
+    assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="boundary must be one of 'auto', 'device', 'host' .got 'disk'.; use 'host'"):
+        L2LConfig(boundary="disk")
+    with pytest.raises(ValueError, match="boundary='host' passes what is in the stash .*got stash='device'.; set"):
+        L2LConfig(boundary="host")
+    with pytest.raises(ValueError, match="l2l_boundary='host' .* needs stash='host'"):
+        L2LTrainingArguments("x", l2l_boundary="host")

@@ -1,0 +1,153 @@
+"""The boundary on the host, on a device with memory of its own: bytes, bits, and what travels when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import attached, batch_for, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.rows.boundary import Boundary
+from hf_l2l.rows.host_rows import HostRows
+from hf_l2l.runtime import stream
+from hf_l2l.testing import sim_copies
+from memory_switches import poisoned_releases
+from training import settled_memory, tiny_bert, weights_after
+
+WIDTH, TOKENS, UBATCH = 64, 16, 2
+A = TOKENS * WIDTH * 4
+"""Bytes of one layer output per row."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """What is read after it was given back is NaN, in every test here."""
+    with poisoned_releases():
+        yield
+
+
+class Stack(nn.Module):
+    """The layers of a BERT alone: what grows with the device batch is theirs."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        config = hf.BertConfig(
+            hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=2 * WIDTH
+        )
+        config._attn_implementation = "sdpa"
+        self.encoder = hf.models.bert.modeling_bert.BertEncoder(config)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encoder(rows, attention_mask=None).last_hidden_state
+
+
+def peak(rows: int, *, layers: int = 4, steps: int = 2, **options: Any) -> int:
+    """Bytes of the device at the peak of a forward and backward; the gradient of the output is one number."""
+    torch.manual_seed(0)
+    model = attached(Stack(layers).eval(), ubatch_size=UBATCH, stash="host", **options)
+    inputs = torch.randn(rows, TOKENS, WIDTH)
+    for _ in range(steps):
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        model(inputs).backward(torch.ones((), device="sim").expand(rows, TOKENS, WIDTH))
+    return int(torch.accelerator.max_memory_allocated())
+
+
+def test_layers_need_memory_for_one_micro_batch():
+    """What is left of the device batch are the inputs, and the output of the last layer."""
+    on_device, on_host = ((peak(64, boundary=b) - peak(16, boundary=b)) / 48 / A for b in ("device", "host"))
+    assert on_host <= 2.02 < on_device, f"{on_host:.2f} layer outputs per row, on the device {on_device:.2f}"
+
+
+def test_the_first_step_needs_no_more_than_later_ones():
+    assert peak(32, boundary="host", steps=1) <= peak(32, boundary="host", steps=2) * 1.01
+
+
+def test_depth_costs_nothing():
+    assert peak(32, layers=8, boundary="host") == peak(32, layers=4, boundary="host")
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+@pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}, {"accumulation": 2, "gradient_slots": 1}], ids=str)
+def test_weights_have_the_bits_of_a_boundary_on_the_device(mode, options):
+    same = {"ubatch_size": 3, "stash": "host", "count": 3, "eps_update": mode, "clips": mode != "eager", **options}
+    expected, found = (weights_after(tiny_bert(layers=3), boundary=b, **same) for b in ("device", "host"))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_each_row_travels_once_in_each_direction():
+    """Per layer: its output down, and up for the next layer; in the backward its input up once more, and gradients."""
+    model = attached(Stack(4).eval(), ubatch_size=UBATCH, stash="host", boundary="host", device="sim")
+    inputs = torch.randn(8, TOKENS, WIDTH)
+    counts = []
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            counts.append(_count_rows(patch))
+            model(inputs).sum().backward()
+    # Layer 0 gets a device tensor, which is stashed, and whose gradient stays there; layer 3 returns one.
+    assert counts[1] == {"down": (3 + 1 + 3) * 8, "up": (3 + 4 + 3) * 8}
+
+
+def _count_rows(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    counts = {"down": 0, "up": 0}
+    copy_ = sim_copies.copy
+
+    def counting(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        crosses = (source.device.type == "cpu") != (target.device.type == "cpu")
+        if crosses and source.shape[1:] == (TOKENS, WIDTH) and not (source.is_cpu and source.shape[0] == 8):
+            counts["up" if source.is_cpu else "down"] += source.shape[0]
+        copy_(source, target, *rest)
+
+    patch.setattr(sim_copies, "copy", counting)
+    return counts
+
+
+@pytest.mark.parametrize("capacity", ["64 MiB", "64 GiB"])
+def test_auto_is_the_host_where_the_device_is_small(capacity, monkeypatch):
+    num_bytes = {"64 MiB": 64 * 2**20, "64 GiB": 64 * 2**30}[capacity]
+    monkeypatch.setattr(stream, "memory_of", lambda device: num_bytes)
+    rows = 2**20 // A * 3  # the output of a layer has 3 MiB
+    model = attached(Stack(2).eval(), ubatch_size=rows // 2, stash="host", device="sim")
+    kinds = []
+    model.encoder.layer[0].register_forward_hook(lambda module, args, output: kinds.append(type(output)))
+    model(torch.randn(rows, TOKENS, WIDTH))
+    assert kinds == [HostRows if capacity == "64 MiB" else torch.Tensor]
+
+
+def test_a_device_that_does_not_say_how_much_memory_it_has_keeps_the_boundary(monkeypatch):
+    monkeypatch.setattr(stream, "memory_of", lambda device: None)
+    boundary = Boundary(L2LConfig(stash="host"), torch.device("sim", 0))
+    assert boundary.after(nn.Linear(1, 1), lambda: True) is None
+
+
+@pytest.mark.parametrize("where", ["download", "upload"])
+def test_a_transfer_that_fails_leaves_the_model_usable(where, monkeypatch):
+    model = tiny_bert(layers=3, dropout=0.0)
+    batch = batch_for(model)
+    attach_l2l(model, L2LConfig(ubatch_size=2, stash="host", boundary="host"))
+    train_once(model, batch)
+    expected = model.bert.encoder.layer[0].output.dense.weight.grad.clone()
+    copy_, seen = sim_copies.copy, []
+
+    def failing(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        down = target.device.type == "cpu"
+        if source.dim() == 3 and source.shape[0] == 2 and down == (where == "download"):
+            seen.append(1)
+            if len(seen) == 3:
+                raise RuntimeError("the link is gone")
+        copy_(source, target, *rest)
+
+    model.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(sim_copies, "copy", failing)
+        with pytest.raises(RuntimeError, match="the link is gone"):
+            train_once(model, batch)
+    model.zero_grad()
+    train_once(model, batch)
+    assert torch.equal(model.bert.encoder.layer[0].output.dense.weight.grad, expected)
