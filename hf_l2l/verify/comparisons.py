@@ -11,7 +11,7 @@ from hf_l2l.verify.results import OK, Result, red
 
 Gradients = dict[str, torch.Tensor | None]
 
-SMALL = 1e-5
+SMALL = 1e-3
 """Tensors whose largest entry is a smaller part than this of the largest of all may hold nothing but rounding, as the
 gradient of a bias to which softmax is indifferent. They are compared with this part of the largest of all."""
 

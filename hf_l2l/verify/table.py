@@ -14,6 +14,7 @@ import transformers
 
 from hf_l2l.verify.cases import FEWER_ROWS, ROWS, UBATCH
 from hf_l2l.verify.checks import ADAPTERS, CHECKS, LEARNING_RATE, Report
+from hf_l2l.verify.comparisons import SMALL
 from hf_l2l.verify.mixed import GRADIENT_ERROR, LOSS_ERROR, OF_PLAIN
 from hf_l2l.verify.results import Result
 
@@ -22,10 +23,10 @@ MEANINGS = {
     "layers": "the stacks that are found: how many layers, of which classes",
     "gradients": f"loss and every gradient against plain torch: {ROWS} rows at once, without transfers; then {ROWS}, "
     f"and then {FEWER} rows through one attached model, {UBATCH} by {UBATCH}. Each gradient within 1e-10 of its "
-    "largest entry in float64, 1e-6 where the model computes something in fp32 whatever its dtype, 1e-5 in fp32 where "
-    "it fails in float64",
-    "micro-batches": "whether each layer runs micro-batch by micro-batch; if not, a warning says the reason, as here; "
-    "and which buffer depends on it",
+    f"largest entry (or of {SMALL:g} of the largest entry of all, if that is more) in float64, 1e-6 where the model "
+    "computes something in fp32 whatever its dtype, 1e-5 in fp32 where it fails in float64",
+    "micro-batches": "whether each layer runs micro-batch by micro-batch; if not, a warning says the reason, as here. "
+    "And whether buffers that layers write to depend on it",
     "evaluation": "all outputs in evaluation mode, in micro-batches, without gradients and caches; the same tolerance",
     "generate": "four tokens, greedy, with a key-value cache: the same tokens, and logits within the same tolerance; "
     '"-" if the model does not generate',
