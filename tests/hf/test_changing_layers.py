@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import bert, gradients
+from families import bert, gradients, llama
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.hf.attach import attachment_of
 from training import CHECKPOINTING, arguments, assert_same_run, inner_optimizer, rows, tiny_bert
@@ -157,6 +157,21 @@ def test_the_example_of_the_documentation(tmp_path, documented):
     expected = made.model.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert [name for name, value in loaded.state_dict().items() if not torch.equal(value, expected[name])] == []
+
+
+def test_layers_of_a_decoder_that_know_their_place_generate():
+    """As the documentation has it: each new layer gets its own place in the cache."""
+    model = llama()
+    layers = model.model.layers
+    layers.extend([copy.deepcopy(layer) for layer in layers])
+    model.config.num_hidden_layers = len(layers)
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+    words = {"input_ids": torch.randint(5, 60, (2, 4)), "do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+    without = model.generate(**words, use_cache=False)
+    assert torch.equal(model.generate(**words), without)
+    attach_l2l(model, L2LConfig(ubatch_size=1))
+    assert torch.equal(model.generate(**words), without)
 
 
 @pytest.mark.parametrize("ordered", [True, False])

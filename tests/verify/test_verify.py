@@ -25,6 +25,7 @@ from hf_l2l.verify.cases import Case, transfers
 from hf_l2l.verify.checks import CHECKS, Report, check_gradients, check_split, verify
 from hf_l2l.verify.families import GROUPS
 from hf_l2l.verify.family import Family
+from hf_l2l.verify.mixed import check_bf16
 from hf_l2l.verify.results import OK, Caught, Result, note, red, worst
 from hf_l2l.verify.table import line, summary
 
@@ -191,6 +192,24 @@ def test_a_family_without_its_class_is_not_run():
 def test_layers_that_are_not_split_are_noted_with_the_reason():
     results = verify(FAMILIES["resnet"]).results
     assert results["micro-batches"].status == "note" and "BatchNorm2d" in results["micro-batches"].text
+
+
+def test_buffers_that_depend_on_micro_batches_are_noted():
+    """I-BERT keeps the ranges of its activations."""
+    result = check_split(Case.of(FAMILIES["ibert"]))
+    assert result.status == "note" and re.search(r"\d+ buffers depend on the micro-batches, .*x_min", result.text)
+
+
+def test_what_fails_in_bf16_by_itself_is_noted_with_its_own_error():
+    result = check_bf16(Case.of(FAMILIES["fnet"]))
+    assert result == note("fails in bf16 without L2L: RuntimeError: Unsupported dtype BFloat16")
+
+
+def test_another_error_than_that_of_the_plain_model_in_bf16_is_red():
+    def raising(module: nn.Module, args: Any, output: Any) -> None:
+        raise KeyError("mine")
+
+    assert check_bf16(Case.of(broken("fnet.embeddings", of="fnet", hook=raising))) == red("KeyError: 'mine'")
 
 
 def test_no_warning_and_no_setting_remains():
