@@ -1,10 +1,10 @@
 """Train LoRA adapters of a classifier with PEFT, layer to layer.
 
 python examples/lora.py                                        # a small real BERT on the demo set, without the Hub
-python examples/lora.py --model Qwen/Qwen2.5-7B --cmp bf16 --stash host --learning_rate 1e-4
+python examples/lora.py --model Qwen/Qwen2.5-7B --data my_rows.csv --cmp bf16 --stash host   # sentence,label
 
 Weights travel to the device layer by layer; gradients and optimizer state are those of the adapters alone. All
-options of L2LTrainingArguments are flags.
+options of L2LTrainingArguments are flags. A fifth of the rows of `--data` is held out for evaluation.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Script:
     """What is trained."""
 
     model: str = str(get_model_path())
+    data: str | None = None
     rank: int = 8
 
 
@@ -35,7 +36,9 @@ def main():
     script, args = parser.parse_args_into_dataclasses()
 
     words = AutoTokenizer.from_pretrained(script.model)
-    data = load_dataset("csv", data_files=demo_files()).map(lambda row: words(row["sentence"], truncation=True))
+    data = load_dataset("csv", data_files=script.data or demo_files())
+    data = data["train"].train_test_split(0.2, seed=0) if script.data else data
+    data = data.map(lambda row: words(row["sentence"], truncation=True))
     model = AutoModelForSequenceClassification.from_pretrained(script.model, dtype="float32")
     model = get_peft_model(model, LoraConfig(r=script.rank, target_modules="all-linear", task_type="SEQ_CLS"))
     model.print_trainable_parameters()
@@ -43,14 +46,9 @@ def main():
     def accuracy(predicted):
         return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
 
-    trainer = L2LTrainer(
-        model=model,
-        args=args,
-        train_dataset=data["train"],
-        eval_dataset=data["validation"],
-        processing_class=words,
-        compute_metrics=accuracy,
-    )
+    given = {"processing_class": words, "compute_metrics": accuracy}
+    trained, held_out = data.values()
+    trainer = L2LTrainer(model, args, train_dataset=trained, eval_dataset=held_out, **given)
     trainer.train()
     trainer.save_model()  # the adapters: loaded by peft.AutoPeftModelForSequenceClassification
 

@@ -1,11 +1,12 @@
 """Train a sentence encoder with 512 pairs in a batch, each a negative for all others, in the memory of a few.
 
 python examples/sentence_transformers_mnrl.py                     # a small real BERT on the demo set, without the Hub
-python examples/sentence_transformers_mnrl.py --plain --batch 64  # sentence-transformers' own trainer: the same losses
+python examples/sentence_transformers_mnrl.py --plain --batch 64  # sentence-transformers' own trainer, for comparison
 python examples/sentence_transformers_mnrl.py --model intfloat/e5-large-v2 --pairs my_pairs.csv  # anchor,positive
 
 The loss is computed once, over all rows of the batch, so nothing is approximated or embedded twice. Without pairs, a
-sentence is its own positive, which differs by dropout alone (SimCSE, arXiv:2104.08821).
+sentence is its own positive, which differs by dropout alone (SimCSE, arXiv:2104.08821). `--plain --batch 64` has the
+losses of `--batch 64 --ubatch 0`; with micro-batches, dropout draws other masks.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def _told(family: Family, *, silent: bool) -> Report:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m hf_l2l.verify", description="Check which families of transformers run layer to layer."
+        prog="python -m hf_l2l.verify",
+        description="Check which families of transformers run layer to layer: tiny "
+        "random models, on the CPU, to which weights and inputs are copied as to an accelerator; none is used.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="families to check; without a name, all")
     parser.add_argument("--list", action="store_true", help="list the families and check none")

@@ -7,12 +7,9 @@ import copy
 import importlib.util
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import wraps
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,75 +19,19 @@ from torch.utils import _pytree as pytree
 from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attach_l2l, detach_l2l
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.verify.cases import FEWER_ROWS, ROWS, UBATCH, Case, attached, gradients_of, train, transfers
+from hf_l2l.verify.comparisons import compare_gradients, compare_loss, compare_states, compare_tensors
 from hf_l2l.verify.family import Batch, Family, class_named
-from hf_l2l.verify.results import (
-    OK,
-    Caught,
-    Gradients,
-    Result,
-    compare_gradients,
-    compare_loss,
-    compare_states,
-    difference,
-    note,
-    one_line,
-    red,
-    worst,
-)
+from hf_l2l.verify.mixed import check_bf16
+from hf_l2l.verify.results import OK, Caught, Result, note, red, worst
+from hf_l2l.verify.splits import check_split
 
-ROWS, UBATCH = 8, 2
-"""Rows of the device batch and of a micro-batch."""
+LEARNING_RATE = 0.1
+"""Of the step of SGD before a model is saved."""
 
-BF16_TOLERANCE = 0.05
-"""The largest relative difference of the loss with cmp="bf16"."""
-
-PACKAGE = Path(__file__).parent.parent
-_NO_EFFECT = "has no effect on calls of "
-
-
-@dataclass
-class Case:
-    """The model and the batch of a family, and what the plain model makes of them."""
-
-    family: Family
-    model: nn.Module
-    batch: Batch
-    loss: torch.Tensor
-    gradients: Gradients = field(repr=False)
-
-    @staticmethod
-    def of(family: Family) -> Case:
-        """The case of `family`.
-
-        Raises:
-            NotInThisTransformers: if the installed transformers lacks the family.
-        """
-        model = family.build(family.dtype)
-        batch = family.batch(model, ROWS)
-        plain = copy.deepcopy(model)
-        loss = train(family, plain, batch)
-        return Case(family, model, batch, loss, gradients_of(plain))
-
-
-def train(family: Family, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """One forward and backward; returns the loss. The generators are left as they were."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        loss = family.loss(model(**copy.deepcopy(batch)))
-        loss.backward()
-    return loss.detach()
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    """The gradients by name; None for a parameter without one."""
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def attached(model: nn.Module, **options: Any) -> nn.Module:
-    """A copy of `model` that runs layer to layer on the CPU."""
-    other = copy.deepcopy(model)
-    attach_l2l(other, L2LConfig(device="cpu", **options))
-    return other
+ADAPTERS = 10.0
+"""How many times the tolerance of a family the gradients of adapters have: they are small, and so are the products
+that they are made from."""
 
 
 # ---- the checks
@@ -99,116 +40,81 @@ def attached(model: nn.Module, **options: Any) -> nn.Module:
 def check_stacks(case: Case) -> Result:
     """Which classes the layers have, and how many there are in each stack."""
     found = [f"{len(stack.layers)} {' + '.join(stack.class_names)}" for stack in find_stacks(case.model)]
-    return note(", ".join(found)) if found else note("none")
+    where = " (trains on the CPU only)" if case.family.own_backward else ""
+    return note(", ".join(found) + where) if found else note("none")
 
 
 def check_gradients(case: Case) -> Result:
-    """Loss and gradients of the whole device batch at once, and in micro-batches, are those of the plain model."""
-    results = []
-    for ubatch_size in (None, UBATCH):
-        model = attached(case.model, ubatch_size=ubatch_size)
-        loss = train(case.family, model, case.batch)
-        tolerance = case.family.tolerance
-        compared = worst(
-            compare_loss(loss, case.loss, tolerance),
-            compare_gradients(gradients_of(model), case.gradients, tolerance),
-        )
-        results.append(compared if compared is OK else red(f"ubatch_size={ubatch_size}: {compared.text}"))
-    return worst(*results)
+    """Loss and gradients of the whole device batch at once, without a transfer, and in micro-batches of several device
+    batches in turn, with transfers, are those of the plain model."""
+    with transfers(real=False):
+        whole = _compare_batches(case, None, ROWS)
+    return worst(whole, _compare_batches(case, UBATCH, ROWS, *FEWER_ROWS))
 
 
-def check_split(case: Case) -> Result:
-    """Each layer is recomputed micro-batch by micro-batch, or a warning has said why it is not."""
-    whole = _recomputes(case.family, case.model, case.batch, ubatch_size=None)[0]
-    split, said = _recomputes(case.family, case.model, case.batch, ubatch_size=UBATCH)
-    return _compare_splits(whole, split, said)
-
-
-def _compare_splits(whole: Counter[str], split: Counter[str], said: Mapping[str, str]) -> Result:
-    """Whether there are as many recomputes with micro-batches as there should be, given those without."""
-    silent = [name for name, count in whole.items() if split[name] < count * (ROWS // UBATCH) and name not in said]
-    if silent:
-        return red(f"nothing says why the whole device batch runs through {', '.join(silent)} at once")
-    if said:
-        return note("whole: " + "; ".join(f"{name}: {reason}" for name, reason in said.items()))
+def _compare_batches(case: Case, ubatch_size: int | None, *rows: int) -> Result:
+    """Compare batches of so many rows, which go through one attached model in turn."""
+    plain, model = copy.deepcopy(case.model), attached(case.model, ubatch_size=ubatch_size)
+    for count in rows:
+        batch = case.family.batch(case.model, count)
+        compared = _compare_training(case.family, model, plain, batch, case.family.tolerance)
+        if compared is not OK:
+            return red(f"{count} rows, ubatch_size={ubatch_size}: {compared.text}")
     return OK
 
 
-def _recomputes(family: Family, model: nn.Module, batch: Batch, **options: Any) -> tuple[Counter[str], dict[str, str]]:
-    """How often layers are recomputed in a step, by class, and why the batch is not split, by class."""
-    model = copy.deepcopy(model)
-    counts = _count_recomputes(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        attach_l2l(model, L2LConfig(device="cpu", **options))
-        train(family, model, batch)
-    return counts, dict(_no_effect(str(w.message)) for w in caught if _NO_EFFECT in str(w.message))
-
-
-def _no_effect(message: str) -> tuple[str, str]:
-    """The class and the reason of a warning that micro-batches have no effect."""
-    name, _, reason = message.partition(_NO_EFFECT)[2].partition(": ")
-    return name, one_line(reason.partition(". They run with")[0], 160)
-
-
-def _count_recomputes(model: nn.Module) -> Counter[str]:
-    """Counts, from now on, the calls of layers that make a graph, by the class of the layer."""
-    counts: Counter[str] = Counter()
-
-    def counted(layer: nn.Module) -> Callable[..., Any]:
-        forward = layer.forward
-
-        @wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[type(layer).__name__] += torch.is_grad_enabled()
-            return forward(*args, **kwargs)
-
-        return call
-
-    for layer in {layer for stack in find_stacks(model) for layer in stack.layers}:
-        layer.forward = counted(layer)
-    return counts
+def _compare_training(family: Family, model: nn.Module, plain: nn.Module, batch: Batch, tolerance: float) -> Result:
+    """Whether one forward and backward of `model` has the loss and gradients of one of `plain`."""
+    for each in (model, plain):
+        each.zero_grad(set_to_none=True)
+    found, expected = train(family, model, batch), train(family, plain, batch)
+    return worst(
+        compare_loss(found, expected, tolerance),
+        compare_gradients(gradients_of(model), gradients_of(plain), tolerance),
+    )
 
 
 def check_evaluation(case: Case) -> Result:
     """All outputs in evaluation mode, in micro-batches, are those of the plain model."""
-    batch = {**case.batch, "use_cache": False} if case.family.generates else case.batch
-    plain, model = copy.deepcopy(case.model).eval(), attached(case.model, ubatch_size=UBATCH).eval()
-    outputs = []
-    for evaluated in (plain, model):
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            outputs.append(_floats(evaluated(**copy.deepcopy(batch))))
-    expected, found = outputs
-    if len(found) != len(expected):
-        return red(f"{len(found)} outputs in evaluation, and {len(expected)} of the plain model")
-    largest = max(float(e.abs().max()) for e in expected)
-    errors = [difference(f, e) / largest for f, e in zip(found, expected, strict=True)]
-    wrong = [error for error in errors if not error <= case.family.tolerance]
-    return red(f"outputs in evaluation are wrong by {wrong[0]:.1e} of the largest") if wrong else OK
+    original = copy.deepcopy(case.model).eval()
+    for module in original.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    found, expected = [_outputs(each, case) for each in (attached(original, ubatch_size=UBATCH), original)]
+    return compare_tensors(found, expected, case.family.tolerance, "output")
 
 
-def _floats(output: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(output.to_tuple())
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()]
+def _outputs(model: nn.Module, case: Case) -> dict[str, torch.Tensor]:
+    """The tensors of floating point that `model` returns, by their place in what it returns."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        leaves = pytree.tree_leaves(model(**copy.deepcopy(case.batch)).to_tuple())
+    return {str(i): t for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point()}
 
 
 def check_generation(case: Case) -> Result:
-    """Greedy generation with a key-value cache gives the tokens of the plain model."""
+    """Greedy generation with a key-value cache gives the tokens of the plain model, and its logits for each."""
     if not case.family.generates:
         return note("-")
     batch = {key: value for key, value in case.family.batch(case.model, 3).items() if key != "labels"}
     if "attention_mask" in batch:
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    tokens: list[list[list[int]]] = []
+    made: list[Any] = []
     for model in (copy.deepcopy(case.model), attached(case.model, ubatch_size=1)):
-        caught = Caught(plain=not tokens)
+        caught = Caught(plain=not made, refused=case.family.refused)
         with caught, torch.no_grad():
             generate: Any = model.eval().generate
-            tokens.append(generate(**copy.deepcopy(batch), max_new_tokens=4, do_sample=False).tolist())
+            given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+            shown = {"return_dict_in_generate": True, "output_logits": True}
+            made.append(generate(**copy.deepcopy(batch), **given, **shown))
         if caught.result is not None:
             return caught.result
-    return OK if tokens[0] == tokens[1] else red(f"generates {tokens[1]} and should generate {tokens[0]}")
+    expected, found = made
+    if not torch.equal(found.sequences, expected.sequences):
+        return red(f"generates {found.sequences.tolist()} and should generate {expected.sequences.tolist()}")
+    ours, theirs = ({f"of token {i}": t for i, t in enumerate(each.logits)} for each in (found, expected))
+    return compare_tensors(ours, theirs, case.family.tolerance, "logits")
 
 
 def check_lora(case: Case) -> Result:
@@ -224,72 +130,59 @@ def check_lora(case: Case) -> Result:
         with caught:
             plain = get_peft_model(copy.deepcopy(case.model), config).to(case.family.dtype)
             model = copy.deepcopy(plain)
-            loss = train(case.family, plain, case.batch)
+            train(case.family, plain, case.batch)
     if caught.result is not None:
         return caught.result
     attach_l2l(model, L2LConfig(device="cpu", ubatch_size=UBATCH))
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    found = train(case.family, model, case.batch)
-    # Adapters have smaller gradients than weights, so that the same rounding is a larger part of the largest of them.
-    gradients, tolerance = gradients_of(model), 10 * case.family.tolerance
-    if any(gradients[name] is not None for name in frozen):
+    compared = _compare_training(case.family, model, plain, case.batch, ADAPTERS * case.family.tolerance)
+    if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
         return red("a frozen weight has a gradient")
-    return worst(compare_loss(found, loss, tolerance), compare_gradients(gradients, gradients_of(plain), tolerance))
+    layers = [layer for stack in find_stacks(plain) for layer in stack.layers]
+    has_adapters = any(p.requires_grad for layer in layers for p in layer.parameters())
+    return worst(
+        compared, OK if has_adapters else note("no layer has an adapter: peft found its linear modules elsewhere")
+    )
 
 
 def check_saving(case: Case) -> Result:
-    """What is saved while attached loads as what the plain model saves; detached, the model is the plain one again."""
-    model = attached(case.model, ubatch_size=UBATCH)
-    loaded: list[dict[str, torch.Tensor]] = []
-    for saved in (case.model, model):
-        caught = Caught(plain=not loaded)
-        with tempfile.TemporaryDirectory() as folder, caught:
-            save: Any = saved.save_pretrained
-            save(folder)
-            kind = class_named(case.family.model_class)
-            loaded.append(kind.from_pretrained(folder, dtype=case.family.dtype).state_dict())
+    """After a step, what is saved while attached loads as what is saved once detached; detached, the model has the
+    state, the loss and the gradients of the plain model after the same step."""
+    family, plain, model = case.family, copy.deepcopy(case.model), copy.deepcopy(case.model)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred"))
+    for each in (plain, model):
+        optimizer: Any = torch.optim.SGD(each.parameters(), lr=LEARNING_RATE)
+        optimizer = optimizer if each is plain else eps.wrap(optimizer)
+        train(family, each, case.batch)
+        optimizer.step()
+    loaded = []
+    for saved, name in ((plain, "plain"), (model, "attached"), (model, "detached")):
+        if name == "detached":
+            detach_l2l(model)
+        caught = Caught(plain=saved is plain, refused=family.refused)
+        with caught:
+            loaded.append(_saved_and_loaded(family, saved))
         if caught.result is not None:
             return caught.result
-    result = worst(
-        compare_states(model.state_dict(), case.model.state_dict(), "attached"),
-        compare_states(loaded[1], loaded[0], "loaded"),
+    tolerance = family.tolerance
+    return worst(
+        compare_states(loaded[1], loaded[2], "loaded"),
+        compare_tensors(loaded[1], loaded[0], tolerance, "loaded state"),
+        compare_tensors(_state(model), _state(plain), tolerance, "state"),
+        _compare_training(family, model, plain, case.batch, tolerance),
     )
-    loss = train(case.family, detach_l2l(model), case.batch)
-    return worst(result, compare_loss(loss, case.loss, 0.0))
 
 
-def check_bf16(case: Case) -> Result:
-    """With cmp="bf16" the loss of a model in fp32 is near the plain one, whatever had a gradient has one, and what is
-    split without `cmp` is split."""
-    model = case.family.build(torch.float32)
-    batch, plain = case.family.batch(model, ROWS), copy.deepcopy(model)
-    expected = train(case.family, plain, batch)
-    mixed = attached(model, ubatch_size=UBATCH, cmp="bf16")
-    with (caught := Caught()):
-        found = train(case.family, mixed, batch)
-    if caught.result is not None:
-        fails_plainly = caught.result.status == "red" and not _trains_in_bf16(case.family, model)
-        return note(f"fails in bf16 without L2L, too: {caught.result.text}") if fails_plainly else caught.result
-    gradients = gradients_of(mixed)
-    missing = [n for n, g in gradients_of(plain).items() if g is not None and gradients[n] is None]
-    if missing:
-        return red(f"{len(missing)} parameters have no gradient, the first is {missing[0]}")
-    said = _recomputes(case.family, model, batch, ubatch_size=UBATCH, cmp="bf16")[1]
-    for name in _recomputes(case.family, model, batch, ubatch_size=UBATCH)[1]:
-        said.pop(name, None)
-    if said:
-        return _compare_splits(Counter(), Counter(), said)
-    return compare_loss(found, expected, BF16_TOLERANCE)
-
-
-def _trains_in_bf16(family: Family, model: nn.Module) -> bool:
-    """Whether plain transformers trains `model` once it has been saved, and loaded in bf16."""
+def _saved_and_loaded(family: Family, model: nn.Module) -> dict[str, torch.Tensor]:
     save: Any = model.save_pretrained
-    with (caught := Caught()), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         save(folder)
-        short = class_named(family.model_class).from_pretrained(folder, dtype=torch.bfloat16).train(model.training)
-        train(family, short, family.batch(short, ROWS))
-    return caught.result is None
+        loaded = class_named(family.model_class).from_pretrained(folder, dtype=family.dtype)
+    return dict(loaded.state_dict())
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, and the buffers that are not in it."""
+    return {**model.state_dict(), **dict(model.named_buffers())}
 
 
 Check = Callable[[Case], Result]
@@ -318,12 +211,12 @@ class Report:
 
     @property
     def status(self) -> str:
-        """ "green", "refused" (it does not train layer to layer, and is told so), "red", or "not run"."""
+        """ "green", "refused" (something of it does not run layer to layer, and an error says so), "red", or "not
+        run"."""
         if not self.results:
             return "not run"
-        if any(result.status == "red" for result in self.results.values()):
-            return "red"
-        return "refused" if self.results["gradients"].status == "refused" else "green"
+        found = worst(*self.results.values()).status
+        return found if found in ("red", "refused") else "green"
 
 
 def verify(family: Family) -> Report:
@@ -338,7 +231,7 @@ def verify(family: Family) -> Report:
 
 
 def _outcome(check: Check, case: Case) -> Result:
-    with (caught := Caught()):
+    with (caught := Caught(refused=case.family.refused)), transfers(real=not case.family.own_backward):
         return check(case)
     return caught.result or OK
 

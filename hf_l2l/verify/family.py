@@ -64,6 +64,12 @@ class Family:
     dtype: torch.dtype = torch.float64
     """The dtype of the model where results are compared: float32 for one that fails in float64."""
 
+    refused: str = ""
+    """What the engine says when it refuses the model, as a pattern; empty if it runs it. Any other refusal is red."""
+    own_backward: bool = False
+    """Whether layers compute their backward themselves: such a model trains on the CPU only, where nothing travels,
+    and its backward is not split."""
+
     @property
     def tolerance(self) -> float:
         """The largest difference that is rounding, relative to the largest value."""

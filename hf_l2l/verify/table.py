@@ -12,20 +12,31 @@ from importlib.util import find_spec
 import torch
 import transformers
 
-from hf_l2l.verify.checks import BF16_TOLERANCE, CHECKS, ROWS, UBATCH, Report
+from hf_l2l.verify.cases import FEWER_ROWS, ROWS, UBATCH
+from hf_l2l.verify.checks import ADAPTERS, CHECKS, LEARNING_RATE, Report
+from hf_l2l.verify.comparisons import SMALL
+from hf_l2l.verify.mixed import GRADIENT_ERROR, LOSS_ERROR, OF_PLAIN
 from hf_l2l.verify.results import Result
 
+FEWER = " and then ".join(str(rows) for rows in FEWER_ROWS)
 MEANINGS = {
     "layers": "the stacks that are found: how many layers, of which classes",
-    "gradients": f"loss and every gradient against plain torch, the {ROWS} rows of the batch at once, and {UBATCH} by "
-    f"{UBATCH}; within 1e-10 of the largest gradient in float64, 1e-6 where the model computes something in fp32 "
-    "whatever its dtype, 1e-5 in fp32 where it fails in float64",
-    "micro-batches": "whether each layer runs micro-batch by micro-batch; if not, a warning says the reason, as here",
-    "evaluation": "all outputs in evaluation mode, without gradients and caches",
-    "generate": 'four tokens, greedy, with a key-value cache; "-" if the model does not generate',
-    "LoRA": "peft, adapters on all linear modules: gradients of adapters as plain ones, frozen weights without any",
-    "saving": "`save_pretrained` while attached and `from_pretrained`; the loss after `detach_l2l`, to the bit",
-    "bf16": f'`cmp="bf16"`: the loss within {BF16_TOLERANCE:.0%} of that in fp32, and every gradient there',
+    "gradients": f"loss and every gradient against plain torch: {ROWS} rows at once, without transfers; then {ROWS}, "
+    f"and then {FEWER} rows through one attached model, {UBATCH} by {UBATCH}. Each gradient within 1e-10 of its "
+    f"largest entry (or of {SMALL:g} of the largest entry of all, if that is more) in float64, 1e-6 where the model "
+    "computes something in fp32 whatever its dtype, 1e-5 in fp32 where it fails in float64",
+    "micro-batches": "whether each layer runs micro-batch by micro-batch; if not, a warning says the reason, as here. "
+    "And whether buffers that layers write to depend on it",
+    "evaluation": "all outputs in evaluation mode, in micro-batches, without gradients and caches; the same tolerance",
+    "generate": "four tokens, greedy, with a key-value cache: the same tokens, and logits within the same tolerance; "
+    '"-" if the model does not generate',
+    "LoRA": "peft, adapters on all linear modules: gradients of adapters as plain ones, within "
+    f"{ADAPTERS:g} times the tolerance of gradients, and frozen weights without any",
+    "saving": f"after a step (SGD, lr={LEARNING_RATE:g}, the rows at once): `save_pretrained` while attached and "
+    "`from_pretrained` give, to the bit, what they give after `detach_l2l`; then weights, buffers, loss and gradients "
+    "are those after a plain step, within the same tolerance",
+    "bf16": f'`cmp="bf16"` against fp32: the loss within {LOSS_ERROR:g} of it, and gradients, all together in norm, '
+    f"within {GRADIENT_ERROR:g}; or within {OF_PLAIN:g} times the error of the plain model that is loaded in bf16",
 }
 
 
@@ -72,13 +83,14 @@ def markdown(groups: Mapping[str, Sequence[Report]], command: str) -> str:
     page = [
         "# Which models run layer to layer",
         "",
-        f"Tiny random models of {len(reports)} families, on the CPU, on {date.today().isoformat()}, with {versions}:",
+        f"Tiny random models of {len(reports)} families, on {date.today().isoformat()}, with {versions}, on the CPU, "
+        "to which weights and inputs are copied as to an accelerator. No accelerator was used:",
         "",
         "```bash",
         command,
         "```",
         "",
-        f"{summary(reports)}. Refused: the engine says in one sentence why the model does not train layer to layer. "
+        f"{summary(reports)}. Refused: the engine says in one sentence what does not run layer to layer. "
         "What holds for a family holds for its sizes and heads; other options of its config may lead elsewhere, and "
         "the command takes names of families to check them again.",
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.runtime.tensors import map_tensors
 from training import settled_memory
 
-PAIRS = Path(__file__).parents[3] / "shared" / "data" / "stsb" / "train.csv"
+DATA = Path(os.environ.get("L2L_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
+PAIRS = DATA / "stsb" / "train.csv"
 on_host = pytest.mark.skipif(on_sim(), reason="compares bits of the CPU")
 
 
@@ -100,7 +102,7 @@ def test_smollm_is_trained_as_by_torch(smollm, adapters):
 @pytest.fixture(scope="module")
 def pairs() -> Dataset:
     if not PAIRS.is_file():
-        pytest.skip(f"there is no {PAIRS}")
+        pytest.skip(f"there is no {PAIRS}; L2L_TEST_DATA names the folder")
     return Dataset.from_csv(str(PAIRS)).select(range(512))
 
 

@@ -93,8 +93,9 @@ def check_trainer(
     """Train with `trainer`, plain and layer to layer, and compare; returns the second training.
 
     With the whole batch, logs and weights are the same to the bit; on the simulated accelerator, too, where both
-    compute on it. Micro-batches change the order of sums: Adam divides by what may be near to zero, so that rounding
-    grows to `tolerance` times the learning rate in a step.
+    compute on it. With micro-batches, whose sums are in another order, a logged number or a weight may differ by
+    `tolerance` times its value, and by `tolerance` beside: a learning rate of 1e-2 is a hundred times that, so a step
+    with wrong gradients differs by more. 0 asks for the same values.
     """
     plain = run(trainer, arguments, folder / "plain", parts, **given)
     kinds = make_l2l_trainer(trainer), make_l2l_arguments(arguments)
@@ -106,7 +107,8 @@ def check_trainer(
 
 
 def assert_same(found: Training, expected: Training, tolerance: float | None) -> None:
-    """Logs and weights are the same; to the bit with a `tolerance` of None."""
+    """Logs and weights are the same: to the bit with a `tolerance` of None, else within `tolerance`, relative and
+    absolute."""
     if tolerance is None:
         assert found.logs == expected.logs
         assert_same_bits(found.weights, expected.weights)

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import bert, gradients
+from families import bert, gradients, llama
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.hf.attach import attachment_of
 from training import CHECKPOINTING, arguments, assert_same_run, inner_optimizer, rows, tiny_bert
@@ -132,16 +132,67 @@ def test_layers_that_are_added_while_attached_are_told_of(grad):
     model(input_ids=torch.ones(2, 4, dtype=torch.long))
 
 
-def test_the_example_of_the_documentation(tmp_path):
+@pytest.fixture
+def documented() -> type[hf.TrainerCallback]:
+    """The callback in the documentation."""
     page = (Path(__file__).parents[2] / "docs" / "changing_layers.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
+    return names["Grow"]
+
+
+def test_the_example_of_the_documentation(tmp_path, documented):
     args = arguments(L2LTrainingArguments, tmp_path, max_steps=4)
-    made = L2LTrainer(tiny_bert(), args, train_dataset=rows(), callbacks=[names["Grow"]()])
+    made = L2LTrainer(tiny_bert(), args, train_dataset=rows(), callbacks=[documented()])
     made.train()
     layers = made.model.bert.encoder.layer
     assert len(layers) == 8
     state = inner_optimizer(made).state
     assert {float(state[p]["step"]) for p in layers[0].parameters()} == {4.0}
     assert {float(state[p]["step"]) for p in layers[-1].parameters()} == {2.0}
+    made.save_model(str(tmp_path / "saved"))
+    loaded = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert len(loaded.bert.encoder.layer) == 8
+    expected = made.model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert [name for name, value in loaded.state_dict().items() if not torch.equal(value, expected[name])] == []
+
+
+def test_layers_of_a_decoder_that_know_their_place_generate():
+    """As the documentation has it: each new layer gets its own place in the cache."""
+    model = llama()
+    layers = model.model.layers
+    layers.extend([copy.deepcopy(layer) for layer in layers])
+    model.config.num_hidden_layers = len(layers)
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+    words = {"input_ids": torch.randint(5, 60, (2, 4)), "do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+    without = model.generate(**words, use_cache=False)
+    assert torch.equal(model.generate(**words), without)
+    attach_l2l(model, L2LConfig(ubatch_size=1))
+    assert torch.equal(model.generate(**words), without)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_checkpoint_of_a_grown_model_resumes_with_the_order_of_its_optimizer(tmp_path, documented, ordered):
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    whole = L2LTrainer(
+        tiny_bert(dropout=0),
+        arguments(L2LTrainingArguments, tmp_path, **saving),
+        train_dataset=rows(),
+        callbacks=[documented()],
+    )
+    whole.train()
+    folder = str(tmp_path / "checkpoint-3")
+    grown = hf.AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32")
+    args = arguments(L2LTrainingArguments, tmp_path, **saving)
+    if not ordered:
+        with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+            L2LTrainer(grown, args, train_dataset=rows()).train(resume_from_checkpoint=folder)
+        return
+    names, own = {p: name for name, p in whole.model.named_parameters()}, dict(grown.named_parameters())
+    groups = inner_optimizer(whole).param_groups
+    optimizer = torch.optim.AdamW([{**group, "params": [own[names[p]] for p in group["params"]]} for group in groups])
+    L2LTrainer(grown, args, train_dataset=rows(), optimizers=(optimizer, None)).train(resume_from_checkpoint=folder)
+    assert [name for p, name in names.items() if not torch.equal(own[name], p)] == []

@@ -44,6 +44,7 @@ def decoder(
     generates: bool = True,
     fp32: str | None = None,
     random: str = "",
+    refused: str = "",
     dtype: torch.dtype = torch.float64,
     **more: Any,
 ) -> Family:
@@ -59,6 +60,7 @@ def decoder(
         generates=generates,
         fp32=llama_norm if fp32 is None else fp32,
         random=random,
+        refused=refused,
         dtype=dtype,
     )
 
@@ -139,6 +141,7 @@ DECODERS = (
         "gemma4-shared-kv",
         "Gemma4",
         config="Gemma4Text",
+        refused="must not write tensors into its arguments.*wrote to 'shared_kv_states'",
         num_hidden_layers=4,
         num_kv_shared_layers=2,
         vocab_size_per_layer_input=VOCAB,

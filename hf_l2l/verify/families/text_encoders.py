@@ -43,11 +43,21 @@ def _encoder(
     loss: Loss = own_loss,
     fp32: str = "",
     dtype: torch.dtype = torch.float64,
+    own_backward: bool = False,
     **more: Any,
 ) -> Family:
     """A family whose classes are called `stem` and something."""
-    made = batch or text("class")
-    return Family(name, stem + head, stem + "Config", {**sizes, **more}, made, loss=loss, fp32=fp32, dtype=dtype)
+    return Family(
+        name,
+        stem + head,
+        stem + "Config",
+        {**sizes, **more},
+        batch or text("class"),
+        loss=loss,
+        fp32=fp32,
+        dtype=dtype,
+        own_backward=own_backward,
+    )
 
 
 def _boxes(model: nn.Module, rows: int) -> Batch:
@@ -163,6 +173,7 @@ TEXT_ENCODERS = (
             "is_decoder": False,
         },
         batch=_CALLED_ONCE,
+        own_backward=True,
     ),
     _encoder("modernbert", "ModernBert", global_attn_every_n_layers=2, local_attention=4),
     _encoder("longformer", "Longformer", attention_window=4, batch=text("class", length=8), **_ROBERTA),
