@@ -21,6 +21,7 @@ from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
+from hf_l2l.runtime.tensors import with_own_version
 
 
 class _Slot:
@@ -41,7 +42,9 @@ class _Leaves:
         self.flat = memory[: unit.layout.num_bytes]
         self.views = unit.layout.views(memory)
         """Of the parts of its parameters."""
-        self.fixed = as_leaves(unit, self.views)
+        # Each has a version of its own, unlike views: a layer that sets a weight to itself, as adapters of experts do,
+        # must not make the others look changed.
+        self.fixed = as_leaves(unit, [with_own_version(view) for view in self.views])
         """The tensors that the modules read in a forward sweep."""
         self.trained = list(self.fixed)
         """The tensors that they read in a backward sweep: leaves of its graph."""

@@ -284,6 +284,13 @@ def on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
 
 
+def with_own_version(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of `tensor`, without a graph, whose version is its own: views share theirs."""
+    with torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def is_plain(parameter: torch.Tensor) -> bool:
     """Whether the parameter can be moved to other memory without other effects."""
     return type(parameter) is nn.Parameter and can_move(parameter)

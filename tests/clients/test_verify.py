@@ -26,7 +26,9 @@ def checked(family: Family) -> Result:
         return check_lora(Case.of(family))
 
 
-@pytest.mark.parametrize("name", ["bert", "opt", "llama", "gemma2", "jamba", "t5", "vit", "wav2vec2", "clip", "llava"])
+@pytest.mark.parametrize(
+    "name", ["bert", "opt", "llama", "gemma2", "jamba", "t5", "vit", "wav2vec2", "clip", "llava", "mixtral"]
+)
 def test_adapters_of_families(name):
     assert checked(FAMILIES[name]) == OK
 
