@@ -58,8 +58,9 @@ class L2LConfig:
         "auto",
         'With `stash="host"`, where the output of a layer waits for the next layer, and the gradient for the layer '
         'before: on the "device", or on the "host", from which they come one micro-batch at a time, so that layers '
-        'need device memory for one micro-batch, whatever the device batch. "auto" keeps them on the device if a '
-        "backward needs at most an eighth of its memory for them.",
+        "need device memory for one micro-batch, whatever the device batch, and so does an embedding whose output the "
+        'first layer takes as it is. "auto" keeps them on the device if a backward needs at most an eighth of its '
+        "memory for them.",
     )
     cmp: Cmp | None = _described(
         None,

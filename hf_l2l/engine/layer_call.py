@@ -194,7 +194,7 @@ class LayerCall:
             self._as_trial(),
         ):
             before = compute_state.get_rng_state(self.device)
-            with _WithoutDropout():
+            with WithoutDropout():
                 outputs = self.execute([t.clone() for t in tensors])  # a layer may write into its arguments
             if not self.leaves_tensors_only:  # but something in an object, which cannot be put back
                 raise NoConsistentSplit("it keeps tensors from one call to the next")
@@ -249,7 +249,7 @@ class LayerCall:
             rows = self.input_rows(tensors, self.ubatches[-1])  # what it has left is of these rows
             found = self.execute_once(rows)
             left.put_back(written)  # as the next call would find it; the program finds it, too
-            is_read = not _same_results(found, self.execute_once(rows))
+            is_read = not same_results(found, self.execute_once(rows))
         if is_read:
             before.put_back(written)
             raise ValueError(
@@ -328,7 +328,7 @@ def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
     return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(argument)]
 
 
-def _same_results(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
+def same_results(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
     """Whether half of the digits agree: kernels may add in another order each time."""
     for a, b in zip(one, two, strict=True):
         tolerance = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0.0
@@ -337,7 +337,7 @@ def _same_results(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> b
     return True
 
 
-class _WithoutDropout(TorchFunctionMode):
+class WithoutDropout(TorchFunctionMode):
     """Inside, dropout does nothing, whatever the mode of the modules."""
 
     _functions = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.engine.device_weights import DeviceWeights, uploaded
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
-from hf_l2l.engine.prefetch_order import fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.shell import Shell
 from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots
 from hf_l2l.engine.splitting import Splitter
@@ -39,6 +38,8 @@ from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
+
+LayerT = TypeVar("LayerT")
 
 
 def _versions(tensors: Tensors) -> list[int]:
@@ -133,7 +134,7 @@ class Relay:
         call.before = called[-1] if called else None
         order = self._last_time.get(root.module, self.eps.masters.layers)
         if torch.is_grad_enabled() and fetched_in_forward(order, number, call.layer) is not None:
-            call.passing = self.boundary.after(call.layer, self._is_in_forward)
+            call.passing = self.boundary.after(call.layer, self.is_in_forward)
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)
@@ -145,7 +146,8 @@ class Relay:
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _is_in_forward(self) -> bool:
+    def is_in_forward(self) -> bool:
+        """Whether the model is running, and not the program."""
         return self.shell.call is not None
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
@@ -276,3 +278,35 @@ class Relay:
             self._slots.prefetch(unit)
         if first:
             yield
+
+
+def fetched_in_forward(last_time: Sequence[LayerT], number: int, layer: LayerT) -> LayerT | None:
+    """The layer to upload while `layer` computes in a forward sweep: the one that followed it in the last forward.
+
+    It is a hint only: a layer that was not prefetched is uploaded when it is called.
+
+    Args:
+        last_time: the layers that the model called in the last forward, in that order.
+        number: the number of the call of `layer` in this forward, from 0.
+        layer: the layer that computes.
+
+    Returns:
+        The layer; None after the last one, and after a layer that was not called in the last forward.
+    """
+    if not (number < len(last_time) and last_time[number] is layer):  # some models drop layers at random
+        number = next((i for i, each in enumerate(last_time) if each is layer), len(last_time))
+    return last_time[number + 1] if number + 1 < len(last_time) else None
+
+
+def fetched_in_backward(called: Sequence[LayerT], number: int, lowest: int) -> LayerT | None:
+    """The layer to upload while a layer computes in a backward sweep: the one that was called before it.
+
+    Args:
+        called: the layers that the forward has called so far, in that order.
+        number: the number of the call, from 0.
+        lowest: the number of the lowest call that the backward reaches; below it, nothing is trained.
+
+    Returns:
+        The layer; None for the lowest call.
+    """
+    return called[number - 1] if number > lowest else None

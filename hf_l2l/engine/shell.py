@@ -303,6 +303,17 @@ class Shell:
                 weights.settle()
                 self.eps.masters.end_call()
 
+    @contextmanager
+    def resumed(self, call: ModelCall) -> Iterator[None]:
+        """Inside, which is a backward, this thread is in `call` again, with its weights, to recompute a part of it."""
+        before, thread = self._call, call.thread
+        self._call, call.thread = call, threading.get_ident()
+        try:
+            with call.weights.placed(keep_buffers=False):
+                yield
+        finally:
+            self._call, call.thread = before, thread
+
     def _replayed(self, rng: compute_state.RngState, forward: Callable[[], Any]) -> Any:
         with compute_state.rng_state_kept(self.device):
             compute_state.set_rng_state(rng, self.device)

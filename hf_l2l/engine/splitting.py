@@ -225,7 +225,8 @@ class Splitter:
         """
         assert self.ubatch_size is not None
         few = min(rows, 2 * self.ubatch_size)
-        sample = inputs.rows_of(tensors, rows, 0, few)
+        with torch.no_grad():  # so that of tensors in host memory, only these rows are uploaded
+            sample = inputs.rows_of(tensors, rows, 0, few)
         at_once = execute(sample)
         parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in ubatches(few, self.ubatch_size)]
         (start, stop), first = parts[0]

@@ -22,10 +22,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.config import EAGER_FP16, L2LConfig, option
+from hf_l2l.engine.embedding import InputEmbeddings, input_embeddings
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
-from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook
+from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook, Runner
 from hf_l2l.hf.preparation import (
     make_masters_fp32,
     move_to_host,
@@ -258,9 +259,10 @@ def _attach(
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     heads = {output_embedding(module, outside) for module in outside} if config.chunked_loss == "auto" else set()
-    output_embeddings = OutputEmbeddings(shell)
+    runners: dict[nn.Module | None, Runner] = dict.fromkeys(heads, OutputEmbeddings(shell))
+    runners |= dict.fromkeys(input_embeddings(outside) - heads, InputEmbeddings(relay, config.ubatch_size))
     for module in outside:
-        add_hook_to_module(module, L2LHook(output_embeddings if module in heads else shell, device))
+        add_hook_to_module(module, L2LHook(runners.get(module, shell), device))
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}

@@ -271,7 +271,7 @@ def test_accumulation_holds_one_gradient():
             held = torch.accelerator.memory_allocated()
             loss.backward()
             if turn == accumulation - 1:
-                peaks.append(torch.accelerator.memory_allocated() - held)
+                peaks.append(settled_memory() - held)  # the device's thread frees the graph a little later
         del loss, model, eps, optimizer
     assert peaks[1] <= peaks[0] - 0.9 * 4 * 8 * 60  # the second backward leaves no gradient more
 

@@ -1,0 +1,291 @@
+"""The embedding by ubatches: it computes the rows of one ubatch at a time, and once more in the backward.
+
+A layer does the same, but an embedding does not travel like one: its weights are with those of the other non-layer
+modules, and its slots would be as large as the vocabulary. The gradient of a table of embeddings is summed by rows
+into one tensor for all ubatches (arXiv:2002.05645, algorithm 2, line 3, for what comes before the layers).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from hf_l2l.compat import tables_of
+from hf_l2l.engine.layer_call import WithoutDropout, same_results
+from hf_l2l.engine.model_call import ModelCall
+from hf_l2l.engine.relay import Relay
+from hf_l2l.eps.pending import settle
+from hf_l2l.model.batch_dims import Ubatch, ubatches
+from hf_l2l.rows.boundary import Passing
+from hf_l2l.rows.host_rows import host_of
+from hf_l2l.runtime import compute_state
+from hf_l2l.runtime.backward_callbacks import RaisedIn
+from hf_l2l.runtime.compute_state import AutocastState, RngState
+from hf_l2l.runtime.tensors import flatten
+
+
+def input_embeddings(modules: Collection[nn.Module]) -> set[nn.Module]:
+    """Those of `modules` that make of inputs what the first layer takes, as far as models say so: their input
+    embeddings, and the modules around them that are called so."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        ask: Any = getattr(module, "get_input_embeddings", None)
+        try:
+            table = None if ask is None else ask()
+        except (NotImplementedError, AttributeError):  # of a model whose parts have them
+            continue
+        if isinstance(table, nn.Module) and table in modules:
+            found.add(table)
+    parts = [each for each in modules if type(each).__name__.endswith("Embeddings")]
+    found.update(each for each in parts if not found.isdisjoint(each.modules()))
+    return {each for each in found if all(map(_can_sum_rows, each.modules()))}
+
+
+def _can_sum_rows(module: nn.Module) -> bool:
+    """Whether rows of the gradient of a table can be added one by one."""
+    return not isinstance(module, nn.Embedding) or not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of an embedding: how to run it on some rows. It holds no tensors except generator states."""
+
+    root: ModelCall
+    module: nn.Module
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    """The arguments, flattened; tensors are replaced by None."""
+    positions: list[int]
+    """Of the tensors among them."""
+    has_rows: list[bool]
+    spec: pytree.TreeSpec
+    ubatches: list[Ubatch]
+    autocast: AutocastState
+    passing: Passing
+    rng: list[RngState | None] = field(default_factory=list)
+    """Per ubatch, the state of the generators before it ran; None if it drew no random numbers."""
+
+    def execute(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch) -> Any:
+        """Run the embedding on the rows `ubatch`."""
+        leaves = list(self.leaves)
+        for position, tensor, has_rows in zip(self.positions, tensors, self.has_rows, strict=True):
+            leaves[position] = tensor[slice(*ubatch)] if has_rows else tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with self.autocast.entered():
+            return self.forward(*args, **kwargs)
+
+
+class InputEmbeddings:
+    """Runs the calls of input embeddings: as the shell runs other modules, but by ubatches where the boundary is on
+    the host, which is where the result goes."""
+
+    def __init__(self, relay: Relay, ubatch_size: int | None) -> None:
+        """Beside `relay`, whose stash and boundary it shares."""
+        self.relay = relay
+        self.shell = relay.shell
+        self.ubatch_size = ubatch_size
+        self._is_inside = False
+        """Whether an embedding runs now, whose parts are embeddings, too."""
+        self._whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those that cannot be run by ubatches."""
+        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `forward`, the original forward of `module`."""
+        call = self.shell.call
+        if (
+            call is not None
+            and call.module is not module
+            and call.replay is None
+            and torch.is_grad_enabled()
+            and not (self._is_inside or module in self._whole)
+        ):
+            forward = partial(self._run, call, module, forward)
+        return self.shell.run(module, forward, args, kwargs)
+
+    def _run(self, root: ModelCall, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._inside():
+            arguments, spec = flatten((args, kwargs))
+            call = self._call(root, module, forward, arguments, spec)
+            if call is None:
+                return forward(*args, **kwargs)
+            tensors = [arguments[i] for i in call.positions]
+            weights = _weights_of(module)
+            if not self._gives_the_same(call, tensors):
+                return forward(*args, **kwargs)
+            return _Node.apply(call, self, len(tensors), *tensors, *weights)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _call(
+        self, root: ModelCall, module: nn.Module, forward: Callable[..., Any], arguments: list[Any], spec: Any
+    ) -> _Call | None:
+        """The call by ubatches; None if there is one ubatch only, or if the result stays on the device."""
+        passing = self.relay.boundary.after(module, self.relay.is_in_forward)
+        rows = root.rows
+        if passing is None or rows is None or self.ubatch_size is None or rows <= self.ubatch_size:
+            return None
+        positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
+        tensors = [arguments[i] for i in positions]
+        has_rows = [t.dim() > 1 and t.shape[0] == rows for t in tensors]
+        is_clear = all(has or t.dim() < 2 or t.shape[0] == 1 for has, t in zip(has_rows, tensors, strict=True))
+        if not any(has_rows) or not is_clear or any(t.requires_grad for t in tensors):
+            return None
+        leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
+        parts, autocast = ubatches(rows, self.ubatch_size), AutocastState.current(self.relay.device)
+        return _Call(root, module, forward, leaves, positions, has_rows, spec, parts, autocast, passing)
+
+    def _gives_the_same(self, call: _Call, tensors: list[torch.Tensor]) -> bool:
+        """Whether the embedding returns one tensor, for whose rows it needs no others, and which is large enough.
+
+        Two ubatches are compared with the same rows at once; only for the first call of each module.
+        """
+        first, second, *_ = call.ubatches
+        device = self.relay.device
+        with torch.no_grad(), compute_state.rng_state_kept(device), WithoutDropout():
+            one = call.execute(tensors, first)
+            if not (isinstance(one, torch.Tensor) and one.is_floating_point() and one.shape[:1] == (first[1],)):
+                self._whole.add(call.module)
+                return False
+            if one.nbytes * call.ubatches[-1][1] // first[1] < call.passing.fewest_bytes:
+                return False
+            if call.module not in self._checked:
+                self._checked.add(call.module)
+                both = call.execute(tensors, (0, second[1]))
+                if not same_results([both], [torch.cat([one, call.execute(tensors, second)])]):
+                    self._whole.add(call.module)
+        return call.module not in self._whole
+
+
+def _weights_of(module: nn.Module) -> list[torch.Tensor]:
+    """The device copies of the weights of `module`, uploaded; each once."""
+    tables = (tables_of(each)[0] for each in module.modules())
+    weights = list(dict.fromkeys(w for table in tables for w in table.values() if w is not None))
+    for weight in weights:
+        settle(weight)
+    return weights
+
+
+class _Node(torch.autograd.Function):
+    """One call of an embedding in the autograd graph. Its inputs are the arguments, and then the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, owner: InputEmbeddings, count: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.call, ctx.owner, ctx.count = call, owner, count
+        ctx.save_for_backward(*tensors)
+        stash, device = owner.relay.stash, owner.relay.device
+        whole: Any = None
+        with compute_state.graph_without_tensors():  # as the recompute runs
+            for ubatch in call.ubatches:
+                before = compute_state.get_rng_state(device)
+                rows = call.execute(tensors[:count], ubatch).detach()
+                call.rng.append(before if compute_state.get_rng_state(device) != before else None)
+                if whole is None:
+                    whole = stash.rows_like(rows, call.ubatches[-1][1], call.passing.made_real)
+                stash.send(rows, host_of(whole)[slice(*ubatch)])
+        result: torch.Tensor = whole
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call, relay = ctx.call, ctx.owner.relay
+        tensors, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        needed = ctx.needs_input_grad[3 + ctx.count :]
+        sums = _Sums(weights, needed)
+        with (
+            relay.eps.backwards.joined(),
+            relay.eps.timeline.inside("backward"),
+            RaisedIn("the backward of", type(call.module).__name__),
+            relay.shell.one_thread.in_layer(),
+            compute_state.rng_state_kept(relay.device),
+            relay.shell.resumed(call.root),
+            ctx.owner._inside(),
+        ):
+            for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
+                rows = relay.stash.fetch(host_of(gradient)[slice(*ubatch)])
+                following = call.ubatches[turn + 1 : turn + 2]
+                relay.stash.fetch_ahead([host_of(gradient)[slice(*each)] for each in following])
+                if rng is not None:
+                    compute_state.set_rng_state(rng, relay.device)
+                with torch.enable_grad(), sums:
+                    outputs = call.execute(tensors, ubatch)
+                sums.add(outputs, rows)
+        return None, None, None, *(None for _ in tensors), *sums.results()
+
+
+class _Sums(TorchFunctionMode):
+    """The gradients of the weights of an embedding, summed over the ubatches; inside, tables are read so that rows of
+    their gradients are added to one tensor."""
+
+    def __init__(self, weights: Iterable[torch.Tensor], needed: Iterable[bool]) -> None:
+        super().__init__()
+        self._weights = list(weights)
+        self._needed = [w for w, needs in zip(self._weights, needed, strict=True) if needs]
+        self._totals: dict[torch.Tensor, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.embedding and any(each is args[1] for each in self._needed):
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+            return _Rows.apply(args[0], args[1], self._total(args[1]), padding)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
+
+    def _total(self, weight: torch.Tensor) -> torch.Tensor:
+        if weight not in self._totals:
+            # Sums of 16-bit gradients are fp32.
+            dtype = torch.float32 if weight.itemsize < 4 else weight.dtype
+            self._totals[weight] = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        return self._totals[weight]
+
+    def add(self, outputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Run backward from the outputs of one ubatch."""
+        if not (self._needed and outputs.requires_grad):
+            return
+        found = torch.autograd.grad(outputs, self._needed, gradient, allow_unused=True)
+        for weight, each in zip(self._needed, found, strict=True):
+            if each is not None:
+                self._total(weight).add_(each)
+
+    def results(self) -> list[torch.Tensor | None]:
+        """The sums, in the order and the dtypes of the weights."""
+        return [self._totals[w].to(w.dtype) if w in self._totals else None for w in self._weights]
+
+
+class _Rows(torch.autograd.Function):
+    """Reads a table of embeddings, and adds to the sum of its gradients by rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: torch.Tensor, table: torch.Tensor, total: torch.Tensor, padding: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.total, ctx.padding = total, padding
+        return torch.embedding(table, ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        [ids] = ctx.saved_tensors
+        total, ids = ctx.total, ids.reshape(-1)
+        rows = gradient.reshape(len(ids), -1).to(total.dtype)
+        if ctx.padding is not None:
+            rows = rows.masked_fill((ids == ctx.padding % len(total))[:, None], 0)
+        total.index_add_(0, ids, rows)
+        return None, None, None, None

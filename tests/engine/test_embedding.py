@@ -1,0 +1,201 @@
+"""Embeddings that run by micro-batches have the values and gradients of plain ones, and hold one sum per table."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import SMALL, TOLERANCE, VOCAB, batch_for, bert, electra, gpt2, gradients, llama, relative_error, t5, vit
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.engine.embedding import InputEmbeddings, _Rows, input_embeddings
+from hf_l2l.rows.host_rows import HostRows
+from memory_switches import forced_copies
+
+ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
+
+
+def roberta() -> nn.Module:
+    config = hf.RobertaConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1)
+    return hf.RobertaForMaskedLM(config)
+
+
+def bert_mlm() -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def frozen_table() -> nn.Module:
+    model = bert()
+    model.bert.embeddings.word_embeddings.requires_grad_(False)
+    return model
+
+
+def frozen_embeddings() -> nn.Module:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+BY_UBATCH = {
+    "bert": bert,
+    "bert, tied": bert_mlm,
+    "roberta, whose positions follow padding": roberta,
+    "llama": llama,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "t5, without dropout": t5,
+    "vit": vit,
+    "frozen table": frozen_table,
+    "frozen embeddings": frozen_embeddings,
+}
+WHOLE = {"gpt2, which adds positions": gpt2, "electra, which projects": electra}
+
+
+class Kinds:
+    """What the calls of embeddings return."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[type] = []
+        run = InputEmbeddings._run
+
+        def noted(embeddings: InputEmbeddings, *args, **kwargs):
+            result = run(embeddings, *args, **kwargs)
+            self.found.append(type(result))
+            return result
+
+        monkeypatch.setattr(InputEmbeddings, "_run", noted)
+
+
+def assert_as_plain(model: nn.Module, steps: int = 2, **options: object) -> None:
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    batch["input_ids"][:, -1] = 1 if "input_ids" in batch else None  # padding of RoBERTa
+    expected = plain(**batch).loss
+    expected.backward()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**{**ON_HOST, **options}))
+        for _ in range(steps):
+            model.zero_grad()
+            found = model(**batch).loss
+            found.backward()
+            assert found.item() == pytest.approx(expected.item(), rel=1e-7)
+            assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("name", BY_UBATCH)
+def test_gradients_are_those_of_the_plain_model(name, monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    model = BY_UBATCH[name]().double()
+    if name == "vit":
+        with forced_copies():
+            attach_l2l(model, L2LConfig(**ON_HOST))
+            model(**batch_for(model)).loss.backward()
+    else:
+        assert_as_plain(model)
+    assert set(kinds.found) == {HostRows}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_that_computes_with_its_embedding_has_it_on_the_device(name, monkeypatch):
+    """From the second call on: the first has shown it."""
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    assert_as_plain(WHOLE[name]().double(), steps=3)
+    assert kinds.found[-1] is torch.Tensor
+
+
+class Noisy(nn.Module):
+    """Has a hook that adds to the embedding, as NEFTune does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + 0.25)
+
+    def forward(self, **batch: torch.Tensor) -> object:
+        return self.model(**batch)
+
+
+def test_a_hook_that_adds_noise():
+    torch.manual_seed(0)
+    assert_as_plain(Noisy().double(), steps=2)
+
+
+def test_embeddings_that_the_program_computes():
+    torch.manual_seed(0)
+    model = llama().double()
+    plain, ids = copy.deepcopy(model), batch_for(model, masked=False)["input_ids"]
+    states = torch.randn(*ids.shape, 16, dtype=torch.float64)
+    grads = []
+    for each in (plain, model):
+        inputs = states.clone().requires_grad_()
+        if each is model:
+            with forced_copies():
+                attach_l2l(model, L2LConfig(**ON_HOST))
+                each(inputs_embeds=inputs, labels=ids).loss.backward()
+        else:
+            each(inputs_embeds=inputs, labels=ids).loss.backward()
+        grads.append(inputs.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-12)
+
+
+def test_dropout_has_the_same_mask_in_the_recompute():
+    """The gradient of a bias is the sum of what dropout let through, which the loss shows."""
+    torch.manual_seed(0)
+    model = bert(dropout=0.5).double().train()
+    batch = batch_for(model)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        for _ in range(2):
+            model.zero_grad()
+            states = model.bert(batch["input_ids"], output_hidden_states=True).hidden_states
+            states[0].sum().backward()
+            let_through = (states[0] != 0).double().sum((0, 1)) * 2
+            torch.testing.assert_close(model.bert.embeddings.LayerNorm.bias.grad, let_through)
+
+
+def test_rows_are_added_to_one_sum_and_padding_gets_none():
+    table = torch.randn(7, 3, requires_grad=True)
+    ids, total = torch.tensor([[1, 1, 4], [2, 6, 2]]), torch.zeros(7, 3)
+    out = _Rows.apply(ids, table, total, -1)
+    assert torch.equal(out, nn.functional.embedding(ids, table))
+    out.sum().backward()
+    assert table.grad is None
+    assert total.tolist() == [[0.0] * 3, [2.0] * 3, [2.0] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])
+def test_tables_whose_rows_cannot_be_added_run_whole(option):
+    model = llama()
+    setattr(model.model.embed_tokens, option, True)
+    assert input_embeddings(list(model.modules())) == set()
+
+
+def test_what_are_input_embeddings():
+    for make, names in (
+        (bert, {"BertEmbeddings", "Embedding"}),
+        (llama, {"Embedding"}),
+        (t5, {"Embedding"}),
+        (vit, {"ViTEmbeddings", "ViTPatchEmbeddings"}),
+    ):
+        found = input_embeddings(list(make().modules()))
+        assert {type(module).__name__ for module in found} == names, make
+
+
+class MixedRows(nn.Embedding):
+    """Subtracts the mean of all rows."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = super().forward(ids)
+        return found - found.mean(0, keepdim=True)
+
+
+def test_an_embedding_that_mixes_rows_runs_whole(monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    model = llama()
+    model.model.embed_tokens = MixedRows(VOCAB, 16)
+    assert_as_plain(model.double())
+    assert set(kinds.found) == {torch.Tensor}
