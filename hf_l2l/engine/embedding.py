@@ -99,7 +99,8 @@ class InputEmbeddings:
         """Whether an embedding runs now, whose parts are embeddings, too."""
         self._whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Those that cannot be run by ubatches."""
-        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._bytes: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+        """Of the result of each that can be, for each element of its first argument with rows."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`."""
@@ -122,7 +123,7 @@ class InputEmbeddings:
                 return forward(*args, **kwargs)
             tensors = [arguments[i] for i in call.positions]
             weights = _weights_of(module)
-            if not self._gives_the_same(call, tensors):
+            if not self._passes_on(call, tensors):
                 return forward(*args, **kwargs)
             return _Node.apply(call, self, len(tensors), *tensors, *weights)  # type: ignore[no-untyped-call]
 
@@ -152,26 +153,30 @@ class InputEmbeddings:
         parts, autocast = ubatches(rows, self.ubatch_size), AutocastState.current(self.relay.device)
         return _Call(root, module, forward, leaves, positions, has_rows, spec, parts, autocast, passing)
 
-    def _gives_the_same(self, call: _Call, tensors: list[torch.Tensor]) -> bool:
-        """Whether the embedding returns one tensor, for whose rows it needs no others, and which is large enough.
+    def _passes_on(self, call: _Call, tensors: list[torch.Tensor]) -> bool:
+        """Whether the embedding can be run by ubatches, and its result is large enough for the host."""
+        module, elements = call.module, tensors[call.has_rows.index(True)].numel()
+        if module not in self._bytes and module not in self._whole:
+            num_bytes = self._bytes_by_ubatches(call, tensors)
+            if num_bytes is None:
+                self._whole.add(module)
+            else:
+                self._bytes[module] = num_bytes / elements
+        return module in self._bytes and self._bytes[module] * elements >= call.passing.fewest_bytes
 
-        Two ubatches are compared with the same rows at once; only for the first call of each module.
+    def _bytes_by_ubatches(self, call: _Call, tensors: list[torch.Tensor]) -> int | None:
+        """Bytes of the result; None if that is not one tensor, for whose rows the embedding needs no other rows.
+
+        Two ubatches are compared with the same rows at once.
         """
         first, second, *_ = call.ubatches
-        device = self.relay.device
-        with torch.no_grad(), compute_state.rng_state_kept(device), WithoutDropout():
+        with torch.no_grad(), compute_state.rng_state_kept(self.relay.device), WithoutDropout():
             one = call.execute(tensors, first)
             if not (isinstance(one, torch.Tensor) and one.is_floating_point() and one.shape[:1] == (first[1],)):
-                self._whole.add(call.module)
-                return False
-            if one.nbytes * call.ubatches[-1][1] // first[1] < call.passing.fewest_bytes:
-                return False
-            if call.module not in self._checked:
-                self._checked.add(call.module)
-                both = call.execute(tensors, (0, second[1]))
-                if not same_results([both], [torch.cat([one, call.execute(tensors, second)])]):
-                    self._whole.add(call.module)
-        return call.module not in self._whole
+                return None
+            both = call.execute(tensors, (0, second[1]))
+            parts = torch.cat([one, call.execute(tensors, second)])
+        return one.nbytes // first[1] * call.ubatches[-1][1] if same_results([both], [parts]) else None
 
 
 def _weights_of(module: nn.Module) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig, Mode, update_mode
+from hf_l2l.config import BoundaryPlace, L2LConfig, Mode, update_mode
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.report.memory_estimate import MemoryEstimate, kinds_text
@@ -38,7 +38,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Frozen = {len(frozen)} of {len(places)} parameters ({size_text(tensor_bytes(frozen))})",
         f"  Device = {device}",
         f"  Micro-batches = {_ubatch_text(config)}",
-        f"  Stash = {'on the device: it grows with depth' if config.stash == 'device' else 'in host memory'}",
+        f"  Stash = {_stash_text(config, device)}",
         f"  Update = {_UPDATES[mode]}",
         f"  Precision = {_precision_text(config, device)}",
         f"  Host memory = {kinds_text(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
@@ -104,6 +104,19 @@ def _precision_text(config: L2LConfig, device: torch.device) -> str:
     computes = "as the masters are, or as autocast says" if dtype is None else f"{dtype}, over fp32 masters"
     kept = f"; gradients wait in {config.grad_dtype}, moments in {config.moment_dtype}"
     return f"{computes}{kept if dtype is not None or '16' in config.grad_dtype + config.moment_dtype else ''}"
+
+
+_BOUNDARIES: dict[BoundaryPlace, str] = {
+    "auto": "; what passes between layers is on the device if it is small, else in host memory, too",
+    "device": "; what passes between layers is on the device",
+    "host": ", and so is what passes between layers",
+}
+
+
+def _stash_text(config: L2LConfig, device: torch.device) -> str:
+    if config.stash == "device" or stream.shares_host_memory(device):
+        return "on the device: it grows with depth"
+    return f"in host memory{_BOUNDARIES[config.boundary]}"
 
 
 def _ubatch_text(config: L2LConfig) -> str:

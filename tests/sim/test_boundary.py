@@ -11,8 +11,9 @@ import transformers as hf
 from torch import nn
 
 from families import attached, batch_for, bert, relative_error, train_once
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.hf import attach
+from hf_l2l.report.summary import summary
 from hf_l2l.rows.boundary import Boundary
 from hf_l2l.rows.host_rows import HostRows
 from hf_l2l.runtime import stream
@@ -192,3 +193,17 @@ def test_a_transfer_that_fails_leaves_the_model_usable(where, monkeypatch):
     model.zero_grad()
     train_once(model, batch)
     assert torch.equal(model.bert.encoder.layer[0].output.dense.weight.grad, expected)
+
+
+def test_the_summary_says_where_the_boundary_is():
+    model = tiny_bert()
+    for boundary, text in (
+        (
+            "auto",
+            "in host memory; what passes between layers is on the device if it is small, else in host memory, too",
+        ),
+        ("device", "in host memory; what passes between layers is on the device"),
+        ("host", "in host memory, and so is what passes between layers"),
+    ):
+        config = L2LConfig(stash="host", boundary=boundary, device="sim")
+        assert f"\n  Stash = {text}\n" in summary(model, config, estimate(model, config))
