@@ -114,9 +114,9 @@ _BOUNDARIES: dict[BoundaryPlace, str] = {
 
 
 def _stash_text(config: L2LConfig, device: torch.device) -> str:
-    if config.stash == "device" or stream.shares_host_memory(device):
+    if config.stash == "device":
         return "on the device: it grows with depth"
-    return f"in host memory{_BOUNDARIES[config.boundary]}"
+    return f"in host memory{'' if stream.shares_host_memory(device) else _BOUNDARIES[config.boundary]}"
 
 
 def _ubatch_text(config: L2LConfig) -> str:
