@@ -117,9 +117,9 @@ class L2LConfig:
     chunked_loss: ChunkedLoss = _described(
         "auto",
         "Whether logits of a vocabulary are made for a chunk of tokens at a time, in the loss and once more in its "
-        'backward: "auto", or "off", which makes those of all tokens (12 bytes per token and entry of the '
-        "vocabulary). Few tokens are one chunk, with the bits of plain torch. What needs all logits gets them, and "
-        "the log says so.",
+        'backward: "auto", which does so on a device with memory of its own, or "off", which makes those of all '
+        "tokens (12 bytes per token and entry of the vocabulary). Few tokens are one chunk, with the bits of plain "
+        "torch. What needs all logits gets them, and the log says so.",
     )
     device: torch.device | str | None = _described(
         None,

@@ -72,7 +72,8 @@ class DeviceWeights:
         Buffers are copied, too. Writes of the modules into them are copied back to the host if `keep_buffers` is True
         (a forward), and discarded otherwise (a recompute, whose writes have already been made by the forward).
         """
-        places, leaves, parameters = self.unit.places, self.leaves, self.unit.parameters
+        places, leaves = self.unit.places, self.leaves
+        before = [table.get(name) for table, name, _ in places]
         buffers = self.buffers = _DeviceBuffers(
             self.unit.with_buffers, self.device, keep=keep_buffers, precision=self.precision
         )
@@ -84,8 +85,9 @@ class DeviceWeights:
             with version_kept(*leaves) if self.unit.parametrizes else nullcontext():
                 yield
         finally:
-            for table, name, number in places:
-                table[name] = parameters[number]
+            # The masters; or the weights of a call that runs, if its program runs a backward in the midst of it.
+            for (table, name, _), found in zip(places, before, strict=True):
+                table[name] = found
             buffers.restore()
 
     @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +21,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import tables_of
+from hf_l2l.compat import keeps_statistics, tables_of
 from hf_l2l.engine.layer_call import WithoutDropout, same_results
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.relay import Relay
+from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
 from hf_l2l.eps.pending import settle
 from hf_l2l.model.batch_dims import Ubatch, ubatches
 from hf_l2l.rows.boundary import Passing
@@ -35,9 +36,11 @@ from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten
 
 
-def input_embeddings(modules: Collection[nn.Module]) -> set[nn.Module]:
-    """Those of `modules` that make of inputs what the first layer takes, as far as models say so: their input
-    embeddings, and the modules around them that are called so."""
+def input_embeddings(modules: Collection[nn.Module], layers: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those of `modules`, which are outside the layers, that make of inputs what the first layer takes.
+
+    As far as models say so: their input embeddings, and the modules around them that are called so.
+    """
     found: set[nn.Module] = set()
     for module in modules:
         ask: Any = getattr(module, "get_input_embeddings", None)
@@ -49,17 +52,20 @@ def input_embeddings(modules: Collection[nn.Module]) -> set[nn.Module]:
             found.add(table)
     parts = [each for each in modules if type(each).__name__.endswith("Embeddings")]
     found.update(each for each in parts if not found.isdisjoint(each.modules()))
-    return {each for each in found if all(map(_can_sum_rows, each.modules()))}
+    inner = set(layers)
+    return {m for m in found if inner.isdisjoint(m.modules()) and all(map(_runs_by_rows, m.modules()))}
 
 
-def _can_sum_rows(module: nn.Module) -> bool:
-    """Whether rows of the gradient of a table can be added one by one."""
-    return not isinstance(module, nn.Embedding) or not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+def _runs_by_rows(module: nn.Module) -> bool:
+    """Whether rows can be computed, and the gradients of those of a table added, one by one."""
+    if isinstance(module, nn.Embedding):
+        return not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+    return not keeps_statistics(module)
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of an embedding: how to run it on some rows. It holds no tensors except generator states."""
+    """One call of an embedding: how to run it on some rows. Of the call of the model, it needs the weights."""
 
     root: ModelCall
     module: nn.Module
@@ -145,7 +151,7 @@ class InputEmbeddings:
             return None
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         tensors = [arguments[i] for i in positions]
-        has_rows = [t.dim() > 1 and t.shape[0] == rows for t in tensors]
+        has_rows = [t.dim() > 0 and t.shape[0] == rows for t in tensors]
         is_clear = all(has or t.dim() < 2 or t.shape[0] == 1 for has, t in zip(has_rows, tensors, strict=True))
         if not any(has_rows) or not is_clear or any(t.requires_grad for t in tensors):
             return None
@@ -165,18 +171,46 @@ class InputEmbeddings:
         return module in self._bytes and self._bytes[module] * elements >= call.passing.fewest_bytes
 
     def _bytes_by_ubatches(self, call: _Call, tensors: list[torch.Tensor]) -> int | None:
-        """Bytes of the result; None if that is not one tensor, for whose rows the embedding needs no other rows.
+        """Bytes of the result; None if that is not one tensor, if a row of it needs other rows, or if the embedding
+        reads weights that train and are not its own.
 
         Two ubatches are compared with the same rows at once.
         """
         first, second, *_ = call.ubatches
-        with torch.no_grad(), compute_state.rng_state_kept(self.relay.device), WithoutDropout():
-            one = call.execute(tensors, first)
-            if not (isinstance(one, torch.Tensor) and one.is_floating_point() and one.shape[:1] == (first[1],)):
-                return None
-            both = call.execute(tensors, (0, second[1]))
-            parts = torch.cat([one, call.execute(tensors, second)])
-        return one.nbytes // first[1] * call.ubatches[-1][1] if same_results([both], [parts]) else None
+        parts = list(call.module.modules())
+        try:
+            with compute_state.rng_state_kept(self.relay.device), buffers_kept(parts), WithoutDropout():
+                with compute_state.graph_without_tensors(), _Reading() as reading:
+                    one = call.execute(tensors, first)
+                if reading.is_special:
+                    return None
+                if not (isinstance(one, torch.Tensor) and one.is_floating_point() and one.shape[:1] == (first[1],)):
+                    return None
+                if not _leaves_below(one) <= set(_weights_of(call.module)):
+                    return None
+                with torch.no_grad():
+                    both = call.execute(tensors, (0, second[1]))
+                    joined = torch.cat([one, call.execute(tensors, second)])
+        except torch.OutOfMemoryError:
+            raise
+        except ERRORS_OF_MODELS:  # it does not run on some of the rows
+            return None
+        return one.nbytes // first[1] * call.ubatches[-1][1] if same_results([both], [joined]) else None
+
+
+def _leaves_below(tensor: torch.Tensor) -> set[torch.Tensor]:
+    """The leaves of the graph of `tensor`, which get a gradient in its backward."""
+    found, waiting, seen = set[torch.Tensor](), [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _weights_of(module: nn.Module) -> list[torch.Tensor]:
@@ -197,7 +231,8 @@ class _Node(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         stash, device = owner.relay.stash, owner.relay.device
         whole: Any = None
-        with compute_state.graph_without_tensors():  # as the recompute runs
+        # In grad mode, as the recompute runs.
+        with owner.shell.one_thread.in_layer(), compute_state.graph_without_tensors():
             for ubatch in call.ubatches:
                 before = compute_state.get_rng_state(device)
                 rows = call.execute(tensors[:count], ubatch).detach()
@@ -212,7 +247,8 @@ class _Node(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, relay = ctx.call, ctx.owner.relay
-        tensors, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them once
+        tensors, weights = saved[: ctx.count], saved[ctx.count :]
         needed = ctx.needs_input_grad[3 + ctx.count :]
         sums = _Sums(weights, needed)
         with (
@@ -248,9 +284,10 @@ class _Sums(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.embedding and any(each is args[1] for each in self._needed):
-            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
-            return _Rows.apply(args[0], args[1], self._total(args[1]), padding)  # type: ignore[no-untyped-call]
+        if func is functional.embedding:
+            read = _read(*args, **kwargs)
+            if read is not None and any(each is read.table for each in self._needed):
+                return _Rows.apply(read.ids, read.table, self._total(read.table), read.padding)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _total(self, weight: torch.Tensor) -> torch.Tensor:
@@ -272,6 +309,39 @@ class _Sums(TorchFunctionMode):
     def results(self) -> list[torch.Tensor | None]:
         """The sums, in the order and the dtypes of the weights."""
         return [self._totals[w].to(w.dtype) if w in self._totals else None for w in self._weights]
+
+
+class _Read(NamedTuple):
+    """What is read of a table of embeddings: the rows `ids`, of which those with the number `padding` do not train."""
+
+    ids: torch.Tensor
+    table: torch.Tensor
+    padding: int | None
+
+
+def _read(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> _Read | None:
+    """What `torch.nn.functional.embedding` reads; None if rows of the gradient cannot be added one by one."""
+    return None if max_norm or scale_grad_by_freq or sparse else _Read(input, weight, padding_idx)
+
+
+class _Reading(TorchFunctionMode):
+    """Notes whether a table is read in a way in which rows of its gradient cannot be added one by one."""
+
+    is_special = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.embedding and _read(*args, **kwargs) is None:
+            self.is_special = True
+        return func(*args, **kwargs)
 
 
 class _Rows(torch.autograd.Function):

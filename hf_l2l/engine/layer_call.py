@@ -27,7 +27,7 @@ from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.rows.boundary import Passing
-from hf_l2l.rows.host_rows import host_of
+from hf_l2l.rows.host_rows import host_of, uploaded_rows
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
@@ -246,7 +246,8 @@ class LayerCall:
         is_read = not self.leaves_tensors_only
         before = KeptState(self.unit.modules)
         if not is_read:
-            rows = self.input_rows(tensors, self.ubatches[-1])  # what it has left is of these rows
+            some = self.input_rows([host_of(t) for t in tensors], self.ubatches[-1])  # what it has left is of these
+            rows = [uploaded_rows(t, of) for t, of in zip(some, tensors, strict=True)]
             found = self.execute_once(rows)
             left.put_back(written)  # as the next call would find it; the program finds it, too
             is_read = not same_results(found, self.execute_once(rows))

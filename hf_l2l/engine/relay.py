@@ -148,7 +148,7 @@ class Relay:
 
     def is_in_forward(self) -> bool:
         """Whether the model is running, and not the program."""
-        return self.shell.call is not None
+        return self.shell.call is not None and not self.shell.is_leaving
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run the forward of one layer, overlapped with the upload of the next one."""

@@ -205,6 +205,8 @@ class Shell:
         self.one_thread = OneThread(eps.backwards)
         self._at_start: weakref.WeakMethod[Callable[[ModelCall], None]] | None = None
         self._call: ModelCall | None = None
+        self.is_leaving = False
+        """True while the return value for the program is made of what the model has returned."""
         self.outer: nn.Module | None = None
         """The attached model, if its forward is not the one of the hook: from the beginning of a call of it until the
         hook's forward is called after all. None otherwise."""
@@ -250,9 +252,13 @@ class Shell:
     def leaving(self, output: Any) -> Any:
         """The return value for the program: with `cmp` in fp32, and its gradients are multiplied by the loss scale."""
         scale = self._scale
-        if self.eps.copies.precision.is_mixed:
-            output = in_fp32(output)
-        return output if scale is None else with_gradients_times(lambda: scale.value, output)
+        self.is_leaving = True
+        try:
+            if self.eps.copies.precision.is_mixed:
+                output = in_fp32(output)
+            return output if scale is None else with_gradients_times(lambda: scale.value, output)
+        finally:
+            self.is_leaving = False
 
     @contextmanager
     def entered(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[ModelCall]:
@@ -300,6 +306,8 @@ class Shell:
                 self._call = None
                 if call.at_end is not None:
                     call.at_end(call)
+                # A recompute of its embedding keeps the call, but not what it was given.
+                call.args, call.kwargs, call.enclosing = (), {}, []
                 weights.settle()
                 self.eps.masters.end_call()
 

@@ -33,6 +33,7 @@ from hf_l2l.model.batch_dims import (
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
+from hf_l2l.rows.host_rows import host_of, uploaded_rows
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
@@ -203,7 +204,7 @@ class Splitter:
                 torch.no_grad(),
                 compute_state.rng_state_kept(self.device),
                 root.weights.masters_back(),
-                _buffers_kept(root.weights.unit.modules),
+                buffers_kept(root.weights.unit.modules),
             ):
                 compute_state.set_rng_state(root.rng, self.device)  # so that LayerDrop drops the same layers
                 start.forward(*args, **kwargs)
@@ -225,8 +226,9 @@ class Splitter:
         """
         assert self.ubatch_size is not None
         few = min(rows, 2 * self.ubatch_size)
-        with torch.no_grad():  # so that of tensors in host memory, only these rows are uploaded
-            sample = inputs.rows_of(tensors, rows, 0, few)
+        # Of tensors in host memory, only these rows are uploaded.
+        some = inputs.rows_of([host_of(t) for t in tensors], rows, 0, few)
+        sample = [uploaded_rows(t, of) for t, of in zip(some, tensors, strict=True)]
         at_once = execute(sample)
         parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in ubatches(few, self.ubatch_size)]
         (start, stop), first = parts[0]
@@ -255,7 +257,7 @@ def _refuse_kept_state(written: list[tuple[nn.Module, str]]) -> None:
 
 
 @contextmanager
-def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
     """Restore the buffers of `modules` after the block, whether it wrote to them or replaced them."""
     kept = [(m._buffers, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
     try:

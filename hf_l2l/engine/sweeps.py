@@ -160,10 +160,6 @@ def _backward(
         torch.autograd.backward(roots, root_gradients)
 
 
-def _versions(tensors: Tensors) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]
-
-
 class InputGradients:
     """Makes leaves of the tensor arguments of one layer call, ubatch by ubatch, and collects their gradients."""
 

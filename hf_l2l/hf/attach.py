@@ -258,9 +258,10 @@ def _attach(
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    heads = {output_embedding(module, outside) for module in outside} if config.chunked_loss == "auto" else set()
+    in_chunks = config.chunked_loss == "auto" and not stream.shares_host_memory(device)
+    heads = {output_embedding(module, outside) for module in outside} if in_chunks else set()
     runners: dict[nn.Module | None, Runner] = dict.fromkeys(heads, OutputEmbeddings(shell))
-    runners |= dict.fromkeys(input_embeddings(outside) - heads, InputEmbeddings(relay, config.ubatch_size))
+    runners |= dict.fromkeys(input_embeddings(outside, layers) - heads, InputEmbeddings(relay, config.ubatch_size))
     for module in outside:
         add_hook_to_module(module, L2LHook(runners.get(module, shell), device))
     for layer in layers:

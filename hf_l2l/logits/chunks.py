@@ -102,8 +102,8 @@ def in_chunks(
         rows: its other arguments, which need no gradient.
 
     Returns:
-        (rows, ...), on the same device. The logits of one chunk exist at a time; sums of the gradients of weight and
-        bias are fp32 even if these have 16 bits.
+        (rows, ...), on the same device. The logits of one chunk exist at a time; the gradients of weight and bias are
+        summed over the chunks in fp32 even if these have 16 bits, and rounded once.
     """
     result: torch.Tensor = _InChunks.apply(head, function, tuple(rows), hidden, *head.tensors)  # type: ignore[no-untyped-call]
     return result

@@ -35,6 +35,7 @@ class Deferred:
         sample: torch.Tensor,
         make: Callable[[], torch.Tensor],
         parent: Deferred | None = None,
+        like: torch.Tensor | None = None,
     ) -> None:
         """Record logits of `hidden` (..., H).
 
@@ -43,18 +44,26 @@ class Deferred:
             hidden: on the device.
             sample: the logits of no rows (0, V), which have dtype and device of all.
             make: makes the values as plain torch would.
-            parent: what `make` takes the values of.
+            parent: the logits whose values have the memory of these, if `make` makes a view of them.
+            like: shape and strides of the values, on the meta device; None for those of a new tensor.
         """
         self.head = head
         self.hidden = hidden
         self.sample = sample
         self.parent = parent
+        self.origin = parent
+        """The logits that these were made of."""
         self.in_chunks = False
         """Whether something was computed in chunks, whose graph the values are no part of."""
+        self.like = torch.empty(self.shape, dtype=sample.dtype, device="meta") if like is None else like
         self._make = make
         self._autocast = AutocastState.current(hidden.device)
         self._has_graph = torch.is_grad_enabled()
         self._values: torch.Tensor | None = None
+        self._version = 0
+        """Of the values when they were made; of a view, that of what it is a view of."""
+        self._read = [(t, t._version) for t in (hidden, *head.tensors) if not t.is_inference()]
+        """What the values are made of, and its versions now."""
 
     @property
     def shape(self) -> torch.Size:
@@ -73,12 +82,25 @@ class Deferred:
 
     @property
     def is_there(self) -> bool:
-        """Whether the values have been made; what follows is computed of them, since they may have changed."""
+        """Whether the values have been made, here or in the memory of which they are a view; what follows is computed
+        of them, since they may have been written to."""
         return self._values is not None or (self.parent is not None and self.parent.is_there)
 
-    def values(self) -> torch.Tensor:
-        """The values, as plain torch would have made them when this was recorded; made once."""
+    @property
+    def is_written(self) -> bool:
+        """Whether the values have been written to since they were made."""
         if self._values is None:
+            return self.parent is not None and self.parent.is_written
+        return self._values._version != self._version
+
+    def values(self) -> torch.Tensor:
+        """The values, as plain torch would have made them when this was recorded; made once.
+
+        Raises:
+            RuntimeError: if what they are made of has changed.
+        """
+        if self._values is None:
+            self.refuse_changed()
             with (
                 torch.inference_mode(False),
                 torch.set_grad_enabled(self._has_graph),
@@ -87,13 +109,32 @@ class Deferred:
                 torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
             ):
                 self._values = self._make()
+            self._version = self._values._version if self.parent is None else self.parent._version
         return self._values
+
+    def refuse_changed(self) -> None:
+        """Raise RuntimeError if hidden states, weight or bias have changed since the forward."""
+        if not self.is_there and any(tensor._version != version for tensor, version in self._read):
+            raise RuntimeError(
+                "logits under L2L are computed when they are read, of hidden states and weights that must not have "
+                "changed since the forward (they were changed in place, as by optimizer.step()); read logits before "
+                "that, or use chunked_loss='off' (l2l_chunked_loss)"
+            )
+
+    def refuse_written(self) -> None:
+        """Raise RuntimeError if the values have been written to."""
+        if self.is_written:
+            raise RuntimeError(
+                "logits under L2L that are changed in place must not be given to a function with a backward of its "
+                "own (a custom torch.autograd.Function), which would lose the gradient of the change; change a copy, "
+                "or use chunked_loss='off' (l2l_chunked_loss)"
+            )
 
     def chunked(self) -> None:
         """Record that something is computed in chunks, of these logits and of those that they come from."""
         each: Deferred | None = self
         while each is not None:
-            each.in_chunks, each = True, each.parent
+            each.in_chunks, each = True, each.origin
 
     def derived(
         self,
@@ -101,8 +142,12 @@ class Deferred:
         *,
         hidden: torch.Tensor | None = None,
         step: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        view: torch.Tensor | None = None,
     ) -> DeferredLogits:
-        """The logits that `make` makes of the values: those of other hidden states, or after another step."""
+        """The logits that `make` makes of the values: those of other hidden states, or after another step.
+
+        `view` has their strides, on the meta device, if they are a view: they see what is written to the values.
+        """
         head, sample = self.head, self.sample
         hidden = self.hidden if hidden is None else hidden
         if step is not None:
@@ -112,7 +157,16 @@ class Deferred:
                 sample = recorded(sample)
         if not torch.is_grad_enabled():
             head, hidden = head.detached(), hidden.detach()
-        return DeferredLogits.of(Deferred(head, hidden, sample, lambda: make(self.values()), self))
+        if view is not None:
+            return DeferredLogits.of(Deferred(head, hidden, sample, lambda: make(self.values()), self, view))
+
+        def made() -> torch.Tensor:
+            # What has been written to the values since must not show.
+            return head.after(head.linear(hidden)) if self.is_written else make(self.values())
+
+        copied = Deferred(head, hidden, sample, made)
+        copied.origin = self
+        return DeferredLogits.of(copied)
 
 
 class DeferredLogits(torch.Tensor):
@@ -205,12 +259,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, hidden: torch.Tensor, *tensors: torch.Tensor) -> DeferredLogits:
-        ctx.head = deferred.head.of([torch.empty(0)] * len(tensors))
+        ctx.deferred, ctx.head = deferred, deferred.head.of([torch.empty(0)] * len(tensors))
         ctx.save_for_backward(hidden, *tensors)
         return DeferredLogits(deferred)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.deferred.refuse_written()
         with torch.enable_grad():
             needed = ctx.needs_input_grad[1:]
             inputs = [t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)]

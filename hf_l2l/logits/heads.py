@@ -37,7 +37,10 @@ def loss_alone() -> Iterator[None]:
 def output_embedding(module: nn.Module, among: Collection[nn.Module]) -> nn.Module | None:
     """The module that computes the logits of a model `module`, as it says itself, if it is `among` these; or None."""
     ask: Any = getattr(module, "get_output_embeddings", None)
-    output = None if ask is None else ask()
+    try:
+        output = None if ask is None else ask()
+    except (NotImplementedError, AttributeError):  # of a model whose parts have one
+        return None
     # FSMT names the embedding that its head is tied to.
     is_one = isinstance(output, nn.Module) and not isinstance(output, nn.Embedding) and output in among
     return output if is_one else None

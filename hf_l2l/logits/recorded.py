@@ -62,12 +62,24 @@ def _elementwise(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     if not _is_waiting(logits) or kwargs.get("out") is not None:
         return NotImplemented
     if not any(isinstance(other, Tensor) for other in others):
+        sample = logits.deferred.sample
+        with torch.no_grad():
+            if func(sample, *args, **kwargs) is sample:  # a conversion to the dtype that they have
+                return logits
         return _step(logits, lambda t: func(t, *args, **kwargs), lambda t: func(t, *args, **kwargs))
     other: Any = others[0]
     if len(others) > 1 or not _is_one_row(other, logits):
         return NotImplemented
-    row = other.reshape(-1)  # whatever the number of dimensions, a chunk has two
-    return _step(logits, lambda t: func(t, other), lambda t: func(t, row))
+    version = other._version
+
+    def of_chunk(chunk: Tensor) -> Any:
+        if other._version != version:
+            raise RuntimeError(
+                "a tensor that logits were computed with has been changed in place before their backward"
+            )
+        return func(chunk, other.reshape(-1))  # whatever the number of dimensions, a chunk has two
+
+    return _step(logits, lambda t: func(t, other), of_chunk)
 
 
 def _is_one_row(other: Any, logits: DeferredLogits) -> bool:
@@ -85,7 +97,7 @@ def _is_one_row(other: Any, logits: DeferredLogits) -> bool:
 @_handles(*_methods("detach"))
 def _detach(func: Any, logits: Any) -> Any:
     with torch.no_grad():
-        return logits.deferred.derived(func) if _is_waiting(logits) else NotImplemented
+        return logits.deferred.derived(func, view=logits.deferred.like) if _is_waiting(logits) else NotImplemented
 
 
 @_handles(Tensor.to, Tensor.type_as)
@@ -133,15 +145,19 @@ _REGROUPING = _methods(
 def _regroup(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     if not _is_waiting(logits) or any(isinstance(a, DeferredLogits) for a in (*args, *kwargs.values())):
         return NotImplemented
-    shape = func(torch.empty(logits.shape, device="meta", dtype=logits.dtype), *args, **kwargs)
+    deferred, width = logits.deferred, logits.shape[-1]
+    like = func(deferred.like, *args, **kwargs)
     # Rows stay in their order, so they are the same ones if there are as many, of the same size.
-    same = shape.dtype == logits.dtype and shape.numel() == logits.numel() and shape.dim() > 0
-    if not same or shape.shape[-1] != logits.shape[-1] or logits.shape[-1] == 1:
+    same = like.dtype == logits.dtype and like.numel() == logits.numel() and like.dim() > 0
+    if not same or like.shape[-1] != width or width == 1:
         return NotImplemented
-    hidden = logits.deferred.hidden
-    return logits.deferred.derived(
-        lambda t: func(t, *args, **kwargs), hidden=hidden.reshape(*shape.shape[:-1], hidden.shape[-1])
-    )
+    hidden = deferred.hidden.reshape(*like.shape[:-1], deferred.hidden.shape[-1])
+    return deferred.derived(lambda t: func(t, *args, **kwargs), hidden=hidden, view=_if_view(like, deferred.like))
+
+
+def _if_view(like: Tensor, of: Tensor) -> Tensor | None:
+    """`like` if it is a view of `of`, or the same tensor; None if it is a copy."""
+    return like if like is of or like._is_view() else None
 
 
 @_handles(Tensor.__getitem__)
@@ -151,7 +167,11 @@ def _choose(func: Any, logits: Any, index: Any) -> Any:
     of_rows = _without_last(index, logits.dim())
     if of_rows is None:
         return NotImplemented
-    return logits.deferred.derived(lambda t: func(t, index), hidden=logits.deferred.hidden[of_rows])
+    deferred = logits.deferred
+    entries = index if isinstance(index, tuple) else (index,)
+    copies = any(isinstance(entry, (Tensor, list)) for entry in entries)
+    view = None if copies else deferred.like[index]
+    return deferred.derived(lambda t: func(t, index), hidden=deferred.hidden[of_rows], view=view)
 
 
 def _without_last(index: Any, dims: int) -> tuple[Any, ...] | None:
@@ -186,10 +206,13 @@ def _part(position: int, default: int | None = None) -> Handler:
             return NotImplemented
         found, deferred = func(logits.deferred.hidden, *args, **kwargs), logits.deferred
         if isinstance(found, Tensor):
-            return deferred.derived(lambda t: func(t, *args, **kwargs), hidden=found)
+            copies = any(isinstance(each, Tensor) for each in args)
+            view = None if copies else func(deferred.like, *args, **kwargs)
+            return deferred.derived(lambda t: func(t, *args, **kwargs), hidden=found, view=view)
+        views = func(deferred.like, *args, **kwargs)
         return tuple(
-            deferred.derived(partial(_nth, number, func, args, kwargs), hidden=hidden)
-            for number, hidden in enumerate(found)
+            deferred.derived(partial(_nth, number, func, args, kwargs), hidden=hidden, view=view)
+            for number, (hidden, view) in enumerate(zip(found, views, strict=True))
         )
 
     return handler
@@ -201,7 +224,9 @@ def _transpose(func: Any, logits: Any, one: Any = None, other: Any = None) -> An
         return NotImplemented
     if logits.dim() - 1 in (one % logits.dim(), other % logits.dim()):
         return NotImplemented
-    return logits.deferred.derived(lambda t: func(t, one, other), hidden=func(logits.deferred.hidden, one, other))
+    deferred = logits.deferred
+    hidden, view = (func(each, one, other) for each in (deferred.hidden, deferred.like))
+    return deferred.derived(lambda t: func(t, one, other), hidden=hidden, view=view)
 
 
 def _nth(number: int, func: Any, args: Any, kwargs: Any, values: Tensor) -> Any:
@@ -219,6 +244,7 @@ _handles(*_methods("narrow", "select", "index_select"))(_part(0))
 def _per_row(logits: DeferredLogits, function: RowFunction, rows: Iterable[Tensor] = ()) -> Tensor:
     """(..., n) of logits (..., V) and `rows` (..., m); computed in chunks."""
     deferred = logits.deferred
+    deferred.refuse_changed()
     hidden = deferred.hidden.reshape(-1, deferred.hidden.shape[-1])
     flat = [each.reshape(len(hidden), -1) for each in rows]
     found = in_chunks(deferred.head, hidden, function, flat)
@@ -267,7 +293,9 @@ def _cross_entropy(
     is_counted = target != ignore_index
     total = losses.sum(dtype=torch.float32 if losses.itemsize < 4 else losses.dtype)
     if reduction == "mean":
-        total = total / (is_counted if weight is None else weight[target.clamp(min=0)] * is_counted).sum()
+        total = (
+            total / (is_counted if weight is None else weight[target.masked_fill(~is_counted, 0)] * is_counted).sum()
+        )
     return total.to(losses.dtype)
 
 

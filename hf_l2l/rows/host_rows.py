@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 from hf_l2l.compat import without_torch_function, wrapper_tensor
 
 _aten = torch.ops.aten
-_OF_SOME_ROWS = (_aten.slice.Tensor, _aten.narrow.default, _aten.select.int)
-"""Views of some rows, which are uploaded alone where no gradient can connect the view to the whole."""
 
 
 class _Rows:
@@ -76,9 +74,6 @@ class HostRows(torch.Tensor):
             return op(*pytree.tree_map(_on_device, args), **pytree.tree_map(_on_device, kwargs))
         if op in (_aten.detach.default, _aten.alias.default):
             return cls._with(first.rows, first.device)
-        # Dimension 0 is the default of slices. With a graph, a view must share memory with what it is a view of.
-        if first.is_waiting and op in _OF_SOME_ROWS and (*args, 0)[1] == 0 and not torch.is_grad_enabled():
-            return first.rows.upload(op(first.rows.host, *args[1:], **kwargs))
         values = first.on_device()
         result = op(values, *pytree.tree_map(_on_device, args[1:]), **pytree.tree_map(_on_device, kwargs))
         return first if result is values else result  # an operation in place returns what it has written to
@@ -91,3 +86,8 @@ def _on_device(leaf: Any) -> Any:
 def host_of(tensor: torch.Tensor) -> torch.Tensor:
     """The host tensor with the rows of `tensor` if it is one that waits; else `tensor` itself."""
     return tensor.rows.host if isinstance(tensor, HostRows) and tensor.is_waiting else tensor
+
+
+def uploaded_rows(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """`rows`, a view of `host_of(of)`, on the device."""
+    return of.rows.upload(rows) if isinstance(of, HostRows) and of.is_waiting else rows

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL, TOLERANCE, VOCAB, batch_for, bert, electra, gpt2, gradients, llama, relative_error, t5, vit
+from families import (
+    ROWS,
+    SMALL,
+    TOLERANCE,
+    VOCAB,
+    batch_for,
+    bert,
+    electra,
+    gpt2,
+    gradients,
+    llama,
+    relative_error,
+    t5,
+    vit,
+)
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.embedding import InputEmbeddings, _Rows, input_embeddings
 from hf_l2l.rows.host_rows import HostRows
@@ -170,7 +186,7 @@ def test_rows_are_added_to_one_sum_and_padding_gets_none():
 def test_tables_whose_rows_cannot_be_added_run_whole(option):
     model = llama()
     setattr(model.model.embed_tokens, option, True)
-    assert input_embeddings(list(model.modules())) == set()
+    assert input_embeddings(list(model.modules()), []) == set()
 
 
 def test_what_are_input_embeddings():
@@ -180,7 +196,7 @@ def test_what_are_input_embeddings():
         (t5, {"Embedding"}),
         (vit, {"ViTEmbeddings", "ViTPatchEmbeddings"}),
     ):
-        found = input_embeddings(list(make().modules()))
+        found = input_embeddings(list(make().modules()), [])
         assert {type(module).__name__ for module in found} == names, make
 
 
@@ -199,3 +215,140 @@ def test_an_embedding_that_mixes_rows_runs_whole(monkeypatch):
     model.model.embed_tokens = MixedRows(VOCAB, 16)
     assert_as_plain(model.double())
     assert set(kinds.found) == {torch.Tensor}
+
+
+class ReadsTheNorm(nn.Module):
+    """Reads a weight of the model around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.table, self.owner = nn.Embedding(VOCAB, 16), [inner]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids) * self.owner[0].norm.weight
+
+
+class SaysFrequency(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self.weight, None, None, 2.0, True)
+
+
+class EvenRows(nn.Embedding):
+    """Takes an even number of rows."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if len(ids) % 2:
+            raise ValueError("rows come in pairs")
+        return super().forward(ids)
+
+
+class Counting(nn.Embedding):
+    """Counts its rows in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 16)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.rows += len(ids)
+        return super().forward(ids)
+
+
+def test_an_embedding_that_reads_weights_of_others_runs_whole(monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    model = llama()
+    model.model.embed_tokens = ReadsTheNorm(model.model)
+    model.double()
+    batch = batch_for(model)
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        model.zero_grad()
+        model(**batch).loss.backward()
+        assert relative_error(gradients(model), expected) < TOLERANCE[torch.float64]
+    assert kinds.found == [torch.Tensor]
+
+
+@pytest.mark.parametrize("kind", [SaysFrequency, EvenRows])
+def test_embeddings_that_cannot_run_by_ubatches(kind, monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    model = llama()
+    model.model.embed_tokens = kind(VOCAB, 16)
+    assert_as_plain(model.double())
+    assert set(kinds.found) == {torch.Tensor}
+
+
+def test_trials_write_to_no_buffer():
+    model = llama()
+    model.model.embed_tokens = Counting()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        for step in (1, 2):
+            model(**batch_for(model)).loss.backward()
+            assert model.model.embed_tokens.rows == step * ROWS
+
+
+def test_activation_checkpointing_around_the_model():
+    torch.manual_seed(0)
+    model = bert().double()
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    plain(**batch).loss.backward()
+
+    def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, attention_mask=batch["attention_mask"], labels=labels).loss
+
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        found = torch.utils.checkpoint.checkpoint(loss, batch["input_ids"], batch["labels"], use_reentrant=False)
+        found.backward()
+        assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+class Twice(nn.Module):
+    """Runs a backward in the midst of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+
+    def forward(self, **batch: torch.Tensor) -> object:
+        self.model(**batch).loss.backward()
+        return self.model(**batch)
+
+
+def test_a_backward_inside_the_forward():
+    torch.manual_seed(0)
+    model = Twice().double()
+    plain, batch = copy.deepcopy(model), batch_for(model.model)
+    plain(**batch).loss.backward()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        model(**batch).loss.backward()
+        assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+def test_hidden_states_in_fp32_are_no_use_by_the_model():
+    model = bert(num_hidden_layers=3)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST, cmp="bf16"))
+        for _ in range(2):
+            states: list[torch.Tensor] = []
+            handle = model.bert.encoder.layer[1].register_forward_hook(lambda m, a, output: states.append(output))  # noqa: B023
+            model(**batch_for(model), output_hidden_states=True)
+            handle.remove()
+            assert isinstance(states[0], HostRows)
+
+
+def test_inputs_do_not_live_as_long_as_the_graph():
+    model = vit()
+    found: list[weakref.ref[torch.Tensor]] = []
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        model.vit.embeddings.register_forward_pre_hook(lambda m, args: found.append(weakref.ref(args[0])))
+        loss = model(**batch_for(model)).loss
+        loss.backward()
+        gc.collect()
+    assert found[0]() is None and loss is not None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from deferred_cases import HIDDEN, IN_CHUNKS, ROWS, TOKENS, VOCAB, WHOLE, Weights
+from deferred_cases import HIDDEN, IN_CHUNKS, ROWS, TOKENS, VOCAB, WHOLE, Squared, Weights
 from hf_l2l.logits import chunks, deferred
 
 
@@ -107,6 +107,83 @@ def test_any_chain_of_functions(names, end):
         return ENDS[end](x)
 
     assert_as_plain(function, rtol=1e-9, atol=1e-10)
+
+
+def _write(x):
+    with torch.no_grad():
+        x[:, 0] = 0
+
+
+COPIES = {
+    "step": lambda x: x * 2,
+    "clone": lambda x: x.clone(),
+    "log-softmax": lambda x: x.log_softmax(-1),
+    "mask": lambda x: x[torch.tensor([True, False])],
+    "rows": lambda x: x.index_select(0, torch.tensor([1, 0])),
+    "contiguous": lambda x: x[:, 1:].contiguous(),
+    "turned and joined": lambda x: x.transpose(0, 1).reshape(-1, VOCAB),
+}
+VIEWS = {
+    "view": lambda x: x.view(-1, VOCAB),
+    "slice": lambda x: x[:, 1:],
+    "turned": lambda x: x.transpose(0, 1),
+    "one": lambda x: x.select(0, 1),
+    "detached": lambda x: x.detach(),
+    "same dtype": lambda x: x.double(),
+    "contiguous": lambda x: x.contiguous(),
+}
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(3), _write], ids=["mul_", "setitem"])
+@pytest.mark.parametrize("end", [lambda y: y.square().sum(), lambda y: y.logsumexp(-1).sum()], ids=["whole", "chunks"])
+@pytest.mark.parametrize("derive", [*COPIES.values(), *VIEWS.values()], ids=[*COPIES, *(f"view {n}" for n in VIEWS)])
+def test_views_see_what_is_written_and_copies_do_not(derive, end, write):
+    def function(x, labels):
+        y = derive(x)
+        write(x)
+        return end(y) + x.mean()
+
+    assert_as_plain(function, rtol=1e-9, atol=1e-10)
+
+
+def test_a_change_in_place_before_a_backward_of_its_own_is_refused():
+    weights = Weights()
+    logits = weights.deferred()
+    logits.mul_(2)
+    loss = Squared.apply(logits)
+    with pytest.raises(RuntimeError, match=r"changed in place must not be given to a function .*chunked_loss='off'"):
+        loss.backward()
+
+
+def test_a_row_that_has_changed_since_is_an_error():
+    weights, row = Weights(), torch.ones(VOCAB, dtype=torch.float64)
+    added = weights.deferred() + row
+    row.mul_(5)
+    with pytest.raises(RuntimeError, match="changed in place before their backward"):
+        added.logsumexp(-1)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("read", [lambda x: x.cos(), lambda x: x.argmax(-1)], ids=["whole", "chunks"])
+def test_logits_of_weights_that_have_changed_since_are_an_error(name, read):
+    weights = Weights()
+    logits = weights.deferred()
+    with torch.no_grad():
+        getattr(weights, name).mul_(2)
+    with pytest.raises(RuntimeError, match=r"read logits before that, or use chunked_loss='off' .l2l_chunked_loss."):
+        read(logits)
+
+
+def test_class_weights_and_an_ignored_index_beyond_the_vocabulary():
+    weights = torch.linspace(0.1, 2.0, VOCAB, dtype=torch.float64)
+    assert_as_plain(
+        lambda x, labels: functional.cross_entropy(
+            x.view(-1, VOCAB),
+            labels.masked_fill(labels < 0, VOCAB + 5).view(-1),
+            weight=weights,
+            ignore_index=VOCAB + 5,
+        )
+    )
 
 
 def test_what_it_knows_of_itself_makes_nothing():

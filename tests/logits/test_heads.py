@@ -13,6 +13,7 @@ from families import SMALL, TOLERANCE, VOCAB, attached, batch_for, gpt2, gradien
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.logits import chunks, deferred, heads
 from hf_l2l.logits.deferred import DeferredLogits
+from hf_l2l.runtime import stream
 from memory_switches import forced_copies
 from training import arguments
 
@@ -21,6 +22,19 @@ from training import arguments
 def _small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "FEWEST_ROWS", 3)
     deferred._tell_once.cache_clear()
+    with forced_copies():
+        yield
+
+
+def test_where_memory_is_shared_nothing_changes(monkeypatch):
+    monkeypatch.setattr(stream, "shares_host_memory", lambda device: True)
+    torch.manual_seed(0)
+    model = llama()
+    batch = batch_for(model)
+    plain, expected = run(copy.deepcopy(model), batch)
+    found, grads = run(attached(model), batch)
+    assert type(found.logits) is torch.Tensor and torch.equal(found.loss, plain.loss)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
 def _causal(name: str, **more: object) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 
 from families import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l
-from hf_l2l.rows.host_rows import HostRows, host_of
+from hf_l2l.rows.host_rows import HostRows, host_of, uploaded_rows
 from memory_switches import forced_copies
 
 ON_HOST = {"stash": "host", "boundary": "host"}
@@ -55,14 +55,23 @@ def test_any_operation_uploads_all_rows_once(uploads):
     assert not rows.is_waiting and host_of(rows) is rows
 
 
-def test_some_rows_are_uploaded_alone_without_a_graph(uploads):
+def test_some_rows_are_uploaded_alone(uploads):
     host = torch.randn(4, 3)
     rows = uploads.rows(host)
+    assert torch.equal(uploaded_rows(host_of(rows)[1:3], rows), host[1:3]) and rows.is_waiting
+    assert torch.equal(rows[1:3], host[1:3]) and uploads.shapes == [(2, 3), (4, 3)]
+    part = host_of(rows)[:1]
+    assert uploaded_rows(part, rows) is part
+
+
+def test_writes_to_some_rows_are_seen(uploads):
+    rows = uploads.rows(torch.ones(4, 3))
+    view = rows[3]
     with torch.no_grad():
-        assert torch.equal(rows[1:3], host[1:3]) and torch.equal(rows.narrow(0, 3, 1), host[3:])
-        assert torch.equal(rows[2], host[2])
-    assert uploads.shapes == [(2, 3), (1, 3), (3,)] and rows.is_waiting
-    assert torch.equal(rows[1:3], host[1:3]) and uploads.shapes[-1] == (4, 3)
+        rows[0] = 7
+        rows[1:3].zero_()
+        rows.add_(1)
+    assert rows[:, 0].tolist() == [8.0, 1.0, 1.0, 2.0] and view.tolist() == [2.0] * 3
 
 
 def test_writes_in_place_are_seen_by_all_aliases(uploads):
