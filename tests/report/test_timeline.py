@@ -28,9 +28,9 @@ from transformers.integrations import integration_utils
 
 from families import batch_for
 from hf_l2l import EagerParamServer, L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
-from hf_l2l.engine.sweeps import InputGradients
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.splitting import Splitter
+from hf_l2l.engine.sweeps import InputGradients
 from hf_l2l.optim.layerwise_step import SplitStep
 from hf_l2l.report import timeline
 from hf_l2l.report.timeline import Timeline
