@@ -2,7 +2,7 @@
 
 A layer does the same, but an embedding does not travel like one: its weights are with those of the other non-layer
 modules, and its slots would be as large as the vocabulary. The gradient of a table of embeddings is summed by rows
-into one tensor for all ubatches (arXiv:2002.05645, algorithm 2, line 3, for what comes before the layers).
+into one tensor for all ubatches.
 """
 
 from __future__ import annotations

@@ -150,7 +150,12 @@ class Stash:
             stream.wait(before[1], wait_reasons.OUTPUT_DOWNLOADED)
 
     def _room(self, num_bytes: int) -> Room:
-        """The smallest free room that is large enough, or a new one."""
+        """The smallest free room that is large enough, or a new one.
+
+        The lane may copy into it without a wait of its own. A download into it before was made by the lane itself. An
+        upload from it has ended when the device computed with its rows, and the lane waits for what the device
+        computes now. Rows that are uploaded and not fetched yet keep their room.
+        """
         fitting = [room for room in self._rooms if room.num_bytes >= num_bytes and room.is_free]
         if fitting:
             return min(fitting, key=lambda room: room.num_bytes)
