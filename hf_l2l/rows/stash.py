@@ -13,7 +13,7 @@ between the two sweeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,14 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.config import StashPlace
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.rows.host_rows import HostRows, host_of
+from hf_l2l.rows.host_rows import HostRows, Passing, host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import tensor_bytes
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Fetched(NamedTuple):
@@ -125,17 +121,17 @@ class Stash:
 
     # ---- the boundary
 
-    def rows_like(self, part: torch.Tensor, rows: int, made_real: Callable[[], None] = _nothing) -> HostRows:
+    def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
         """Uninitialised rows in host memory: so many along the first dimension, each like those of `part`.
 
-        `made_real` is called when something needs all of them on the device.
+        `passing` tells what becomes of an output of the model; a gradient has none.
         """
         like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
         if self.lane.is_stream:
             host = self._room(tensor_bytes([like])).tensor_like(like)
         else:
             host = torch.empty_like(like, device=stream.HOST)
-        return HostRows.of(host, self.device, self.fetch, made_real)
+        return HostRows.of(host, self.device, self, len(part), passing)
 
     def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""
