@@ -65,7 +65,7 @@ class L2LConfig:
     )
     boundary: BoundaryPlace = _described(
         "auto",
-        'With a stash that is not on the device, where the output of a layer waits for the next layer, and the '
+        "With a stash that is not on the device, where the output of a layer waits for the next layer, and the "
         'gradient for the layer before: on the "device", or on the "host" (with `stash="disk"`, in its file), from '
         "which they come one micro-batch at a time, so that layers "
         "need device memory for one micro-batch, whatever the device batch, and so does an embedding whose output the "

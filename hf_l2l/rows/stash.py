@@ -3,8 +3,9 @@
 "The forward pass [stashes] away only the output activations [...] in on-chip or off-chip device memory"
 (arXiv:2002.05645, first text, section 3), and `stash="host"` is its equation 4: device memory that does not grow with
 depth. Layer inputs are then downloaded while their layer computes, and uploaded one micro-batch ahead of their
-recompute. `stash="disk"` does the same with memory of a mapped file, to and from which copies block the host. If the boundary is on the host, too, the output of a layer is downloaded micro-batch by micro-batch: it is
-what the next layer uploads, and what is kept of its input. Gradients of layer inputs pass in the same way.
+recompute. `stash="disk"` does the same with memory of a mapped file, to and from which copies block the host. If the
+boundary is on the host, too, the output of a layer is downloaded micro-batch by micro-batch: it is what the next layer
+uploads, and what is kept of its input. Gradients of layer inputs pass in the same way.
 
 Stashed tensors are saved tensors of autograd, so that they live exactly as long as the graph: a backward that uses
 them frees them, as does discarding the batch; `retain_graph=True` keeps them. Autograd detects changes in place
