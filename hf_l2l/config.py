@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hf_l2l.paths import check_folder_path, check_trace_path
 from hf_l2l.runtime import stream
 
 StashPlace = Literal["device", "host", "disk", "auto"]
@@ -196,7 +197,8 @@ class L2LConfig:
             check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
         if self.spill_dir is not None:
-            object.__setattr__(self, "spill_dir", _checked_folder(self.spill_dir))
+            check_folder_path(self.spill_dir, option("spill_dir"))
+            object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
         _check_num_threads(self.num_threads)
         if self.device is not None:
             _check_device(self.device)
@@ -329,16 +331,6 @@ def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _checked_folder(path: object) -> str:
-    """The name of a folder; whether it can be used is seen when a model is attached."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
-        raise ValueError(
-            f"{option('spill_dir')} must be the path of a folder, or None for the system's folder for temporary files "
-            f"(got {path!r}); write '/mnt/nvme'"
-        )
-    return os.fspath(path)
-
-
 def _check_num_threads(threads: int | None) -> None:
     if threads is None:
         return
@@ -378,32 +370,6 @@ def _check_layer_classes(classes: object) -> None:
             f"{name} must be a tuple or list of class names (got {classes!r}); write ('MyBlock',), or leave it out to "
             "have the stacks found"
         )
-
-
-def check_trace_path(path: object, name: str = "trace") -> None:
-    """Raise ValueError, which calls the option `name`, unless a file can be written at `path`; nothing is written."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
-        raise ValueError(
-            f"{name} must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
-        )
-    got, folder = f"{name}={path!r}", os.path.dirname(os.path.abspath(path))
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:  # too long, or of characters that no file system takes
-        raise ValueError(cannot_be_written(got, error)) from error
-    if not os.path.isdir(folder):
-        raise ValueError(cannot_be_written(got, f"there is no folder {folder}"))
-    if os.path.isdir(path):
-        raise ValueError(cannot_be_written(got, "it is a folder"))
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(cannot_be_written(got, "permission denied"))
-
-
-def cannot_be_written(got: str, reason: object) -> str:
-    """What is said of a trace that cannot be written: what was `got`, and the reason."""
-    return f"the trace must go where a file can be written (got {got}: {reason}); give a file in an existing folder"
 
 
 Mode = Literal["serial", "deferred", "eager"]

@@ -136,9 +136,11 @@ class Relay:
         fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.unit.module)
         call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
         call.before = called[-1] if called else None
-        order = self._last_time.get(root.module, self.eps.masters.layers)
-        if torch.is_grad_enabled() and fetched_in_forward(order, number, call.layer) is not None:
-            call.passing = self.boundary.after(call.layer, self.is_in_forward)
+        if torch.is_grad_enabled():
+            order = self._last_time.get(root.module, self.eps.masters.layers)
+            # What the program does with the last output is a use like those of the model.
+            is_last = fetched_in_forward(order, number, call.layer) is None
+            call.passing = self.boundary.after(call.layer, self.is_in_forward if not is_last else lambda: True)
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)

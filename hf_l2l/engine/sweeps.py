@@ -100,7 +100,7 @@ class _Joined:
             return out
         passing = self._call.passing
         if passing is not None and self._call.passes_on(split, number, out, ubatch):
-            return self._stash.rows_like(out, split.all_rows(out, number, ubatch)[0], passing.made_real)
+            return self._stash.rows_like(out, split.all_rows(out, number, ubatch)[0], passing)
         return out.new_empty(split.all_rows(out, number, ubatch))
 
 

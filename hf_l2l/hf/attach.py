@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.config import EAGER_FP16, L2LConfig, option
-from hf_l2l.engine.embedding import InputEmbeddings, input_embeddings
+from hf_l2l.engine.by_rows import ByRows, input_embeddings, run_by_rows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
@@ -265,10 +265,12 @@ def _attach(
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    in_chunks = config.chunked_loss == "auto" and not stream.shares_host_memory(device)
-    heads = {output_embedding(module, outside) for module in outside} if in_chunks else set()
-    runners: dict[nn.Module | None, Runner] = dict.fromkeys(heads, OutputEmbeddings(shell))
-    runners |= dict.fromkeys(input_embeddings(outside, layers) - heads, InputEmbeddings(relay, config.ubatch_size))
+    found = (output_embedding(module, outside) for module in outside)
+    heads = {head for head in found if head is not None}
+    by_rows = ByRows(relay, config.ubatch_size, input_embeddings(outside, layers) - heads)
+    runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, heads.union(layers)), by_rows)
+    if config.chunked_loss == "auto" and not stream.shares_host_memory(device):
+        runners |= dict.fromkeys(heads, OutputEmbeddings(shell))
     for module in outside:
         add_hook_to_module(module, L2LHook(runners.get(module, shell), device))
     for layer in layers:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
+from hf_l2l.rows.host_rows import Passing
 from hf_l2l.rows.tiers import SHARE
 from hf_l2l.runtime import stream
 
@@ -18,20 +19,11 @@ _TENSORS = 4
 """As large as a layer's output, which the device holds in a backward: its input, its output, and their gradients."""
 
 
-class Passing(NamedTuple):
-    """How an output passes to the next layer through host memory."""
-
-    fewest_bytes: int
-    """An output of fewer bytes stays on the device."""
-    made_real: Callable[[], None]
-    """Called when it is needed on the device after all."""
-
-
 class Boundary:
     """Where the outputs of layers live, and the gradients that flow back to them (arXiv:2002.05645, 2.2).
 
-    On the host, they pass to the next layer one micro-batch at a time. A layer whose output the model computes with
-    (a norm after the last one of an encoder) has it on the device, once that is known.
+    On the host, they pass one micro-batch at a time to the next layer, or to what the model computes by micro-batches
+    (a final norm, a head). What is read in another way is on the device, once that is known.
     """
 
     def __init__(self, config: L2LConfig, device: torch.device) -> None:
@@ -44,16 +36,28 @@ class Boundary:
         elif passes:
             memory = stream.memory_of(device)
             self._fewest_bytes = None if memory is None else memory // (SHARE * _TENSORS)
-        self._read: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Layers whose output the model computes with."""
+        self._read: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        """Modules whose output the model computes with, and functions in them."""
+        self._by_rows: weakref.WeakMethod[Callable[..., Any]] | None = None
 
-    def after(self, layer: nn.Module, is_in_forward: Callable[[], bool]) -> Passing | None:
-        """How the output of `layer`, which another layer follows, passes through host memory; None if it stays on the
-        device. `is_in_forward` tells whether the model is running, and not the program."""
-        if self._fewest_bytes is None or layer in self._read:
+    def compute_by_rows(self, by_rows: Callable[..., Any]) -> None:
+        """Call this bound method for functions of torch of what passes (see `Passing`), as long as its object lives.
+
+        Only a weak reference is kept, so that device memory of a detached engine is freed at once.
+        """
+        self._by_rows = weakref.WeakMethod(by_rows)
+
+    def after(self, module: nn.Module, is_in_forward: Callable[[], bool], function: str = "") -> Passing | None:
+        """How the output of `module`, or of a function of torch in it, passes through host memory; None if it stays on
+        the device. `is_in_forward` tells whether the model is running, and not the program."""
+        if self._fewest_bytes is None or function in self._read.get(module, ()):
             return None
-        return Passing(self._fewest_bytes, partial(self._is_read, layer, is_in_forward))
+        return Passing(self._fewest_bytes, partial(self._is_read, module, function, is_in_forward), self._compute)
 
-    def _is_read(self, layer: nn.Module, is_in_forward: Callable[[], bool]) -> None:
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        by_rows = None if self._by_rows is None else self._by_rows()
+        return NotImplemented if by_rows is None else by_rows(func, args, kwargs)
+
+    def _is_read(self, module: nn.Module, function: str, is_in_forward: Callable[[], bool]) -> None:
         if is_in_forward():
-            self._read.add(layer)
+            self._read.setdefault(module, set()).add(function)

@@ -188,17 +188,18 @@ def _new_file(folder: str) -> tuple[str, int]:
     for _ in range(_ATTEMPTS):
         path = os.path.join(folder, f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        locked = False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Before it was locked, another process may have taken it for one that was left behind.
-            if os.fstat(file).st_nlink:
-                return path, file
+            locked = os.fstat(file).st_nlink > 0
         except BlockingIOError:  # as now
             pass
-        except BaseException:
-            _removed(path, file, os.getpid())
-            raise
-        _removed(path, file, os.getpid())
+        finally:
+            if not locked:
+                _removed(path, file, os.getpid())
+        if locked:
+            return path, file
     raise OSError(errno.EWOULDBLOCK, "a new file there is always locked by something else")
 
 

@@ -14,20 +14,16 @@ between the two sweeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_l2l.rows.host_rows import HostRows, host_of
+from hf_l2l.rows.host_rows import HostRows, Passing, host_of
 from hf_l2l.rows.tiers import Tiers
 from hf_l2l.runtime import stream, wait_reasons
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Fetched(NamedTuple):
@@ -110,13 +106,13 @@ class Stash:
 
     # ---- the boundary
 
-    def rows_like(self, part: torch.Tensor, rows: int, made_real: Callable[[], None] = _nothing) -> HostRows:
+    def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
         """Uninitialised rows in host memory: so many along the first dimension, each like those of `part`.
 
-        `made_real` is called when something needs all of them on the device.
+        `passing` tells what becomes of an output of the model; a gradient has none.
         """
         like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
-        return HostRows.of(self.tiers.tensor_like(like), self.device, self.fetch, made_real)
+        return HostRows.of(self.tiers.tensor_like(like), self.device, self, len(part), passing)
 
     def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""

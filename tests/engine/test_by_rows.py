@@ -27,8 +27,9 @@ from families import (
     vit,
 )
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.embedding import InputEmbeddings, _Rows, input_embeddings
+from hf_l2l.engine.by_rows import ByRows, input_embeddings
 from hf_l2l.rows.host_rows import HostRows
+from hf_l2l.rows.weight_sums import _Rows
 from memory_switches import forced_copies
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
@@ -65,8 +66,9 @@ BY_UBATCH = {
     "vit": vit,
     "frozen table": frozen_table,
     "frozen embeddings": frozen_embeddings,
+    "gpt2, which adds positions": gpt2,
+    "electra, which projects": electra,
 }
-WHOLE = {"gpt2, which adds positions": gpt2, "electra, which projects": electra}
 
 
 class Kinds:
@@ -74,14 +76,15 @@ class Kinds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[type] = []
-        run = InputEmbeddings._run
+        run = ByRows._run
 
-        def noted(embeddings: InputEmbeddings, *args, **kwargs):
-            result = run(embeddings, *args, **kwargs)
-            self.found.append(type(result))
+        def noted(by_rows: ByRows, root, module, *args, **kwargs):
+            result = run(by_rows, root, module, *args, **kwargs)
+            if module in by_rows.embeddings:
+                self.found.append(type(result))
             return result
 
-        monkeypatch.setattr(InputEmbeddings, "_run", noted)
+        monkeypatch.setattr(ByRows, "_run", noted)
 
 
 def assert_as_plain(model: nn.Module, steps: int = 2, **options: object) -> None:
@@ -106,15 +109,6 @@ def test_gradients_are_those_of_the_plain_model(name, monkeypatch):
     torch.manual_seed(0)
     assert_as_plain(BY_UBATCH[name]().double())
     assert set(kinds.found) == {HostRows}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_model_that_computes_with_its_embedding_has_it_on_the_device(name, monkeypatch):
-    """From the second call on: the first has shown it."""
-    kinds = Kinds(monkeypatch)
-    torch.manual_seed(0)
-    assert_as_plain(WHOLE[name]().double(), steps=3)
-    assert kinds.found[-1] is torch.Tensor
 
 
 class Noisy(nn.Module):
