@@ -19,6 +19,7 @@ TORCH, HF = {"torch"}, {"torch", "accelerate", "transformers"}
 FLOORS: dict[str, set[str]] = {
     "compat": TORCH,
     "runtime": TORCH,
+    "paths": set(),
     "config": TORCH,
     "optim": TORCH,
     "model": TORCH,

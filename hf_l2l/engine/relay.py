@@ -35,6 +35,7 @@ from hf_l2l.model.caches import without_caches
 from hf_l2l.rows.boundary import Boundary
 from hf_l2l.rows.host_rows import host_of
 from hf_l2l.rows.stash import Stash
+from hf_l2l.rows.tiers import Tiers
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
@@ -90,7 +91,10 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        self.stash = Stash(config.stash, device, eps.memory, rooms=len(eps.masters.layers))
+        tiers = Tiers(
+            config, device, eps.memory, layers=len(eps.masters.layers), bytes_to_come=eps.bytes_of_first_step
+        )
+        self.stash = Stash(tiers, device)
         self.boundary = Boundary(config, device)
         self._slots: WeightSlots | None = None
         self._gradient_slots = GradientSlots(device, config.gradient_slots)

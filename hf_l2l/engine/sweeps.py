@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -193,7 +194,12 @@ class InputGradients:
         return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
 
     def fetch_after(self, turn: int) -> None:
-        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer."""
+        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer.
+
+        What the next layer will upload in its turn of this number is read from disk meanwhile, if it is there.
+        """
+        if self.call.before is not None:
+            self.stash.tiers.read_ahead(partial(self.call.before.kept_rows, turn))
         if not self.stash.travels:
             return
         count = len(self.call.ubatches)

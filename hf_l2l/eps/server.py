@@ -27,6 +27,7 @@ from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.report.host_tensors import host_tensors
+from hf_l2l.report.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
@@ -281,6 +282,16 @@ class EagerParamServer:
             entry.step_hook = inner.register_step_pre_hook(self.before_step)
             entry.handles += [entry.step_hook, inner.register_step_post_hook(self.after_step)]
         return optimizer
+
+    def bytes_of_first_step(self) -> int:
+        """Bytes of host memory that the first step will take: gradients without memory so far, and two moments per
+        trained parameter; 0 once an optimizer has state."""
+        if any(optimizer.state for optimizer in self.updates.optimizers):
+            return 0
+        trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
+        moments = MOMENTS_ASSUMED * tensor_bytes(m.parameter for m in trained)
+        gradients = tensor_bytes(m.gradient_like for m in trained if m.gradient_room is None)
+        return gradients + (moments // 2 if self.updates.rounds else moments)
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: the tensors in host memory now."""

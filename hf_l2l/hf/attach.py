@@ -44,6 +44,7 @@ from hf_l2l.model.residency import make_resident, move_back, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
+from hf_l2l.rows.tiers import Tiers, spill_file
 from hf_l2l.runtime import stream
 
 _ATTRIBUTE = "_l2l"
@@ -60,6 +61,8 @@ class Attachment:
     device: torch.device
     stacks: list[LayerStack]
     eps: EagerParamServer
+    tiers: Tiers
+    """The memory of the stash."""
     hooked: list[nn.Module]
     handles: list[RemovableHandle]
     companions: list[nn.Module] = field(default_factory=list)
@@ -115,7 +118,8 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         ValueError: if the model is attached with another config, has no layer stack, is on the meta device, is placed
             by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; if it has quantized
             weights that cannot travel or be trained through, or, on an accelerator, layers that compute their backward
-            themselves; or if the process group has more than one process.
+            themselves; if the process group has more than one process; or if no file can be written, locked or mapped
+            in the folder for a stash on disk.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)
@@ -204,6 +208,9 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
     loss_scale = _loss_scale(config, dtype) if trains else None
     if trains:
         refuse_untrainable(model, device, dtype)
+        spilled = spill_file(config, device, sum(len(stack.layers) for stack in stacks))
+        if spilled is not None:
+            spilled.check()
     move_to_host(model)
     turn_off_activation_checkpointing(model)
     if trains and dtype is None:
@@ -269,7 +276,8 @@ def _attach(
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}
-    attached = Attachment(model, config, device, stacks, eps, [*outside, *layers], [], members=members)
+    tiers = relay.stash.tiers
+    attached = Attachment(model, config, device, stacks, eps, tiers, [*outside, *layers], [], members=members)
     watch = CallWatch(shell, attached.refuse_changed_layers)
     # A container with losses is not called itself.
     for module in model.children() if isinstance(model, nn.ModuleDict) else (model,):
@@ -301,6 +309,7 @@ def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     for companion in attached.companions if with_companions else ():
         detach_l2l(companion)
     optimizers = attached.eps.release()
+    attached.tiers.release()
     for handle in attached.handles:
         handle.remove()
     later = [m for m in root.modules() if isinstance(getattr(m, "_hf_hook", None), L2LHook)]  # resized embeddings

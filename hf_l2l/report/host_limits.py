@@ -1,7 +1,8 @@
-"""Host memory: what is still available, within the limits of control groups, and what this process holds."""
+"""Host memory: what is still available, within the limits of control groups, and what this process and files hold."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -64,3 +65,12 @@ def own_bytes(status: Path = Path("/proc/self/status")) -> int:
         memory = psutil.Process().memory_info()
         return int(memory.rss - getattr(memory, "shared", 0))
     return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
+
+
+def is_in_memory(folder: str) -> bool:
+    """Whether files in `folder` are in host memory (tmpfs, ramfs)."""
+    mounted = os.path.realpath(folder)
+    while not os.path.ismount(mounted):
+        mounted = os.path.dirname(mounted)
+    kinds = [each.fstype for each in psutil.disk_partitions(all=True) if each.mountpoint == mounted]
+    return bool(kinds) and kinds[-1] in ("tmpfs", "ramfs")  # what was mounted last hides what was there before

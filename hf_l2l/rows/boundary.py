@@ -12,10 +12,9 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.rows.host_rows import Passing
+from hf_l2l.rows.tiers import SHARE
 from hf_l2l.runtime import stream
 
-_SHARE = 8
-"""With "auto", the boundary may take one part in so many of the device's memory."""
 _TENSORS = 4
 """As large as a layer's output, which the device holds in a backward: its input, its output, and their gradients."""
 
@@ -29,14 +28,14 @@ class Boundary:
 
     def __init__(self, config: L2LConfig, device: torch.device) -> None:
         """The options and the execution device."""
-        passes = config.stash == "host" and config.boundary != "device" and not stream.shares_host_memory(device)
+        passes = config.stash != "device" and config.boundary != "device" and not stream.shares_host_memory(device)
         self._fewest_bytes: int | None = None
         """Outputs of fewer bytes stay on the device; None: all do."""
         if passes and config.boundary == "host":
             self._fewest_bytes = 0
         elif passes:
             memory = stream.memory_of(device)
-            self._fewest_bytes = None if memory is None else memory // (_SHARE * _TENSORS)
+            self._fewest_bytes = None if memory is None else memory // (SHARE * _TENSORS)
         self._read: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         """Modules whose output the model computes with, and functions in them."""
         self._by_rows: weakref.WeakMethod[Callable[..., Any]] | None = None

@@ -3,8 +3,9 @@
 "The forward pass [stashes] away only the output activations [...] in on-chip or off-chip device memory"
 (arXiv:2002.05645, first text, section 3), and `stash="host"` is its equation 4: device memory that does not grow with
 depth. Layer inputs are then downloaded while their layer computes, and uploaded one micro-batch ahead of their
-recompute. If the boundary is on the host, too, the output of a layer is downloaded micro-batch by micro-batch: it is
-what the next layer uploads, and what is kept of its input. Gradients of layer inputs pass in the same way.
+recompute. `stash="disk"` does the same with memory of a mapped file, to and from which copies block the host. If the
+boundary is on the host, too, the output of a layer is downloaded micro-batch by micro-batch: it is what the next layer
+uploads, and what is kept of its input. Gradients of layer inputs pass in the same way.
 
 Stashed tensors are saved tensors of autograd, so that they live exactly as long as the graph: a backward that uses
 them frees them, as does discarding the batch; `retain_graph=True` keeps them. Autograd detects changes in place
@@ -20,12 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_l2l.config import StashPlace
-from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of
+from hf_l2l.rows.tiers import Tiers
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.flat_memory import Room
-from hf_l2l.runtime.tensors import tensor_bytes
 
 
 class _Fetched(NamedTuple):
@@ -37,25 +35,20 @@ class _Fetched(NamedTuple):
 
 
 class Stash:
-    """Keeps the tensor arguments of layer calls, on the device or in host memory.
+    """Keeps the tensor arguments of layer calls, on the device, in host memory or on disk.
 
-    One instance serves one engine. With `place="host"` each layer's own input is downloaded; tensors that several
-    layers share (an attention mask, position embeddings, encoder states) stay on the device, where each exists once
-    and not once per layer.
+    One instance serves one engine. If the stash is not on the device, each layer's own input is downloaded; tensors
+    that several layers share (an attention mask, position embeddings, encoder states) stay on the device, where each
+    exists once and not once per layer.
     """
 
-    def __init__(self, place: StashPlace, device: torch.device, memory: HostMemory, *, rooms: int = 1) -> None:
-        """The first layer input allocates host memory for `rooms` of them; later ones allocate more as needed."""
-        self.place = place
+    def __init__(self, tiers: Tiers, device: torch.device) -> None:
+        """`tiers` says where tensors are kept, and has the memory for them."""
+        self.tiers = tiers
         self.device = device
         self.lane = stream.Lane(device, "stash download")
         self._up = stream.Lane(device, "stash upload")
         """The link carries both directions at once."""
-        self._memory = memory
-        self._first_rooms = rooms
-        self._rooms: list[Room] = []
-        self._most_rooms = 0
-        """The most rooms that have been in use at once."""
         self._ahead: dict[tuple[Any, ...], _Fetched] = {}
         self._last: stream.Point | None = None
         """The end of all downloads submitted so far."""
@@ -71,16 +64,13 @@ class Stash:
     @property
     def travels(self) -> bool:
         """Whether rows can be uploaded ahead of their recompute."""
-        return self.place == "host" and self.lane.is_stream
+        return self.tiers.leave_device and self.lane.is_stream
 
     def start_forward(self) -> None:
-        """Forget which tensors the layers of earlier forwards shared, and free the smallest of the surplus rooms."""
+        """Forget which tensors the layers of earlier forwards shared, and free surplus memory."""
         self.settle()
         self._seen = WeakIdKeyDictionary()
-        spare = len(self._rooms) - self._most_rooms
-        if spare > 0:
-            free = sorted((room for room in self._rooms if room.is_free), key=lambda room: room.num_bytes)
-            self._rooms = [room for room in self._rooms if room not in free[:spare]]
+        self.tiers.start_forward()
 
     @contextmanager
     def keeping(self, tensors: Sequence[torch.Tensor], batched: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
@@ -88,12 +78,9 @@ class Stash:
 
         Only tensors that are `batched`, whose rows can be uploaded one ubatch at a time, are downloaded.
         """
-        if self.place == "device" or stream.shares_host_memory(self.device):
-            yield list(tensors)
-            return
-        waiting = [isinstance(t, HostRows) and t.is_waiting for t in tensors]
-        if all(waiting[i] or not rows for i, rows in enumerate(batched)):
-            yield [host_of(t) for t in tensors]
+        on_device = [t for t, rows in zip(tensors, batched, strict=True) if rows and host_of(t) is t]
+        if not on_device or self.tiers.tier_of(on_device[0]) == "device":
+            yield [host_of(t) for t in tensors]  # what passes through host memory is there already
             return
         complete = stream.record(self.device)
         with self.lane.entered():
@@ -114,10 +101,8 @@ class Stash:
         self._seen[tensor] = True
         if shared:
             return tensor
-        if not self.lane.is_stream:
-            return tensor.detach().to(stream.HOST, copy=True)
         with torch.no_grad():
-            return self._room(tensor_bytes([tensor])).tensor_like(tensor).copy_(tensor, non_blocking=True)
+            return self.tiers.tensor_like(tensor).copy_(tensor, non_blocking=self.lane.is_stream)
 
     # ---- the boundary
 
@@ -127,11 +112,7 @@ class Stash:
         `passing` tells what becomes of an output of the model; a gradient has none.
         """
         like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
-        if self.lane.is_stream:
-            host = self._room(tensor_bytes([like])).tensor_like(like)
-        else:
-            host = torch.empty_like(like, device=stream.HOST)
-        return HostRows.of(host, self.device, self, len(part), passing)
+        return HostRows.of(self.tiers.tensor_like(like), self.device, self, len(part), passing)
 
     def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""
@@ -144,23 +125,6 @@ class Stash:
         before, self._sent = self._sent, (part, self._last)
         if before is not None:
             stream.wait(before[1], wait_reasons.OUTPUT_DOWNLOADED)
-
-    def _room(self, num_bytes: int) -> Room:
-        """The smallest free room that is large enough, or a new one.
-
-        The lane may copy into it without a wait of its own. A download into it before was made by the lane itself. An
-        upload from it has ended when the device computed with its rows, and the lane waits for what the device
-        computes now. Rows that are uploaded and not fetched yet keep their room.
-        """
-        fitting = [room for room in self._rooms if room.num_bytes >= num_bytes and room.is_free]
-        if fitting:
-            return min(fitting, key=lambda room: room.num_bytes)
-        if self._rooms:
-            self._rooms += self._memory.new_rooms(1, _rounded_up(num_bytes))
-        else:
-            self._rooms += self._memory.new_rooms(self._first_rooms, num_bytes)
-        self._memory.warn_once()
-        return self._rooms[-1]
 
     def fetch(self, kept: torch.Tensor) -> torch.Tensor:
         """Stashed rows on the device; `kept` is a stashed tensor, or a view of some of its rows."""
@@ -194,14 +158,7 @@ class Stash:
         self._last = self._last_upload = self._sent = None
         self._ahead.clear()
         self._arrivals.clear()
-        self._most_rooms = max(self._most_rooms, sum(not room.is_free for room in self._rooms))
-
-
-def _rounded_up(num_bytes: int) -> int:
-    """Up to a quarter more bytes, in four sizes for each power of two: while batches slowly become longer, few of them
-    need larger rooms, which are page-locked in the midst of a step."""
-    size = 1 << max(0, num_bytes.bit_length() - 3)
-    return -(-num_bytes // size) * size
+        self.tiers.settle()
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:

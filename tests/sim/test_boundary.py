@@ -201,7 +201,7 @@ def test_the_summary_says_where_the_boundary_is():
     for boundary, text in (
         (
             "auto",
-            "in host memory; what passes between layers is on the device if it is small, else in host memory, too",
+            "in host memory; what passes between layers is on the device if it is small, else with the stash",
         ),
         ("device", "in host memory; what passes between layers is on the device"),
         ("host", "in host memory, and so is what passes between layers"),
