@@ -31,9 +31,9 @@ from families import (
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.by_rows import ByRows, input_embeddings
 from hf_l2l.logits import chunks
-from hf_l2l.rows.boundary import Boundary
 from hf_l2l.rows.host_rows import HostRows
 from hf_l2l.rows.weight_sums import _Rows
+from hf_l2l.stash.boundary import Boundary
 from memory_switches import forced_copies
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}

@@ -14,9 +14,9 @@ from families import attached, batch_for, bert, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.hf import attach
 from hf_l2l.report.summary import summary
-from hf_l2l.rows.boundary import Boundary
 from hf_l2l.rows.host_rows import HostRows
 from hf_l2l.runtime import stream
+from hf_l2l.stash.boundary import Boundary
 from hf_l2l.testing import sim_copies
 from memory_switches import poisoned_releases
 from training import settled_memory, tiny_bert, weights_after

@@ -19,8 +19,8 @@ from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.slots import GradientSlots
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from training import settled_memory, tiny_bert
 
