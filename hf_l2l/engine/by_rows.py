@@ -142,7 +142,7 @@ class ByRows:
     def _root(self) -> ModelCall | None:
         """The call of the model, if something may be computed by ubatches now."""
         call = self.shell.call
-        is_free = call is not None and call.replay is None and not (self._is_inside or self.shell.is_leaving)
+        is_free = call is not None and call.replay is None and not self._is_inside
         return call if is_free else None
 
     def _run(self, root: ModelCall, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

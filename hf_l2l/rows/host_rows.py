@@ -40,8 +40,8 @@ class Passing(NamedTuple):
 
     fewest_bytes: int
     """An output of fewer bytes stays on the device."""
-    made_real: Callable[[], None]
-    """Called when it is needed on the device after all."""
+    made_real: Callable[[int], None]
+    """Called with its bytes when it is needed on the device after all."""
     by_rows: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     """Computes a function of torch, given its arguments, a micro-batch at a time; NotImplemented if it cannot."""
 
@@ -79,7 +79,7 @@ class _Rows:
             return self._view(self._base.values())
         if self._values is None:
             if self.passing is not None:
-                self.passing.made_real()
+                self.passing.made_real(self.host.nbytes)
             self._values = self.keeper.fetch(self.host)
         return self._values
 

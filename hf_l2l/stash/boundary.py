@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,10 @@ from torch import nn
 from hf_l2l.config import L2LConfig
 from hf_l2l.rows.host_rows import Passing
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import size_text
 from hf_l2l.stash.tiers import SHARE
+
+logger = logging.getLogger("hf_l2l")
 
 _TENSORS = 4
 """As large as a layer's output, which the device holds in a backward: its input, its output, and their gradients."""
@@ -58,6 +62,12 @@ class Boundary:
         by_rows = None if self._by_rows is None else self._by_rows()
         return NotImplemented if by_rows is None else by_rows(func, args, kwargs)
 
-    def _is_read(self, module: nn.Module, function: str, is_in_forward: Callable[[], bool]) -> None:
-        if is_in_forward():
-            self._read.setdefault(module, set()).add(function)
+    def _is_read(self, module: nn.Module, function: str, is_in_forward: Callable[[], bool], num_bytes: int) -> None:
+        functions = self._read.setdefault(module, set())
+        if is_in_forward() and function not in functions:
+            functions.add(function)
+            logger.warning(
+                "all rows of what %s returns are needed at once, so they stay on the device from now on (%s)",
+                f"{function} in {type(module).__name__}" if function else type(module).__name__,
+                size_text(num_bytes),
+            )

@@ -120,7 +120,7 @@ class Kinds:
         self.found: list[type] = []
         self.made_real: list[str] = []
 
-        def noted_use(boundary: Boundary, module: nn.Module, function: str, is_in_forward: object) -> None:
+        def noted_use(boundary: Boundary, module: nn.Module, function: str, *rest: object) -> None:
             self.made_real.append(f"{type(module).__name__} {function}")
 
         monkeypatch.setattr(Boundary, "_is_read", noted_use)
@@ -209,6 +209,35 @@ def test_dropout_between_embedding_and_layers_has_the_same_mask_in_the_recompute
             model.zero_grad()
             masks_of(model.transformer, model.transformer.wpe, input_ids=batch_for(model)["input_ids"])
     assert set(kinds.found) == {HostRows}
+
+
+class Sums(nn.Module):
+    """Computes with its embedding in a way that is not known to keep rows apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> object:
+        embedded = self.model.model.embed_tokens(input_ids)
+        return self.model(inputs_embeds=embedded.cumsum(1), labels=labels)
+
+
+def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)
+    torch.manual_seed(0)
+    model = Sums().double()
+    plain, ids = copy.deepcopy(model), batch_for(model.model)["input_ids"]
+    plain(ids, ids).loss.backward()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        for _ in range(3):
+            model.zero_grad()
+            model(ids, ids).loss.backward()
+            assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float32]
+    assert [each.message for each in caplog.records if "stay on the device" in each.message] == [
+        "all rows of what Embedding returns are needed at once, so they stay on the device from now on (6.0 KiB)"
+    ]
 
 
 class Noisy(nn.Module):

@@ -44,7 +44,7 @@ class Uploads:
     def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
         return HostRows.of(part.new_empty(rows, *part.shape[1:]), part.device, self, len(part), passing)
 
-    def made_real(self) -> None:
+    def made_real(self, num_bytes: int) -> None:
         self.times_real += 1
 
 
