@@ -29,12 +29,12 @@ from hf_l2l.eps.pending import settle
 from hf_l2l.model.batch_dims import Ubatch, ubatches
 from hf_l2l.rows.functions import BY_ROWS, rows_of, unchanged
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, uploaded_rows
-from hf_l2l.rows.stash import Stash
 from hf_l2l.rows.weight_sums import Reading, WeightSums
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten
+from hf_l2l.stash.stash import Stash
 
 
 def input_embeddings(modules: Collection[nn.Module], layers: Iterable[nn.Module]) -> set[nn.Module]:

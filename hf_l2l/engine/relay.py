@@ -32,13 +32,13 @@ from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.caches import without_caches
-from hf_l2l.rows.boundary import Boundary
 from hf_l2l.rows.host_rows import host_of
-from hf_l2l.rows.stash import Stash
-from hf_l2l.rows.tiers import Tiers
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
+from hf_l2l.stash.boundary import Boundary
+from hf_l2l.stash.stash import Stash
+from hf_l2l.stash.tiers import Tiers
 
 LayerT = TypeVar("LayerT")
 

@@ -15,8 +15,8 @@ from hf_l2l.engine.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.rows.host_rows import HostRows, host_of
-from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import compute_state
+from hf_l2l.stash.stash import Stash
 
 Tensors = Sequence[torch.Tensor]
 

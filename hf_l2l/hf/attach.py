@@ -44,8 +44,8 @@ from hf_l2l.model.residency import make_resident, move_back, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.rows.tiers import Tiers, spill_file
 from hf_l2l.runtime import stream
+from hf_l2l.stash.tiers import Tiers, spill_file
 
 _ATTRIBUTE = "_l2l"
 logger = logging.getLogger("hf_l2l")

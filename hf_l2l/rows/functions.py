@@ -1,5 +1,6 @@
 """The functions of torch that a model may compute between layers, and whose rows depend on the same rows alone:
-positions are added to an embedding, it is scaled, dropout runs, one token is taken of each row."""
+positions are added to an embedding, it is scaled, dropout runs, a head has an activation, one token is taken of each
+row."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def _methods(*names: str) -> list[Any]:
 
 
 def _elementwise(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("out") is None
+    is_in_place = kwargs.get("inplace") or any(each is True for each in args)
+    return kwargs.get("out") is None and not is_in_place
 
 
 def _dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -44,6 +46,7 @@ BY_ROWS: dict[Any, Callable[[Sequence[Any], dict[str, Any]], bool]] = {
         _methods("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
         _elementwise,
     ),
+    **dict.fromkeys([*_methods("tanh", "relu"), functional.gelu, functional.silu, functional.relu], _elementwise),
     functional.dropout: _dropout,
     **dict.fromkeys(_methods("to", "float", "half", "bfloat16", "double"), _to_dtype),
     Tensor.__getitem__: _chosen,

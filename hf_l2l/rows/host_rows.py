@@ -143,9 +143,9 @@ class HostRows(torch.Tensor):
             if op in _FACTORIES:
                 one = torch.empty((), dtype=first.dtype, device=first.device)
                 return op(one.expand(first.shape), *args[1:], **kwargs)
-        of_parts = _OF_GRADIENTS.get(op)
-        if of_parts is not None:
-            found = of_parts(op, *args, **kwargs)
+        by_parts = _BY_PARTS.get(op)
+        if by_parts is not None:
+            found = by_parts(op, *args, **kwargs)
             if found is not NotImplemented:
                 return found
         result = op(*pytree.tree_map(_on_device, args), **pytree.tree_map(_on_device, kwargs))
@@ -193,7 +193,7 @@ def put_rows(part: torch.Tensor, whole: torch.Tensor, rows: slice) -> None:
         whole[rows].copy_(part)
 
 
-# ---- what autograd does with gradients in host memory, a few rows at a time
+# ---- what is computed below autograd a few rows at a time: gradients, and copies
 
 
 def _is_gradient(tensor: Any) -> bool:
@@ -201,13 +201,14 @@ def _is_gradient(tensor: Any) -> bool:
     return isinstance(tensor, HostRows) and tensor.is_waiting and tensor.rows.passing is None
 
 
-def _joined(rows: _Rows, count: int, part: Callable[[slice], torch.Tensor]) -> HostRows:
-    """So many rows in host memory, of the parts that `part` computes on the device."""
+def _joined(rows: _Rows, part: Callable[[slice], torch.Tensor]) -> HostRows:
+    """As many rows in host memory, of the parts that `part` computes on the device."""
     made: Any = None
+    count = len(rows.host)
     for start in range(0, count, rows.step):
         taken = slice(start, min(start + rows.step, count))
         found = part(taken)
-        made = rows.keeper.rows_like(found, count) if made is None else made
+        made = rows.keeper.rows_like(found, count, rows.passing) if made is None else made
         put_rows(found, made, taken)
     result: HostRows = made
     return result
@@ -223,7 +224,7 @@ def _sum(op: Any, one: Any, other: Any, **kwargs: Any) -> Any:
         added: torch.Tensor = op(rows_on_device(one, r), rows_on_device(other, r), **kwargs)
         return added
 
-    return _joined(source.rows, len(source), part)
+    return _joined(source.rows, part)
 
 
 def _sliced(op: Any, gradient: Any, sizes: Any, dim: int, *rest: Any) -> Any:
@@ -235,10 +236,20 @@ def _sliced(op: Any, gradient: Any, sizes: Any, dim: int, *rest: Any) -> Any:
         found: torch.Tensor = op(rows_on_device(gradient, r), [r.stop - r.start, *sizes[1:]], dim, *rest)
         return found
 
-    return _joined(gradient.rows, len(gradient), part)
+    return _joined(gradient.rows, part)
 
 
-_OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
+def _copied(op: Any, source: Any, *, memory_format: Any = torch.preserve_format) -> Any:
+    """A copy in the usual order, as when rows of which a part was taken are flattened."""
+    if not (
+        source.is_waiting and source.dim() and (memory_format == torch.contiguous_format or source.is_contiguous())
+    ):
+        return NotImplemented
+    return _joined(source.rows, lambda r: rows_on_device(source, r).contiguous())
+
+
+_BY_PARTS: dict[Any, Callable[..., Any]] = {
+    _aten.clone.default: _copied,
     _aten.add.Tensor: _sum,
     _aten.slice_backward.default: _sliced,
 }
@@ -249,7 +260,14 @@ _OF_MEMORY = {
 }
 """Functions that read memory, which a tensor of a subclass has none of."""
 _VIEWS = {
-    *(_aten.view.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default, _aten.squeeze.dim),
+    *(
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+    ),
     *(_aten.transpose.int, _aten.permute.default),
 }
 _FACTORIES = {

@@ -128,6 +128,13 @@ def test_views_wait_too(uploads):
     assert not any(map(torch.any, (rows, shifted, turned))) and host.any()
 
 
+def test_a_part_is_copied_a_few_rows_at_a_time(uploads):
+    host = torch.randn(5, 3, 2)
+    found = uploads.rows(host)[:, 1:].reshape(10, 2)
+    assert isinstance(found, HostRows) and torch.equal(host_of(found), host[:, 1:].reshape(10, 2))
+    assert set(uploads.shapes) == {(2, 2, 2), (1, 2, 2)} and uploads.times_real == 0
+
+
 def test_new_tensors_like_them_are_on_the_device(uploads):
     rows = uploads.rows(torch.randn(4, 3))
     assert torch.equal(torch.zeros_like(rows), torch.zeros(4, 3)) and rows.new_empty(0, 5).shape == (0, 5)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.rows import spill
-from hf_l2l.rows.stash import Stash
+from hf_l2l.stash import spill
+from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, page_lock_limit, virtual_clock
 from timed_machine import V100, WIDTH, Block, Machine, sweeps_s, timed_step
 from training import tiny_bert

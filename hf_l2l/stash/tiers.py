@@ -11,11 +11,11 @@ import torch
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.report.host_limits import available_host_bytes
-from hf_l2l.rows.rooms import RoomPool
-from hf_l2l.rows.spill import SpillFile, can_spill
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
+from hf_l2l.stash.rooms import RoomPool
+from hf_l2l.stash.spill import SpillFile, can_spill
 
 Tier = Literal["device", "host", "disk"]
 

@@ -23,8 +23,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of
-from hf_l2l.rows.tiers import Tiers
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.stash.tiers import Tiers
 
 
 @dataclass(slots=True)

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from families import attached, batch_for, bert, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.report import host_limits
-from hf_l2l.rows import spill
-from hf_l2l.rows.rooms import RoomPool
-from hf_l2l.rows.spill import PREFIX, SpillFile
 from hf_l2l.runtime.flat_memory import Room
+from hf_l2l.stash import spill
+from hf_l2l.stash.rooms import RoomPool
+from hf_l2l.stash.spill import PREFIX, SpillFile
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_a_graph_of_a_detached_engine_is_intact(tmp_path):
 
 _PROCESS = """
 import os, sys, torch
-from hf_l2l.rows.spill import SpillFile
+from hf_l2l.stash.spill import SpillFile
 made = SpillFile(sys.argv[1], 1)
 kept = made.new_rooms(1, 4096)
 if os.fork() == 0:

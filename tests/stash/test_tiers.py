@@ -13,10 +13,10 @@ from torch import nn
 
 from hf_l2l import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.rows import tiers
-from hf_l2l.rows.tiers import Tiers
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
+from hf_l2l.stash import tiers
+from hf_l2l.stash.tiers import Tiers
 from memory_switches import forced_copies
 
 GIB = 2**30

@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.rows.host_rows import Passing
-from hf_l2l.rows.tiers import SHARE
 from hf_l2l.runtime import stream
+from hf_l2l.stash.tiers import SHARE
 
 _TENSORS = 4
 """As large as a layer's output, which the device holds in a backward: its input, its output, and their gradients."""
