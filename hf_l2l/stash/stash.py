@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,12 +27,14 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash.tiers import Tiers
 
 
-class _Fetched(NamedTuple):
-    """Rows that are being uploaded, and the point after which they may be used."""
+@dataclass(slots=True)
+class _Fetched:
+    """Rows that are uploaded ahead, and the points from which on they may be uploaded, and used."""
 
     kept: torch.Tensor
     rows: torch.Tensor
-    uploaded: stream.Point | None
+    free: stream.Point | None
+    uploaded: stream.Point | None = None
 
 
 class Stash:
@@ -50,6 +53,8 @@ class Stash:
         self._up = stream.Lane(device, "stash upload")
         """The link carries both directions at once."""
         self._ahead: dict[tuple[Any, ...], _Fetched] = {}
+        self._late: list[_Fetched] = []
+        """Those of them whose upload has not begun."""
         self._last: stream.Point | None = None
         """The end of all downloads submitted so far."""
         self._last_upload: stream.Point | None = None
@@ -65,6 +70,11 @@ class Stash:
     def travels(self) -> bool:
         """Whether rows can be uploaded ahead of their recompute."""
         return self.tiers.leave_device and self.lane.is_stream
+
+    @property
+    def blocks(self) -> bool:
+        """Whether copies block the host although the device computes beside it."""
+        return self.lane.is_stream and self.tiers.is_on_disk
 
     def start_forward(self) -> None:
         """Forget which tensors the layers of earlier forwards shared, and free surplus memory."""
@@ -83,26 +93,34 @@ class Stash:
             yield [host_of(t) for t in tensors]  # what passes through host memory is there already
             return
         complete = stream.record(self.device)
-        with self.lane.entered():
-            stream.wait(complete, wait_reasons.INPUT_COMPUTED)
-            with stream.span(self.device, "stash download", "layer input"):
-                kept = [self._to_host(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
-            self._last = stream.record(self.device)
+        kept = [self._place_for(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
+        downloads = [(place, t) for place, t in zip(kept, tensors, strict=True) if place is not host_of(t)]
+        # A copy that blocks the host is made when the device has been given the layer's work.
+        if not self.blocks:
+            self._download(downloads, complete)
         try:
             yield kept
+            if self.blocks:
+                self._download(downloads, complete)
         finally:
             # After this wait, the caller may write into the tensors, or free them.
             stream.wait(self._last, wait_reasons.INPUT_STASHED)
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _place_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is kept of `tensor`: where it is already, itself if layers share it, or memory to download it to."""
         if host_of(tensor) is not tensor:
             return host_of(tensor)
         shared = tensor in self._seen
         self._seen[tensor] = True
-        if shared:
-            return tensor
-        with torch.no_grad():
-            return self.tiers.tensor_like(tensor).copy_(tensor, non_blocking=self.lane.is_stream)
+        return tensor if shared else self.tiers.tensor_like(tensor)
+
+    def _download(self, downloads: Sequence[tuple[torch.Tensor, torch.Tensor]], complete: stream.Point | None) -> None:
+        """Copy to each first tensor the second one, which is computed when `complete` is reached."""
+        with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer input"):
+            stream.wait(complete, wait_reasons.INPUT_COMPUTED)
+            for place, tensor in downloads:
+                place.copy_(tensor, non_blocking=self.lane.is_stream)
+            self._last = stream.record(self.device)
 
     # ---- the boundary
 
@@ -130,26 +148,41 @@ class Stash:
         """Stashed rows on the device; `kept` is a stashed tensor, or a view of some of its rows."""
         if kept.device == self.device:
             return kept
-        fetched = self._ahead.pop(_key(kept), None) or self._start_fetch(kept)
+        self._begin_late()
+        fetched = self._ahead.pop(_key(kept), None)
+        if fetched is None:
+            fetched = self._room_for(kept)
+            self._begin(fetched)
         stream.wait(fetched.uploaded, wait_reasons.ROWS_UPLOADED)
         return fetched.rows
 
     def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
-        """Start to upload the rows that will be fetched next."""
+        """Start to upload the rows that will be fetched next: at once, or, where that blocks the host, at the next
+        fetch, when the device has been given what it computes before."""
         for tensor in kept:
             if tensor.device != self.device and _key(tensor) not in self._ahead:
-                self._ahead[_key(tensor)] = self._start_fetch(tensor)
+                fetched = self._ahead[_key(tensor)] = self._room_for(tensor)
+                self._late.append(fetched)
+        if not self.blocks:
+            self._begin_late()
 
-    def _start_fetch(self, kept: torch.Tensor) -> _Fetched:
-        rows = torch.empty_like(kept, device=self.device)
-        free = stream.record(self.device)
+    def _room_for(self, kept: torch.Tensor) -> _Fetched:
+        # Its memory may be written when the device has done what it has been given by now, and not what comes next.
+        return _Fetched(kept, torch.empty_like(kept, device=self.device), stream.record(self.device))
+
+    def _begin_late(self) -> None:
+        for fetched in self._late:
+            self._begin(fetched)
+        self._late.clear()
+
+    def _begin(self, fetched: _Fetched) -> None:
+        kept = fetched.kept
         with self._up.entered(), torch.no_grad():
-            stream.wait(free, wait_reasons.ROWS_MEMORY_FREE)
+            stream.wait(fetched.free, wait_reasons.ROWS_MEMORY_FREE)
             stream.wait(self._arrivals.get(_key(kept), self._last), wait_reasons.ROWS_DOWNLOADED)
             with stream.span(self.device, "stash upload", "layer input"):
-                rows.copy_(kept, non_blocking=self._up.is_stream)
-            self._last_upload = stream.record(self.device)
-        return _Fetched(kept, rows, self._last_upload)
+                fetched.rows.copy_(kept, non_blocking=self._up.is_stream)
+            fetched.uploaded = self._last_upload = stream.record(self.device)
 
     def settle(self) -> None:
         """Make the host wait until all copies have finished, and drop rows that were uploaded but not fetched."""
@@ -157,6 +190,7 @@ class Stash:
         stream.wait(self._last_upload, wait_reasons.STASH_COPIES_FINISHED, host=True)
         self._last = self._last_upload = self._sent = None
         self._ahead.clear()
+        self._late.clear()
         self._arrivals.clear()
         self.tiers.settle()
 

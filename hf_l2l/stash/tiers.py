@@ -88,6 +88,11 @@ class Tiers:
         if self.file is not None:
             self.file.release()
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether this forward keeps its layer inputs on disk, as far as that is known."""
+        return self._place == "disk" or self._chosen == "disk"
+
     def tier_of(self, tensor: torch.Tensor) -> Tier:
         """Where layer inputs like `tensor`, one with all rows, are kept; the first call in a forward chooses."""
         if self._place == "disk":

@@ -227,6 +227,15 @@ def test_longer_batches_take_the_space_of_shorter_ones(tmp_path):
     assert sizes[-1] == sizes[-3] < 2 * 4 * 16
 
 
+def test_gaps_are_used_first(tmp_path):
+    made = SpillFile(tmp_path, 4)
+    first, middle, last = made.new_rooms(3, 4096)
+    del middle
+    again = made.new_rooms(2, 4096)
+    assert [each.start // 4096 for each in made._segments.values()] == [0, 1, 2, 3]
+    assert files(tmp_path)[0].stat().st_size == 4 * 4096 and len(again) == 2 and first.is_free and last.is_free
+
+
 def test_rows_are_read_ahead_where_they_are(tmp_path, monkeypatch):
     made = SpillFile(tmp_path, 2)
     _, room = made.new_rooms(2, 2**20)
@@ -371,6 +380,20 @@ def test_a_full_disk_is_an_error_and_no_signal(tmp_path):
     assert "are free (File too large); make space, name another folder as spill_dir" in str(error.value)
     assert files(tmp_path)[0].stat().st_size == 2**21 and kept.eq(3).all()
     filled(made.new_rooms(1, 2**21)[0], 1, 2**19)
+
+
+def test_space_that_was_given_before_the_disk_was_full_is_given_back(tmp_path, monkeypatch):
+    made = SpillFile(tmp_path, 1)
+    made.new_rooms(1, 4096)
+
+    def half(file: int, start: int, count: int) -> None:
+        os.ftruncate(file, start + count // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        made.new_rooms(1, 2**20)
+    assert error.value.errno == errno.ENOSPC and files(tmp_path)[0].stat().st_size == 4096
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path):
