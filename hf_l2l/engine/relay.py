@@ -63,7 +63,16 @@ class _RelayNode(torch.autograd.Function):
             call.remember(kept)
             ctx.save_for_backward(*kept)
             relay.eps.expect(call.unit)
+            # Autograd itself finds out changes of arguments that get a gradient.
+            given = [t for t in tensors if t.is_floating_point() and not t.requires_grad]
+            before = _versions(given)
             outputs = relay.forward(call, tensors, for_backward=True)
+            if _versions(given) != before:
+                raise ValueError(
+                    "a layer that trains must not change its arguments in place, since its recompute would begin with "
+                    f"the changed ones (got a {type(call.layer).__name__} that does); make it change a copy, or train "
+                    "this model without L2L"
+                )
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
 
