@@ -49,12 +49,12 @@ from hf_l2l.hf.training_args import (
     refuse_mixin_after,
 )
 from hf_l2l.logits.heads import loss_alone
+from hf_l2l.memory.memory_estimate import check_host_memory, estimate
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
-from hf_l2l.report.memory_estimate import check_host_memory, estimate
 from hf_l2l.report.summary import summary
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

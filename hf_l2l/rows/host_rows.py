@@ -6,7 +6,7 @@ arXiv:2002.05645, 2.2). For the code of a model they are tensors of the device: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -86,6 +86,12 @@ def _on_device(leaf: Any) -> Any:
 def host_of(tensor: torch.Tensor) -> torch.Tensor:
     """The host tensor with the rows of `tensor` if it is one that waits; else `tensor` itself."""
     return tensor.rows.host if isinstance(tensor, HostRows) and tensor.is_waiting else tensor
+
+
+def made_real(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Those of `tensors` whose values are on the device, without the `HostRows` around them."""
+    values = [each.rows.values if isinstance(each, HostRows) else each for each in tensors]
+    return [each for each in values if each is not None]
 
 
 def uploaded_rows(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,10 @@ class Stash:
         """Whether rows can be uploaded ahead of their recompute."""
         return self.place == "host" and self.lane.is_stream
 
+    def host_bytes(self) -> int:
+        """Bytes of the rooms in host memory, in use or free; what passes between layers there is among them."""
+        return sum(room.num_bytes for room in self._rooms)
+
     def start_forward(self) -> None:
         """Forget which tensors the layers of earlier forwards shared, and free the smallest of the surplus rooms."""
         self.settle()
