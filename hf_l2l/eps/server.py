@@ -355,8 +355,10 @@ class EagerParamServer:
 
     def release(self) -> list[torch.optim.Optimizer]:
         """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""
-        optimizers = self.updates.release()
+        if not self.updates.worker.has_failed:
+            self.synchronize()
         self.ledger.release(self.memory_report())
+        optimizers = self.updates.release()
         self.timeline.close()
         # After this no reference to a master is left, not even a weak one: torch refuses to swap such parameters.
         self.memory.release()

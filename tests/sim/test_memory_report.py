@@ -1,23 +1,26 @@
-"""`eps.memory_report()` on a device with memory of its own: every byte has a name, and its size is that of the shapes."""
+"""`eps.memory_report()` on a device with memory of its own: every byte has a name, with sizes of shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
-from families import FAMILIES, batch_for, bert, llama
+from families import FAMILIES, SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.hf.attach import attachment_of
 from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.runtime import stream
 from hf_l2l.testing import page_locked_bytes
-from training import settled_memory
+from training import l2l_trainer, settled_memory
 
 WIDTH, TOKENS, ROWS, UBATCH = 64, 16, 8, 2
 A = TOKENS * WIDTH * 4
@@ -25,7 +28,7 @@ A = TOKENS * WIDTH * 4
 
 
 def wide_bert(**more: Any) -> nn.Module:
-    return bert(hidden_size=WIDTH, intermediate_size=2 * WIDTH, **more)
+    return bert(**{"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, **more})
 
 
 class Run:
@@ -117,7 +120,8 @@ def test_device_memory_is_that_of_the_shapes():
     device = run.eps.memory_report()["device"]
     layers = 3
     shell = {p for name, p in run.model.named_parameters() if ".layer." not in name}
-    assert device["shell"]["now"] == sum(p.nbytes for p in shell)
+    positions = run.model.bert.embeddings.position_ids  # a buffer that the graph of the embedding keeps
+    assert device["shell"]["now"] == sum(t.nbytes for t in (*shell, positions))
     assert device["stash"]["now"] == layers * ROWS * A
     assert device["boundary"]["now"] == ROWS * A, "the output of the last layer"
     loss.backward()
@@ -142,19 +146,24 @@ def test_the_stash_on_the_host_leaves_nothing_of_depth_on_the_device():
     assert found[0]["boundary"]["peak"] <= ROWS * A
 
 
+def peaks(model: nn.Module, **options: Any) -> dict[str, int]:
+    """What the device held at the peak of two steps, without the total."""
+    run = Run(model, **options)
+    for _ in range(2):
+        run.step()
+    device = run.eps.memory_report()["device"]
+    return {name: size["peak"] for name, size in device.items() if name != "total"}
+
+
 def test_the_peak_is_named_by_what_ran():
-    """A wide vocabulary makes it the head's, a deep feed-forward that of a layer, many rows of ids the program's."""
+    """With a wide vocabulary it is the head's, with a wide feed-forward that of a layer."""
     vocabulary = 3000
-    head = Run(llama(vocab_size=vocabulary), chunked_loss="off", stash="device")
-    layer = Run(wide_bert(intermediate_size=40 * WIDTH), stash="device", ubatch_size=None)
-    for run in (head, layer):
-        for _ in range(2):
-            run.step()
-    named = [run.eps.memory_report()["device"] for run in (head, layer)]
-    assert max(named[0], key=lambda name: (name != "total") * named[0][name]["peak"]) == "head"
-    assert named[0]["head"]["peak"] >= ROWS * TOKENS * vocabulary * 4
-    activations = ROWS * TOKENS * 40 * WIDTH * 4
-    assert named[1]["workspace"]["peak"] >= 2 * activations
+    language_model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "vocab_size": vocabulary}))
+    found = peaks(language_model, chunked_loss="off", stash="device")
+    assert max(found, key=lambda name: found[name]) == "head"
+    assert found["head"] >= 2 * ROWS * TOKENS * vocabulary * 4, "logits and their gradient"
+    found = peaks(wide_bert(intermediate_size=40 * WIDTH), stash="device", ubatch_size=None)
+    assert found["workspace"] >= 2 * ROWS * TOKENS * 40 * WIDTH * 4, "both sides of the activation function"
 
 
 def test_updates_that_widen_are_counted():
@@ -216,7 +225,7 @@ def test_an_earlier_higher_peak_is_told():
     torch.empty(2**26, device="sim")
     model = wide_bert()
     eps = attach_l2l(model, L2LConfig())
-    model(**batch_for(model)).loss.backward  # noqa: B018
+    model(**batch_for(model))
     report = eps.memory_report()
     assert "reset_peak_memory_stats" in report.note and report.note in str(report)
     assert report["device"]["total"]["peak"] < 2**26
@@ -225,10 +234,12 @@ def test_an_earlier_higher_peak_is_told():
 def test_it_prints_as_a_table():
     run = Run(wide_bert(), stash="device")
     run.step()
+    run.eps.synchronize()
     report = run.eps.memory_report()
     assert isinstance(report, dict) and set(report) == {"device", "host", "of which"}
     lines = str(report).splitlines()
-    assert "BertForSequenceClassification" in lines[0] and "sim:0" in lines[0] and len({len(x) for x in lines[1:]}) == 1
+    assert "BertForSequenceClassification" in lines[0] and "sim:0" in lines[0]
+    assert len({len(line) for line in lines[1:]}) == 1
     shown = [line.split()[1] for line in lines[2:]]
     assert {"shell", "slots", "workspace", "stash", "masters", "moments", "total"} <= set(shown)
     assert lines[-1].startswith("of which  page-locked")
@@ -257,3 +268,108 @@ def test_memory_of_the_simulated_device_is_named():
     assert simulated["now"] >= report["device"]["total"]["now"]
     gradients = sum(p.nbytes for p in run.model.parameters())
     assert simulated["peak"] >= report["device"]["total"]["peak"] + gradients
+
+
+# ---- peaks
+
+
+MODELS = {
+    "bert": partial(wide_bert, dropout=0.1, num_hidden_layers=3),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "vocab_size": 2000})),
+}
+PLACES: list[dict[str, Any]] = [
+    {"stash": "device"},
+    {"stash": "host", "boundary": "device"},
+    {"stash": "host", "boundary": "host"},
+]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_step_needs_no_more_than_later_ones(model, places):
+    """Although it does not know the order of the layers, tries how to split its inputs, and allocates the slots."""
+    run = Run(MODELS[model](), **places)
+    peaks = []
+    for _ in range(3):
+        torch.accelerator.reset_peak_memory_stats()
+        run.step(4 * ROWS)
+        peaks.append(torch.accelerator.max_memory_allocated())
+    assert peaks[0] <= peaks[1] == peaks[2]
+
+
+class Stack(nn.Module):
+    """The layers of a BERT alone: what grows with the device batch is theirs."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        config = wide_bert(num_hidden_layers=layers).config
+        self.encoder = hf.models.bert.modeling_bert.BertEncoder(config)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encoder(rows, attention_mask=None).last_hidden_state
+
+
+def layer_outputs(places: dict[str, Any], layers: int, trains: bool) -> float:
+    """Layer outputs that one more row of the device batch adds to the peak."""
+    found = []
+    for rows in (32, 96):
+        run = Run(Stack(layers), **places)
+        inputs = torch.randn(rows, TOKENS, WIDTH)
+        for _ in range(2):
+            with torch.set_grad_enabled(trains):
+                output = run.model(inputs)
+            if trains:
+                output.backward(torch.ones((), device="sim").expand(rows, TOKENS, WIDTH))
+            del output
+        assert_adds_up(run.eps.memory_report())
+        found.append(run.eps.memory_report()["device"]["total"]["peak"])
+        del run
+    return (found[1] - found[0]) / 64 / A
+
+
+@pytest.mark.parametrize(
+    ("places", "trains", "expected"),
+    [
+        (PLACES[0], False, 3),  # what the program gave, the input and the output of a layer
+        (PLACES[0], True, 4 + 2),  # the inputs of 4 layers, what the program holds, the gradient of an input
+        (PLACES[1], False, 3),
+        (PLACES[1], True, 3),  # what the program holds, the gradients of an output and of an input
+    ],
+)
+def test_outputs_that_were_replaced_are_freed_in_time(places, trains, expected):
+    assert layer_outputs(places, 4, trains) == pytest.approx(expected, abs=0.02)
+
+
+# ---- L2LTrainer
+
+
+class Reports(hf.TrainerCallback):
+    """Takes a report at each event of a step."""
+
+    def __init__(self) -> None:
+        self.eps: Any = None
+        self.taken = 0
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        assert_adds_up(attachment_of(kwargs["model"]).eps.memory_report())
+        self.taken += 1
+
+    on_optimizer_step = on_step_end = on_pre_optimizer_step
+
+
+def test_the_trainer_logs_the_peak_of_the_device(tmp_path):
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    reports = Reports()
+    made = l2l_trainer(tmp_path, ubatch_size=2, callbacks=[reports])
+    made.train()
+    peaks = [entry["device_peak_bytes"] for entry in made.state.log_history if "loss" in entry]
+    assert len(peaks) == 4 and peaks == sorted(peaks) and peaks[-1] == torch.accelerator.max_memory_allocated()
+    assert reports.taken == 4 * 3
+    assert_adds_up(made.eps.memory_report())
+
+
+def test_without_times_the_trainer_logs_no_peak(tmp_path):
+    made = l2l_trainer(tmp_path, l2l_log_times=False)
+    made.train()
+    assert all("device_peak_bytes" not in entry for entry in made.state.log_history)
