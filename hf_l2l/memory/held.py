@@ -16,22 +16,23 @@ class Held:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._storages: list[tuple[StorageWeakRef, int, int]] = []
-        """Of each, its address and its bytes."""
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Address -> the memory there, and its bytes."""
         self._most = 64
-        """So many references are kept before those to memory that is gone are dropped."""
+        """So many are kept before those that are gone are dropped."""
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the memory of those of `tensors` that are on the device, until it is freed."""
         for storage in _storages_of(tensors, self._device):
-            self._storages.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+            # Later memory at the same address replaces what is gone.
+            self._storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         if len(self._storages) > self._most:
-            self._storages = [each for each in self._storages if not each[0].expired()]
+            self._storages = {k: each for k, each in self._storages.items() if not each[0].expired()}
             self._most = 2 * len(self._storages) + 64
 
     def alive(self) -> dict[int, int]:
         """Address -> bytes of all memory that still lives."""
-        return {address: size for storage, address, size in self._storages if not storage.expired()}
+        return {address: size for address, (storage, size) in self._storages.items() if not storage.expired()}
 
 
 def memory_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
@@ -42,14 +43,15 @@ def memory_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 def _storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.UntypedStorage]:
     with without_interception():  # asking for the memory of a weight is no use of its values
         for part in (part for tensor in tensors for part in parts_of(tensor)):
-            if part.device == device and part.layout is torch.strided:
-                storage = part.untyped_storage()
-                if storage.nbytes() and _has_memory(storage):
-                    yield storage
+            storage = _storage(part) if part.device == device and part.layout is torch.strided else None
+            if storage is not None and storage.nbytes():
+                yield storage
 
 
-def _has_memory(storage: torch.UntypedStorage) -> bool:
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of `tensor`; None if it only says that it is on the device, such as a wrapper of rows elsewhere."""
     try:
-        return storage.data_ptr() != 0
-    except RuntimeError:  # of a wrapper, such as rows in host memory that only say that they are on the device
-        return False
+        storage = tensor.untyped_storage()
+        return storage if storage.data_ptr() else None
+    except RuntimeError:  # asking a wrapper for the address
+        return None

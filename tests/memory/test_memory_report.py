@@ -7,6 +7,7 @@ import torch
 
 from families import attached, batch_for, bert, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.memory.held import Held
 from hf_l2l.memory.ledger import HOST_NAMES, Transients
 from hf_l2l.memory.memory_report import MemoryReport
 from training import l2l_trainer
@@ -68,3 +69,14 @@ def test_a_model_that_is_not_trained_has_a_report():
         model(**batch_for(model))
     host = attach_l2l(model, L2LConfig(device="cpu")).memory_report()["host"]
     assert host["gradients"]["peak"] == host["moments"]["peak"] == 0 < host["masters"]["now"]
+
+
+def test_references_to_memory_do_not_pile_up():
+    """Neither to what lives long and is named in every step, nor to what is gone."""
+    held, lives = Held(torch.device("cpu")), torch.empty(10)
+    for number in range(1000):
+        held.add([lives, lives[2:], torch.empty(1000 + number)])
+        assert lives.data_ptr() in held.alive()
+    assert held.alive() == {lives.data_ptr(): 40} and len(held._storages) < 200
+    held.add([torch.empty(5, device="meta"), torch.empty(0), torch.eye(2).to_sparse()])
+    assert len(held.alive()) == 1, "no memory of this device"
