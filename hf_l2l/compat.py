@@ -58,10 +58,12 @@ def version_kept(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], _unsafe_preserve_version_counter(tensors))
 
 
-def wrapper_tensor(kind: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of the subclass `kind` without memory of its own (`Tensor._make_wrapper_subclass`, which torch's own
-    subclasses use)."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+def wrapper_tensor(kind: Any, like: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of the subclass `kind` without memory of its own, with the shape, strides and dtype of `like`
+    (`Tensor._make_wrapper_subclass`, which torch's own subclasses use)."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+    )
 
 
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

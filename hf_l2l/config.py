@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hf_l2l.paths import check_folder_path, check_trace_path
 from hf_l2l.runtime import stream
 
-StashPlace = Literal["device", "host"]
+StashPlace = Literal["device", "host", "disk", "auto"]
 EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
 Cmp = Literal["auto", "bf16", "fp16"]
 GradDtype = Literal["fp32", "16bit"]
@@ -51,13 +52,23 @@ class L2LConfig:
     )
     stash: StashPlace = _described(
         "device",
-        'Where layer inputs wait for the backward sweep: "device", or "host", which keeps device memory constant in '
-        "depth (arXiv:2002.05645, first version, equation 4).",
+        'Where layer inputs wait for the backward sweep: "device"; "host", which keeps device memory constant in '
+        'depth (arXiv:2002.05645, first version, equation 4); "disk", a file in `spill_dir`, for layer inputs that '
+        'host memory does not hold; or "auto", the first of these that they fit. Where layers run on the CPU, "host" '
+        'moves nothing, and "disk" moves layer inputs to the file.',
+    )
+    spill_dir: str | os.PathLike[str] | None = _described(
+        None,
+        'With `stash="disk"` or "auto", the folder of the file that layer inputs are written to, best on a fast disk '
+        "of this machine. The file has mode 0600. It is removed with the engine (`detach_l2l`, the end of the "
+        "program), or, after a crash, when the next training with this folder starts. None takes the system's folder "
+        "for temporary files, which is in host memory on some systems (tmpfs).",
     )
     boundary: BoundaryPlace = _described(
         "auto",
-        'With `stash="host"`, where the output of a layer waits for the next layer, and the gradient for the layer '
-        'before: on the "device", or on the "host", from which they come one micro-batch at a time, so that layers '
+        "With a stash that is not on the device, where the output of a layer waits for the next layer, and the "
+        'gradient for the layer before: on the "device", or on the "host" (with `stash="disk"`, in its file), from '
+        "which they come one micro-batch at a time, so that layers "
         "need device memory for one micro-batch, whatever the device batch, and so does an embedding whose output the "
         'first layer takes as it is. "auto" keeps them on the device if a backward needs at most an eighth of its '
         "memory for them.",
@@ -185,6 +196,9 @@ class L2LConfig:
         if self.trace is not None:
             check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
+        if self.spill_dir is not None:
+            check_folder_path(self.spill_dir, option("spill_dir"))
+            object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
         _check_num_threads(self.num_threads)
         if self.device is not None:
             _check_device(self.device)
@@ -217,10 +231,17 @@ class L2LConfig:
                 f"no step can be skipped (got {option('nonfinite')}='skip'); use eps_update='deferred', or "
                 f"{option('nonfinite')}='raise'"
             )
-        if self.boundary == "host" and self.stash != "host":
+        if self.boundary == "host" and self.stash == "device":
             raise ValueError(
                 f"{option('boundary')}='host' passes what is in the stash from layer to layer, so it needs "
-                f"stash='host' (got stash={self.stash!r}); set stash='host', or leave {option('boundary')} out"
+                f"stash='host', 'disk' or 'auto' (got stash={self.stash!r}); set stash='host', or leave "
+                f"{option('boundary')} out"
+            )
+        if self.spill_dir is not None and self.stash not in ("disk", "auto"):
+            raise ValueError(
+                f"{option('spill_dir')} is for layer inputs on disk, so it needs stash='disk' or 'auto' (got "
+                f"{option('spill_dir')}={self.spill_dir!r} with stash={self.stash!r}); set stash='disk', or leave "
+                f"{option('spill_dir')} out"
             )
         if self.host_copies == "per_sweep" and self.cmp is None:
             raise ValueError(
@@ -230,7 +251,7 @@ class L2LConfig:
 
 
 _CHOICES: dict[str, tuple[Any, str]] = {
-    "stash": (StashPlace, "use 'host' when the layer inputs do not fit the device"),
+    "stash": (StashPlace, "use 'auto' when the layer inputs do not fit the device"),
     "boundary": (BoundaryPlace, "use 'host' when the outputs of layers do not fit the device"),
     "cmp": (Cmp, "use 'auto' for what the device is good at"),
     "grad_dtype": (GradDtype, "use '16bit' where host memory is short"),
@@ -349,32 +370,6 @@ def _check_layer_classes(classes: object) -> None:
             f"{name} must be a tuple or list of class names (got {classes!r}); write ('MyBlock',), or leave it out to "
             "have the stacks found"
         )
-
-
-def check_trace_path(path: object, name: str = "trace") -> None:
-    """Raise ValueError, which calls the option `name`, unless a file can be written at `path`; nothing is written."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
-        raise ValueError(
-            f"{name} must be the path of a file to write, or None for no trace (got {path!r}); write 'trace.json'"
-        )
-    got, folder = f"{name}={path!r}", os.path.dirname(os.path.abspath(path))
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:  # too long, or of characters that no file system takes
-        raise ValueError(cannot_be_written(got, error)) from error
-    if not os.path.isdir(folder):
-        raise ValueError(cannot_be_written(got, f"there is no folder {folder}"))
-    if os.path.isdir(path):
-        raise ValueError(cannot_be_written(got, "it is a folder"))
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(cannot_be_written(got, "permission denied"))
-
-
-def cannot_be_written(got: str, reason: object) -> str:
-    """What is said of a trace that cannot be written: what was `got`, and the reason."""
-    return f"the trace must go where a file can be written (got {got}: {reason}); give a file in an existing folder"
 
 
 Mode = Literal["serial", "deferred", "eager"]

@@ -66,18 +66,18 @@ def test_the_ubatch_size_message_has_rule_value_and_remedy(value):
     )
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("stash", ["device", "host", "disk", "auto"])
 def test_places_of_the_stash(stash):
     assert L2LConfig(stash=stash).stash == stash
 
 
-@pytest.mark.parametrize("value", ["disk", "", "HOST", None, 1])
+@pytest.mark.parametrize("value", ["ssd", "", "HOST", None, 1])
 def test_the_stash_message_has_rule_value_and_remedy(value):
     with pytest.raises(ValueError) as error:
         L2LConfig(stash=value)
     assert str(error.value) == (
-        f"stash must be one of 'device', 'host' (got {value!r}); "
-        "use 'host' when the layer inputs do not fit the device"
+        f"stash must be one of 'device', 'host', 'disk', 'auto' (got {value!r}); "
+        "use 'auto' when the layer inputs do not fit the device"
     )
 
 

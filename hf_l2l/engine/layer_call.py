@@ -26,8 +26,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
-from hf_l2l.rows.boundary import Passing
-from hf_l2l.rows.host_rows import host_of, uploaded_rows
+from hf_l2l.rows.host_rows import Passing, host_of, uploaded_rows
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
@@ -73,7 +72,7 @@ class LayerCall:
     """Versions of the layer's parameters at its forward."""
     captured_keys: tuple[str, ...] | None = None
     passing: Passing | None = None
-    """How its output passes to the next layer through host memory; None: it stays on the device."""
+    """How its output passes through host memory; None: it stays on the device."""
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
     """The outputs, flattened; tensors are replaced by None."""

@@ -34,12 +34,13 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.device_memory import BOUNDARY, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
-from hf_l2l.rows.boundary import Boundary
 from hf_l2l.rows.host_rows import host_of, made_real
-from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
+from hf_l2l.stash.boundary import Boundary
+from hf_l2l.stash.stash import Stash
+from hf_l2l.stash.tiers import Tiers
 
 LayerT = TypeVar("LayerT")
 
@@ -95,7 +96,10 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        self.stash = Stash(config.stash, device, eps.memory, rooms=len(eps.masters.layers))
+        tiers = Tiers(
+            config, device, eps.memory, layers=len(eps.masters.layers), bytes_to_come=eps.bytes_of_first_step
+        )
+        self.stash = Stash(tiers, device)
         self.boundary = Boundary(config, device)
         self._slots: WeightSlots | None = None
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
@@ -104,7 +108,7 @@ class Relay:
         self.splitter = Splitter(config.ubatch_size, device)
         shell.call_at_start(self._start_forward)
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
-        eps.ledger.counts(HOST_STASH, self.stash.host_bytes)
+        eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
         eps.ledger.counts(COPIES, self._staged_bytes)
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
@@ -143,9 +147,11 @@ class Relay:
         fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.unit.module)
         call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
         call.before = called[-1] if called else None
-        order = self._last_time.get(root.module, self.eps.masters.layers)
-        if torch.is_grad_enabled() and fetched_in_forward(order, number, call.layer) is not None:
-            call.passing = self.boundary.after(call.layer, self.is_in_forward)
+        if torch.is_grad_enabled():
+            order = self._last_time.get(root.module, self.eps.masters.layers)
+            # What the program does with the last output is a use like those of the model.
+            is_last = fetched_in_forward(order, number, call.layer) is None
+            call.passing = self.boundary.after(call.layer, self.is_in_forward if not is_last else lambda: True)
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)

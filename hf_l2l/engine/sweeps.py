@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -14,8 +15,8 @@ from hf_l2l.engine.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.rows.host_rows import HostRows, host_of
-from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import compute_state
+from hf_l2l.stash.stash import Stash
 
 Tensors = Sequence[torch.Tensor]
 
@@ -99,7 +100,7 @@ class _Joined:
             return out
         passing = self._call.passing
         if passing is not None and self._call.passes_on(split, number, out, ubatch):
-            return self._stash.rows_like(out, split.all_rows(out, number, ubatch)[0], passing.made_real)
+            return self._stash.rows_like(out, split.all_rows(out, number, ubatch)[0], passing)
         return out.new_empty(split.all_rows(out, number, ubatch))
 
 
@@ -193,7 +194,12 @@ class InputGradients:
         return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
 
     def fetch_after(self, turn: int) -> None:
-        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer."""
+        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer.
+
+        What the next layer will upload in its turn of this number is read from disk meanwhile, if it is there.
+        """
+        if self.call.before is not None:
+            self.stash.tiers.read_ahead(partial(self.call.before.kept_rows, turn))
         if not self.stash.travels:
             return
         count = len(self.call.ubatches)

@@ -25,6 +25,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.device_memory import OPTIMIZER, SHELL
 from hf_l2l.memory.host_tensors import host_tensors
 from hf_l2l.memory.ledger import COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
+from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import state_follows
@@ -337,6 +338,16 @@ class EagerParamServer:
         The names are explained in docs/memory.md. After `detach_l2l`, it is the report of that moment.
         """
         return self.ledger.report(f"Memory of a {type(self.model).__name__}, layers run on {self.device}")
+
+    def bytes_of_first_step(self) -> int:
+        """Bytes of host memory that the first step will take: gradients without memory so far, and two moments per
+        trained parameter; 0 once an optimizer has state."""
+        if any(optimizer.state for optimizer in self.updates.optimizers):
+            return 0
+        trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
+        moments = MOMENTS_ASSUMED * tensor_bytes(m.parameter for m in trained)
+        gradients = tensor_bytes(m.gradient_like for m in trained if m.gradient_room is None)
+        return gradients + (moments // 2 if self.updates.rounds else moments)
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: the tensors in host memory now."""

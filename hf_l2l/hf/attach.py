@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.config import EAGER_FP16, L2LConfig, option
-from hf_l2l.engine.embedding import InputEmbeddings, input_embeddings
+from hf_l2l.engine.by_rows import ByRows, input_embeddings, run_by_rows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
@@ -45,6 +45,7 @@ from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
+from hf_l2l.stash.tiers import Tiers, spill_file
 
 _ATTRIBUTE = "_l2l"
 logger = logging.getLogger("hf_l2l")
@@ -60,6 +61,8 @@ class Attachment:
     device: torch.device
     stacks: list[LayerStack]
     eps: EagerParamServer
+    tiers: Tiers
+    """The memory of the stash."""
     hooked: list[nn.Module]
     handles: list[RemovableHandle]
     companions: list[nn.Module] = field(default_factory=list)
@@ -115,7 +118,8 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
         ValueError: if the model is attached with another config, has no layer stack, is on the meta device, is placed
             by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; if it has quantized
             weights that cannot travel or be trained through, or, on an accelerator, layers that compute their backward
-            themselves; or if the process group has more than one process.
+            themselves; if the process group has more than one process; or if no file can be written, locked or mapped
+            in the folder for a stash on disk.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)
@@ -204,6 +208,9 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
     loss_scale = _loss_scale(config, dtype) if trains else None
     if trains:
         refuse_untrainable(model, device, dtype)
+        spilled = spill_file(config, device, sum(len(stack.layers) for stack in stacks))
+        if spilled is not None:
+            spilled.check()
     move_to_host(model)
     turn_off_activation_checkpointing(model)
     if trains and dtype is None:
@@ -258,16 +265,19 @@ def _attach(
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    in_chunks = config.chunked_loss == "auto" and not stream.shares_host_memory(device)
-    heads = {output_embedding(module, outside) for module in outside} if in_chunks else set()
-    runners: dict[nn.Module | None, Runner] = dict.fromkeys(heads, OutputEmbeddings(shell))
-    runners |= dict.fromkeys(input_embeddings(outside, layers) - heads, InputEmbeddings(relay, config.ubatch_size))
+    found = (output_embedding(module, outside) for module in outside)
+    heads = {head for head in found if head is not None}
+    by_rows = ByRows(relay, config.ubatch_size, input_embeddings(outside, layers) - heads)
+    runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, heads.union(layers)), by_rows)
+    if config.chunked_loss == "auto" and not stream.shares_host_memory(device):
+        runners |= dict.fromkeys(heads, OutputEmbeddings(shell))
     for module in outside:
         add_hook_to_module(module, L2LHook(runners.get(module, shell), device))
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}
-    attached = Attachment(model, config, device, stacks, eps, [*outside, *layers], [], members=members)
+    tiers = relay.stash.tiers
+    attached = Attachment(model, config, device, stacks, eps, tiers, [*outside, *layers], [], members=members)
     watch = CallWatch(shell, attached.refuse_changed_layers)
     # A container with losses is not called itself.
     for module in model.children() if isinstance(model, nn.ModuleDict) else (model,):
@@ -299,6 +309,7 @@ def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     for companion in attached.companions if with_companions else ():
         detach_l2l(companion)
     optimizers = attached.eps.release()
+    attached.tiers.release()
     for handle in attached.handles:
         handle.remove()
     later = [m for m in root.modules() if isinstance(getattr(m, "_hf_hook", None), L2LHook)]  # resized embeddings

@@ -73,6 +73,7 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     # Types are those of `L2LConfig`, as far as an argument parser can make them of words.
     ubatch_size: int | None = _as_configured("ubatch_size")
     stash: StashPlace = _as_configured("stash")
+    l2l_spill_dir: str | None = _as_configured("spill_dir")
     l2l_boundary: BoundaryPlace = _as_configured("boundary")
     cmp: Cmp | None = _as_configured("cmp")
     l2l_loss_scale_init: float = _as_configured("loss_scale_init")

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hf_l2l.rows.host_rows import fetch_rows_ahead, put_rows, room_like, rows_on_device
 from hf_l2l.runtime.compute_state import AutocastState
 
 RowFunction = Callable[..., torch.Tensor]
@@ -97,7 +98,7 @@ def in_chunks(
 
     Args:
         head: makes the logits.
-        hidden: (rows, H), on the device of the head.
+        hidden: (rows, H), on the device of the head, or in host memory (`HostRows`).
         function: what is computed.
         rows: its other arguments, which need no gradient.
 
@@ -110,7 +111,17 @@ def in_chunks(
 
 
 def _ranges(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, count, size))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _chunks(hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The rows of each chunk, and their hidden states on the device; if these wait in host memory, the next ones are
+    uploaded meanwhile."""
+    size = rows_per_chunk(hidden.shape[1])
+    for rows in _ranges(len(hidden), size):
+        part = rows_on_device(hidden, rows).detach()
+        fetch_rows_ahead(hidden, slice(rows.stop, min(rows.stop + size, len(hidden))))
+        yield rows, part
 
 
 class _InChunks(torch.autograd.Function):
@@ -126,10 +137,7 @@ class _InChunks(torch.autograd.Function):
         # The graph refers to the tensors through what it saves alone, so that it can free them.
         ctx.head, ctx.function = head.of([torch.empty(0)] * len(tensors)), function
         ctx.save_for_backward(hidden, *tensors, *rows)
-        parts = [
-            function(head.after(head.linear(hidden[r])), *(each[r] for each in rows))
-            for r in _ranges(len(hidden), rows_per_chunk(hidden.shape[1]))
-        ]
+        parts = [function(head.after(head.linear(chunk)), *(each[r] for each in rows)) for r, chunk in _chunks(hidden)]
         result = torch.cat(parts)
         if not result.is_floating_point():
             ctx.mark_non_differentiable(result)
@@ -142,14 +150,14 @@ class _InChunks(torch.autograd.Function):
         count = len(ctx.head.tensors)
         head, rows = ctx.head.of(others[:count]).detached(), others[count:]
         needs_hidden, needs_weight, needs_bias = (*ctx.needs_input_grad[3:], False)[:3]
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = of_bias = None
+        of_hidden = of_weight = of_bias = None
         weight = head.weight.to(head.dtype)
-        for r in _ranges(len(hidden), rows_per_chunk(hidden.shape[1])):
-            part = hidden[r].detach()
+        for r, part in _chunks(hidden):
             of_logits = _gradient_of_logits(head, part, ctx.function, [each[r] for each in rows], gradient[r])
-            if of_hidden is not None:
-                of_hidden[r] = of_logits @ weight
+            if needs_hidden:
+                found = (of_logits @ weight).to(hidden.dtype)
+                of_hidden = room_like(hidden, found) if of_hidden is None else of_hidden
+                put_rows(found, of_hidden, r)
             if needs_weight:
                 of_weight = _plus_product(of_weight, of_logits, part.to(of_logits.dtype))
             if needs_bias:

@@ -177,8 +177,7 @@ class DeferredLogits(torch.Tensor):
     @staticmethod
     def __new__(cls, deferred: Deferred) -> DeferredLogits:
         """A tensor without a graph; see `of`."""
-        sample = deferred.sample
-        made: DeferredLogits = wrapper_tensor(cls, deferred.shape, sample.dtype, sample.device)
+        made: DeferredLogits = wrapper_tensor(cls, deferred.like, deferred.sample.device)
         made.deferred = deferred
         return made
 

@@ -1,7 +1,8 @@
-"""Host memory: what is still available, within the limits of control groups, and what this process holds."""
+"""Host memory: what is still available, within the limits of control groups, and what this process and files hold."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -85,3 +86,12 @@ def peak_process_bytes(status: Path = Path("/proc/self/status")) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def is_in_memory(folder: str) -> bool:
+    """Whether files in `folder` are in host memory (tmpfs, ramfs)."""
+    mounted = os.path.realpath(folder)
+    while not os.path.ismount(mounted):
+        mounted = os.path.dirname(mounted)
+    kinds = [each.fstype for each in psutil.disk_partitions(all=True) if each.mountpoint == mounted]
+    return bool(kinds) and kinds[-1] in ("tmpfs", "ramfs")  # what was mounted last hides what was there before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 from torch import nn
 
@@ -107,7 +109,7 @@ def _precision_text(config: L2LConfig, device: torch.device) -> str:
 
 
 _BOUNDARIES: dict[BoundaryPlace, str] = {
-    "auto": "; what passes between layers is on the device if it is small, else in host memory, too",
+    "auto": "; what passes between layers is on the device if it is small, else with the stash",
     "device": "; what passes between layers is on the device",
     "host": ", and so is what passes between layers",
 }
@@ -116,7 +118,14 @@ _BOUNDARIES: dict[BoundaryPlace, str] = {
 def _stash_text(config: L2LConfig, device: torch.device) -> str:
     if config.stash == "device":
         return "on the device: it grows with depth"
-    return f"in host memory{'' if stream.shares_host_memory(device) else _BOUNDARIES[config.boundary]}"
+    on_disk = f"in a file in {config.spill_dir or tempfile.gettempdir()}"
+    if stream.shares_host_memory(device):
+        return on_disk if config.stash == "disk" else "in host memory"
+    place = on_disk if config.stash == "disk" else "in host memory"
+    if config.stash == "auto":
+        first = "" if config.boundary == "host" else "on the device, "
+        place = f"{first}in host memory or {on_disk}, the first that it fits"
+    return f"{place}{_BOUNDARIES[config.boundary]}"
 
 
 def _ubatch_text(config: L2LConfig) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from hf_l2l.config import cannot_be_written
+from hf_l2l.paths import cannot_be_written
 
 _END = b"\n]}\n"
 _PROCESS = 1

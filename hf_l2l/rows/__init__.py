@@ -1,2 +1,2 @@
-"""Rows of the device batch in host memory: the stash of layer inputs, and what passes between layers, a micro-batch at
-a time. Nothing here knows what a layer computes."""
+"""Rows of the device batch that are in host memory for a while, as tensors that models take for tensors of the device,
+and what is computed of them a micro-batch at a time. Nothing here knows where the memory comes from."""

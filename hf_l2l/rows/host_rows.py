@@ -1,82 +1,156 @@
 """`HostRows`: a tensor of the device whose rows are in host memory until something needs all of them.
 
 The output of a layer, and the gradient that flows back to it, pass between layers one micro-batch at a time (boundary;
-arXiv:2002.05645, 2.2). For the code of a model they are tensors of the device: any operation on one uploads its rows.
+arXiv:2002.05645, 2.2). For the code of a model they are tensors of the device: an operation on one uploads its rows,
+unless it computes each row from itself alone (`BY_ROWS`), or is a view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import without_torch_function, wrapper_tensor
+from hf_l2l.rows.functions import BY_ROWS
 
 _aten = torch.ops.aten
+
+
+class Keeper(Protocol):
+    """Keeps rows in host memory and moves them; `Stash` is one."""
+
+    def fetch(self, kept: torch.Tensor) -> torch.Tensor:
+        """`kept`, which it has or a view of that, on the device."""
+
+    def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
+        """Start to upload what will be fetched next."""
+
+    def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
+        """Download `part` to `host`, a view of rows of `rows_like`."""
+
+    def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
+        """So many uninitialised rows like those of `part`."""
+
+
+class Passing(NamedTuple):
+    """How an output passes through host memory to what comes next in the model."""
+
+    fewest_bytes: int
+    """An output of fewer bytes stays on the device."""
+    made_real: Callable[[int], None]
+    """Called with its bytes when it is needed on the device after all."""
+    by_rows: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    """Computes a function of torch, given its arguments, a micro-batch at a time; NotImplemented if it cannot."""
 
 
 class _Rows:
     """The values of a `HostRows` and its aliases."""
 
     def __init__(
-        self, host: torch.Tensor, upload: Callable[[torch.Tensor], torch.Tensor], made_real: Callable[[], None]
+        self,
+        host: torch.Tensor,
+        keeper: Keeper,
+        step: int,
+        passing: Passing | None,
+        base: _Rows | None = None,
+        view: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        """Of `host`, or a `view` of what `base` has, which is `host`, too."""
         self.host = host
-        self.upload = upload
-        self.made_real = made_real
-        self.values: torch.Tensor | None = None
-        """All rows on the device, once something needed them; they may have changed since."""
+        self.keeper = keeper
+        self.step = step
+        """How many entries of the first dimension are moved at once."""
+        self.passing = passing
+        self._base = base
+        self._view = view
+        self._values: torch.Tensor | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the values are those in host memory."""
+        return (self if self._base is None else self._base)._values is None
+
+    def values(self) -> torch.Tensor:
+        """All rows on the device, uploaded once; they may have changed since."""
+        if self._base is not None and self._view is not None:
+            return self._view(self._base.values())
+        if self._values is None:
+            if self.passing is not None:
+                self.passing.made_real(self.host.nbytes)
+            self._values = self.keeper.fetch(self.host)
+        return self._values
+
+    def seen_as(self, view: Callable[[torch.Tensor], torch.Tensor]) -> _Rows:
+        """A view of them."""
+        host, inner = view(self.host), self._view
+        step = max(1, self.step * len(host) // max(1, len(self.host))) if host.dim() else 1
+        whole = view if inner is None else lambda values: view(inner(values))
+        return _Rows(host, self.keeper, step, self.passing, self._base or self, whole)
 
 
 class HostRows(torch.Tensor):
     """A tensor of a device, whose values are in host memory, with all rows along the first dimension."""
 
     rows: _Rows
-    __torch_function__ = without_torch_function
 
     @classmethod
     def of(
-        cls,
-        host: torch.Tensor,
-        device: torch.device,
-        upload: Callable[[torch.Tensor], torch.Tensor],
-        made_real: Callable[[], None],
+        cls, host: torch.Tensor, device: torch.device, keeper: Keeper, step: int, passing: Passing | None = None
     ) -> HostRows:
-        """A tensor that says that it is on `device`; `upload` makes the device tensor of some rows of `host`, when
-        they have arrived there, and `made_real` is called before it makes that of all."""
-        return cls._with(_Rows(host, upload, made_real), device)
+        """A tensor that says that it is on `device`; `keeper` moves rows of `host`, `step` of them at a time."""
+        return cls._with(_Rows(host, keeper, step, passing), device)
 
     @classmethod
     def _with(cls, rows: _Rows, device: torch.device) -> HostRows:
-        made: HostRows = wrapper_tensor(cls, rows.host.shape, rows.host.dtype, device)
+        made: HostRows = wrapper_tensor(cls, rows.host, device)
         made.rows = rows
         return made
 
     @property
     def is_waiting(self) -> bool:
         """Whether the values are those in host memory."""
-        return self.rows.values is None
+        return self.rows.is_waiting
 
     def on_device(self) -> torch.Tensor:
         """All rows on the device, uploaded once."""
-        if self.rows.values is None:
-            self.rows.made_real()
-            self.rows.values = self.rows.upload(self.rows.host)
-        return self.rows.values
+        return self.rows.values()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in BY_ROWS:
+            waiting = (t.rows.passing for t in (*args, *kwargs.values()) if isinstance(t, HostRows) and t.is_waiting)
+            passing = next((each for each in waiting if each is not None), None)
+            result = NotImplemented if passing is None else passing.by_rows(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in _OF_MEMORY:
+            return func(*pytree.tree_map(_on_device, args), **kwargs)
+        return without_torch_function(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if not isinstance(first, HostRows):
-            return op(*pytree.tree_map(_on_device, args), **pytree.tree_map(_on_device, kwargs))
-        if op in (_aten.detach.default, _aten.alias.default):
-            return cls._with(first.rows, first.device)
-        values = first.on_device()
-        result = op(values, *pytree.tree_map(_on_device, args[1:]), **pytree.tree_map(_on_device, kwargs))
-        return first if result is values else result  # an operation in place returns what it has written to
+        if isinstance(first, HostRows):
+            if op in (_aten.detach.default, _aten.alias.default):
+                return cls._with(first.rows, first.device)
+            if op in _VIEWS and first.is_waiting:
+                return cls._with(first.rows.seen_as(lambda t: op(t, *args[1:], **kwargs)), first.device)
+            if op in _FACTORIES:
+                one = torch.empty((), dtype=first.dtype, device=first.device)
+                return op(one.expand(first.shape), *args[1:], **kwargs)
+        by_parts = _BY_PARTS.get(op)
+        if by_parts is not None:
+            found = by_parts(op, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        result = op(*pytree.tree_map(_on_device, args), **pytree.tree_map(_on_device, kwargs))
+        # An operation in place returns what it has written to.
+        return first if isinstance(first, HostRows) and result is first.on_device() else result
 
 
 def _on_device(leaf: Any) -> Any:
@@ -90,10 +164,119 @@ def host_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def made_real(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """Those of `tensors` whose values are on the device, without the `HostRows` around them."""
-    values = [each.rows.values if isinstance(each, HostRows) else each for each in tensors]
-    return [each for each in values if each is not None]
+    there = [t for t in tensors if t is not None and not (isinstance(t, HostRows) and t.is_waiting)]
+    return [t.on_device() if isinstance(t, HostRows) else t for t in there]
 
 
 def uploaded_rows(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`rows`, a view of `host_of(of)`, on the device."""
-    return of.rows.upload(rows) if isinstance(of, HostRows) and of.is_waiting else rows
+    return of.rows.keeper.fetch(rows) if isinstance(of, HostRows) and of.is_waiting else rows
+
+
+def rows_on_device(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """These rows of `tensor`, on the device."""
+    return uploaded_rows(host_of(tensor)[rows], tensor)
+
+
+def fetch_rows_ahead(tensor: torch.Tensor, rows: slice) -> None:
+    """Start to upload these rows of `tensor`, if they wait in host memory and there are any."""
+    if isinstance(tensor, HostRows) and tensor.is_waiting and rows.start < len(tensor):
+        tensor.rows.keeper.fetch_ahead([tensor.rows.host[rows]])
+
+
+def room_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Uninitialised rows like those of `part`, as many as `tensor` has, where those are."""
+    if isinstance(tensor, HostRows) and tensor.is_waiting:
+        return tensor.rows.keeper.rows_like(part, len(tensor))
+    return part.new_empty(len(tensor), *part.shape[1:])
+
+
+def put_rows(part: torch.Tensor, whole: torch.Tensor, rows: slice) -> None:
+    """Copy `part`, on the device, to these rows of `whole`, which was made for them."""
+    if isinstance(whole, HostRows):
+        whole.rows.keeper.send(part, whole.rows.host[rows])
+    else:
+        whole[rows].copy_(part)
+
+
+# ---- what is computed below autograd a few rows at a time: gradients, and copies
+
+
+def _is_gradient(tensor: Any) -> bool:
+    """Whether `tensor` waits, and no code of a model sees it."""
+    return isinstance(tensor, HostRows) and tensor.is_waiting and tensor.rows.passing is None
+
+
+def _joined(rows: _Rows, part: Callable[[slice], torch.Tensor]) -> HostRows:
+    """As many rows in host memory, of the parts that `part` computes on the device."""
+    made: Any = None
+    count = len(rows.host)
+    for start in range(0, count, rows.step):
+        taken = slice(start, min(start + rows.step, count))
+        found = part(taken)
+        made = rows.keeper.rows_like(found, count, rows.passing) if made is None else made
+        put_rows(found, made, taken)
+    result: HostRows = made
+    return result
+
+
+def _sum(op: Any, one: Any, other: Any, **kwargs: Any) -> Any:
+    """Of the gradients that flow back to one tensor from two places."""
+    source = one if _is_gradient(one) else other
+    if not (_is_gradient(source) and isinstance(other, torch.Tensor) and one.shape == other.shape):
+        return NotImplemented
+
+    def part(r: slice) -> torch.Tensor:
+        added: torch.Tensor = op(rows_on_device(one, r), rows_on_device(other, r), **kwargs)
+        return added
+
+    return _joined(source.rows, part)
+
+
+def _sliced(op: Any, gradient: Any, sizes: Any, dim: int, *rest: Any) -> Any:
+    """The gradient of a tensor of which a slice was taken."""
+    if not _is_gradient(gradient) or dim % len(sizes) == 0:
+        return NotImplemented
+
+    def part(r: slice) -> torch.Tensor:
+        found: torch.Tensor = op(rows_on_device(gradient, r), [r.stop - r.start, *sizes[1:]], dim, *rest)
+        return found
+
+    return _joined(gradient.rows, part)
+
+
+def _copied(op: Any, source: Any, *, memory_format: Any = torch.preserve_format) -> Any:
+    """A copy in the usual order, as when rows of which a part was taken are flattened."""
+    if not (
+        source.is_waiting and source.dim() and (memory_format == torch.contiguous_format or source.is_contiguous())
+    ):
+        return NotImplemented
+    return _joined(source.rows, lambda r: rows_on_device(source, r).contiguous())
+
+
+_BY_PARTS: dict[Any, Callable[..., Any]] = {
+    _aten.clone.default: _copied,
+    _aten.add.Tensor: _sum,
+    _aten.slice_backward.default: _sliced,
+}
+
+_OF_MEMORY = {
+    *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__repr__),
+    *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage, torch.Tensor.share_memory_),
+}
+"""Functions that read memory, which a tensor of a subclass has none of."""
+_VIEWS = {
+    *(
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+    ),
+    *(_aten.transpose.int, _aten.permute.default),
+}
+_FACTORIES = {
+    *(_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default),
+    *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+}

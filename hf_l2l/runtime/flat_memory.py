@@ -117,7 +117,8 @@ def _begun(pool: ThreadPoolExecutor, num_bytes: int, device: torch.device) -> Fu
 class Room:
     """Host memory that holds one tensor at a time."""
 
-    def __init__(self, pages: Pages, start: int, stop: int) -> None:
+    def __init__(self, pages: mmap.mmap, start: int, stop: int) -> None:
+        """These bytes of `pages`, which live as long as the room and the tensors made of it."""
         self._view = memoryview(pages)[start:stop]
         self.num_bytes = stop - start
         self._storage: StorageWeakRef | None = None

@@ -51,7 +51,7 @@ def test_options_from_a_file(tmp_path):
     assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host")
 
 
-@pytest.mark.parametrize("words", [("--ubatch_size", "four"), ("--stash", "disk")], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [("--ubatch_size", "four"), ("--stash", "ssd")], ids=lambda words: words[0])
 def test_the_parser_refuses(words, capsys):
     with pytest.raises(SystemExit):
         parsed(*words)
@@ -61,7 +61,7 @@ def test_the_parser_refuses(words, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stash": "disk"}, "stash must be one of 'device', 'host' (got 'disk')"),
+        ({"stash": "ssd"}, "stash must be one of 'device', 'host', 'disk', 'auto' (got 'ssd')"),
         ({"ubatch_size": 0}, "ubatch_size must be a whole number of at least 1"),
         ({"l2l_optimizer": ["lamb"]}, "l2l_optimizer must be 'lamb' or None (got ['lamb'])"),
         ({"l2l_log_times": "no"}, "l2l_log_times must be True or False (got 'no')"),
@@ -84,6 +84,7 @@ def test_every_option_explains_itself():
 
 AS_PARSED = {
     "trace": (str | os.PathLike[str] | None, str | None),
+    "spill_dir": (str | os.PathLike[str] | None, str | None),
     "layer_classes": (tuple[str, ...] | None, list[str] | None),
 }
 """Types of `L2LConfig` that a parser cannot make of words, and those of the arguments."""
@@ -99,6 +100,7 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
         assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
         assert (here.default, here.metadata.keys()) == (option.default, {"help"})
         said = here.metadata["help"].replace("`l2l_loss_scale_interval`", "`loss_scale_interval`")
+        said = said.replace("`l2l_spill_dir`", "`spill_dir`")
         assert said == option.metadata["help"]
         assert f"\n        {option.name}: " in L2LConfig.__doc__
 

@@ -10,27 +10,41 @@ from torch import nn
 
 from families import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l
-from hf_l2l.rows.host_rows import HostRows, host_of, uploaded_rows
+from hf_l2l.rows.host_rows import HostRows, Passing, host_of, uploaded_rows
 from memory_switches import forced_copies
 
 ON_HOST = {"stash": "host", "boundary": "host"}
 
 
 class Uploads:
-    """Makes rows, and counts what is uploaded of them."""
+    """Keeps rows, and counts what is uploaded of them."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
         self.times_real = 0
 
-    def rows(self, host: torch.Tensor) -> HostRows:
-        return HostRows.of(host, torch.device("cpu"), self.upload, self.made_real)
+    def rows(self, host: torch.Tensor, step: int = 2) -> HostRows:
+        """What a model would see."""
+        passing = Passing(0, self.made_real, lambda func, args, kwargs: NotImplemented)
+        return HostRows.of(host, torch.device("cpu"), self, step, passing)
 
-    def upload(self, rows: torch.Tensor) -> torch.Tensor:
+    def gradient(self, host: torch.Tensor) -> HostRows:
+        return HostRows.of(host, torch.device("cpu"), self, 2)
+
+    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
         self.shapes.append(tuple(rows.shape))
         return rows.clone()
 
-    def made_real(self) -> None:
+    def fetch_ahead(self, kept: list[torch.Tensor]) -> None:
+        """Nothing travels ahead."""
+
+    def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
+        host.copy_(part)
+
+    def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
+        return HostRows.of(part.new_empty(rows, *part.shape[1:]), part.device, self, len(part), passing)
+
+    def made_real(self, num_bytes: int) -> None:
         self.times_real += 1
 
 
@@ -59,7 +73,7 @@ def test_some_rows_are_uploaded_alone(uploads):
     host = torch.randn(4, 3)
     rows = uploads.rows(host)
     assert torch.equal(uploaded_rows(host_of(rows)[1:3], rows), host[1:3]) and rows.is_waiting
-    assert torch.equal(rows[1:3], host[1:3]) and uploads.shapes == [(2, 3), (4, 3)]
+    assert torch.equal(rows[1:3] * 1, host[1:3]) and uploads.shapes == [(2, 3), (4, 3)]
     part = host_of(rows)[:1]
     assert uploaded_rows(part, rows) is part
 
@@ -101,6 +115,61 @@ def test_gradients_pass_through(uploads):
     torch.testing.assert_close(x.grad, 8 * x.detach())
 
 
+def test_views_wait_too(uploads):
+    host = torch.randn(4, 3, 2)
+    rows = uploads.rows(host)
+    flat, shifted, turned = rows.reshape(12, 2), rows[:, 1:], rows.transpose(1, 2)
+    assert all(isinstance(each, HostRows) and each.is_waiting for each in (flat, shifted, turned))
+    assert flat.rows.step == 6 and shifted.rows.step == 2 and shifted.stride() == host[:, 1:].stride()
+    assert torch.equal(host_of(flat), host.reshape(12, 2)) and uploads.shapes == []
+    assert torch.equal(shifted.transpose(0, 1) * 1, host[:, 1:].transpose(0, 1)) and uploads.times_real == 1
+    with torch.no_grad():
+        flat.zero_()
+    assert not any(map(torch.any, (rows, shifted, turned))) and host.any()
+
+
+def test_a_part_is_copied_a_few_rows_at_a_time(uploads):
+    host = torch.randn(5, 3, 2)
+    found = uploads.rows(host)[:, 1:].reshape(10, 2)
+    assert isinstance(found, HostRows) and torch.equal(host_of(found), host[:, 1:].reshape(10, 2))
+    assert set(uploads.shapes) == {(2, 2, 2), (1, 2, 2)} and uploads.times_real == 0
+
+
+def test_new_tensors_like_them_are_on_the_device(uploads):
+    rows = uploads.rows(torch.randn(4, 3))
+    assert torch.equal(torch.zeros_like(rows), torch.zeros(4, 3)) and rows.new_empty(0, 5).shape == (0, 5)
+    assert rows.is_waiting
+
+
+def test_what_reads_memory_reads_the_values(uploads, tmp_path):
+    host = torch.randn(4, 3)
+    assert uploads.rows(host).tolist() == host.tolist() and (uploads.rows(host).numpy() == host.numpy()).all()
+    torch.save(uploads.rows(host), tmp_path / "rows.pt")
+    assert torch.equal(torch.load(tmp_path / "rows.pt", weights_only=True), host)
+    assert type(copy.deepcopy(uploads.rows(host))) is torch.Tensor
+
+
+def test_sums_of_gradients_are_made_a_few_rows_at_a_time(uploads):
+    one, other = torch.randn(5, 3), torch.randn(5, 3)
+    for found in (
+        uploads.gradient(one) + uploads.gradient(other),
+        uploads.gradient(one) + other,
+        one + uploads.gradient(other),
+    ):
+        assert isinstance(found, HostRows) and torch.equal(host_of(found), one + other)
+    assert set(uploads.shapes) == {(2, 3), (1, 3)}
+
+
+def test_the_gradient_of_a_slice_is_made_a_few_rows_at_a_time(uploads):
+    host, sizes = torch.randn(5, 2, 3), [5, 4, 3]
+    found = torch.ops.aten.slice_backward(uploads.gradient(host), sizes, 1, 1, 3, 1)
+    expected = torch.zeros(sizes)
+    expected[:, 1:3] = host
+    assert isinstance(found, HostRows) and torch.equal(host_of(found), expected)
+    whole = torch.ops.aten.slice_backward(uploads.gradient(host), [6, 2, 3], 0, 1, 6, 1)
+    assert type(whole) is torch.Tensor and torch.equal(whole[1:], host)
+
+
 # ---- models
 
 
@@ -136,11 +205,12 @@ def test_hidden_states_are_read_by_the_program():
     expected.backward()
     with forced_copies():
         attach_l2l(model, L2LConfig(ubatch_size=3, **ON_HOST))
-        for _ in range(2):
+        for turn in range(2):
             model.zero_grad()
             states = hidden_states(model, batch)
-            assert [isinstance(state, HostRows) for state in states] == [True, True, True, True, False]
-            assert all(state.is_waiting for state in states[:-1])
+            # From the second turn on, the last one is on the device: it is what programs read.
+            assert [isinstance(state, HostRows) for state in states] == [True, True, True, True, turn == 0]
+            assert all(state.is_waiting for state in states if isinstance(state, HostRows))
             found = loss(model)
             found.backward()
             assert found.item() == pytest.approx(expected.item(), rel=1e-10)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.rows.stash import Stash
+from hf_l2l.stash import spill
+from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, page_lock_limit, virtual_clock
 from timed_machine import V100, WIDTH, Block, Machine, sweeps_s, timed_step
 from training import tiny_bert
@@ -121,7 +122,7 @@ def test_memory_that_is_not_locked_holds_up_the_host():
     assert locked.end + 0.05 < pageable.end < timed_step(short, prefetch=False).end
 
 
-def test_the_stash_travels_under_compute(monkeypatch):
+def test_the_stash_travels_under_compute(monkeypatch, tmp_path):
     """Layer inputs leave and come back over a link on which each way takes a fifth of the computation."""
     machine = Machine(layers=6, ubatches=4, forward_s=1.0, transfer_s=1.8, optimizer_s=1.0, rows=64)
     ubatch_s = 4 * 64 * WIDTH / machine.costs().link_bytes_per_s
@@ -132,6 +133,10 @@ def test_the_stash_travels_under_compute(monkeypatch):
         assert travelled > 0.2 * machine.compute_s
     # The backward's first fetch is under nothing.
     assert on_host.end - on_device.end == pytest.approx(ubatch_s, abs=ubatch_s)
+    # Copies to and from a file block the host, which has given the device its work before.
+    monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)
+    on_disk = timed_step(machine, stash="disk", spill_dir=tmp_path)
+    assert on_disk.end == pytest.approx(on_host.end, abs=ubatch_s)
     monkeypatch.setattr(Stash, "fetch_ahead", lambda self, kept: None)
     assert timed_step(machine, stash="host").end > on_host.end + 0.15 * machine.compute_s
 

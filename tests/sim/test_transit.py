@@ -19,8 +19,8 @@ from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.slots import GradientSlots
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from training import settled_memory, tiny_bert
 
@@ -349,7 +349,7 @@ def of_length(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def rooms(model: nn.Module) -> int:
-    return len(relay_of(model).stash._rooms)
+    return len(relay_of(model).stash.tiers._host._rooms)
 
 
 def test_equal_batches_use_the_same_rooms_again():
@@ -357,7 +357,7 @@ def test_equal_batches_use_the_same_rooms_again():
     for _ in range(4):
         train_once(model, batch_for(model))
         assert rooms(model) == 5  # one per layer, and the attention mask that the first one is given
-    assert all(room.is_free for room in relay_of(model).stash._rooms)
+    assert all(room.is_free for room in relay_of(model).stash.tiers._host._rooms)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ class FetchLog:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[tuple[str, int, int]] = []
         layers = list(model.bert.encoder.layer)
-        start, execute, remember = Stash._start_fetch, LayerCall.execute, LayerCall.remember
+        start, execute, remember = Stash._begin, LayerCall.execute, LayerCall.remember
         of: dict[int, int] = {}
         turns: dict[int, int] = {}
 
@@ -480,10 +480,11 @@ class FetchLog:
             of[kept[0].untyped_storage().data_ptr()] = layers.index(call.layer)
             remember(call, kept)
 
-        def fetched(stash: Stash, kept: torch.Tensor) -> Any:
+        def begun(stash: Stash, fetched: Any) -> None:
+            kept = fetched.kept
             layer = of[kept.untyped_storage().data_ptr()]
             self.entries.append(("fetch", layer, kept.storage_offset() // kept.stride(0)))
-            return start(stash, kept)
+            start(stash, fetched)
 
         def executed(call: LayerCall, tensors: list[torch.Tensor]) -> Any:
             if torch.is_grad_enabled():
@@ -493,7 +494,7 @@ class FetchLog:
             return execute(call, tensors)
 
         monkeypatch.setattr(LayerCall, "remember", remembered)
-        monkeypatch.setattr(Stash, "_start_fetch", fetched)
+        monkeypatch.setattr(Stash, "_begin", begun)
         monkeypatch.setattr(LayerCall, "execute", executed)
 
 

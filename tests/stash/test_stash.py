@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from families import TOLERANCE, attached, batch_for, bert, gradients, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.rows.stash import Stash
 from hf_l2l.runtime.stream import HOST
+from hf_l2l.stash.stash import Stash
+from hf_l2l.stash.tiers import Tiers
 from memory_switches import forced_copies
 
 
@@ -31,7 +32,7 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def host_stash(place: str = "host") -> Stash:
-    return Stash(place, HOST, HostMemory(HOST, nn.Module()))
+    return Stash(Tiers(L2LConfig(stash=place), HOST, HostMemory(HOST, nn.Module()), layers=1), HOST)
 
 
 def keep(stash: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
