@@ -196,6 +196,7 @@ def test_a_reference_model_without_layers_is_left_to_the_trainer(tmp_path):
 
 def test_seq2seq(tmp_path):
     def trained(kind, args_kind, folder, **options):
+        options["optim"] = "sgd"  # Adam would make much of rounding where a gradient is nearly 0
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             model = t5()
