@@ -252,6 +252,23 @@ class Noisy(nn.Module):
         return self.model(**batch)
 
 
+class WithSpare(nn.Embedding):
+    """Has a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 16)
+        self.spare = nn.Parameter(torch.ones(16))
+
+
+def test_a_weight_that_an_embedding_does_not_use_gets_no_gradient(monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    model = llama()
+    model.model.embed_tokens = WithSpare()
+    assert_as_plain(model.double())
+    assert set(kinds.found) == {HostRows} and model.model.embed_tokens.spare.grad is None
+
+
 def test_a_hook_that_adds_noise():
     torch.manual_seed(0)
     assert_as_plain(Noisy().double(), steps=2)
