@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hf_l2l
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.report.host_limits import available_host_bytes
+from hf_l2l.memory.host_limits import available_host_bytes
 from hf_l2l.runtime.tensors import size_text
 
 NORM = 1.01

@@ -22,8 +22,8 @@ from benchmarks.throughput_trace import add_to_zip, trace_from_now
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.measure import MemoryCallback
-from hf_l2l.report.host_limits import available_host_bytes
-from hf_l2l.report.memory_estimate import estimate
+from hf_l2l.memory.host_limits import available_host_bytes
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime.tensors import size_text
 

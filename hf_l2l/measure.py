@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +16,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_l2l.hf.attach import attachment_of
-from hf_l2l.report.host_tensors import host_tensors
+from hf_l2l.memory.host_limits import peak_process_bytes
+from hf_l2l.memory.host_tensors import host_tensors
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
 
@@ -41,7 +40,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         the device's memory; absent if the system does not report it.
         """
         found = {"train_device_bytes": self._device_bytes, "train_host_bytes": sum(self._host_bytes.values())}
-        found["train_process_bytes"] = _peak_process_bytes()
+        found["train_process_bytes"] = peak_process_bytes()
         return {name: value for name, value in found.items() if value is not None}
 
     def on_train_begin(self, args: Any, *rest: Any, **kwargs: Any) -> None:
@@ -72,20 +71,6 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         copies = None if attached is None else attached.eps.copies.kept
         for kind, tensors in host_tensors(model, [optimizer], copies).items():
             self._host_bytes[kind] = max(self._host_bytes.get(kind, 0), tensor_bytes(tensors))
-
-
-def _peak_process_bytes() -> int | None:
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, where getrusage includes the parent process
-        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        if peaks:
-            return int(peaks[0]) * 1024
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
 class DeviceMemoryTrace:

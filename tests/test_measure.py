@@ -18,7 +18,7 @@ from torch import nn
 from families import attached, batch_for, bert, llama, train_once
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
 from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
-from hf_l2l.report.host_tensors import host_tensors
+from hf_l2l.memory.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 from training import l2l_trainer, plain_trainer, tiny_bert
 
@@ -86,7 +86,7 @@ def test_the_process_holds_at_least_what_it_holds_now():
 
 
 def test_the_process_is_left_out_where_the_system_does_not_tell(monkeypatch):
-    monkeypatch.setattr("hf_l2l.measure._peak_process_bytes", lambda: None)
+    monkeypatch.setattr("hf_l2l.measure.peak_process_bytes", lambda: None)
     assert MemoryCallback().metrics() == {"train_host_bytes": 0}
 
 

@@ -24,7 +24,7 @@ import hf_l2l
 from benchmark_output import columns, refused
 from benchmarks import gpu_rows, throughput, throughput_check, throughput_models, throughput_report, throughput_runs
 from hf_l2l import L2LConfig
-from hf_l2l.report.memory_estimate import estimate
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 

@@ -199,6 +199,11 @@ class _DeviceBuffers:
                     place = _BufferPlace(module._buffers, name, buffer)
                     self.copies.append(_BufferCopy(place, made[buffer], _version(made[buffer]), unseen))
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The copies."""
+        return [each.copy for each in self.copies if each.copy is not None]
+
     def place(self) -> None:
         for (table, name, _), copy, _, _ in self.copies:
             table[name] = copy

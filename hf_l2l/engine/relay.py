@@ -31,8 +31,10 @@ from hf_l2l.engine.sweeps import InputGradients, Tensors, backward_sweep, forwar
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.memory.device_memory import BOUNDARY, SLOTS, STASH
+from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
-from hf_l2l.rows.host_rows import host_of
+from hf_l2l.rows.host_rows import host_of, made_real
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
@@ -61,15 +63,26 @@ class _RelayNode(torch.autograd.Function):
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
         with relay.stash.keeping(tensors, has_rows) as kept:
             call.remember(kept)
+            relay.eps.ledger.on_device.holds(STASH, made_real(kept))
             ctx.save_for_backward(*kept)
             relay.eps.expect(call.unit)
+            # Autograd itself finds out changes of arguments that get a gradient.
+            given = [t for t in tensors if t.is_floating_point() and not t.requires_grad]
+            before = _versions(given)
             outputs = relay.forward(call, tensors, for_backward=True)
+            if _versions(given) != before:
+                raise ValueError(
+                    "a layer that trains must not change its arguments in place, since its recompute would begin with "
+                    f"the changed ones (got a {type(call.layer).__name__} that does); make it change a copy, or train "
+                    "this model without L2L"
+                )
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        timeline = ctx.relay.eps.timeline
+        timeline, memory = ctx.relay.eps.timeline, ctx.relay.eps.ledger.on_device
+        memory.holds(BOUNDARY, made_real(gradients))
         with ctx.relay.eps.backwards.joined(), timeline.inside("backward"), timeline.at(ctx.call.unit.module):
             if torch.is_grad_enabled():  # autograd would record this backward
                 raise RuntimeError(
@@ -80,6 +93,7 @@ class _RelayNode(torch.autograd.Function):
                 ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.from_host, gradients
             )
             ctx.relay.backward(ctx.call, inputs, gradients)
+            memory.holds(BOUNDARY, made_real(inputs.total))
         return None, None, None, *inputs.total
 
 
@@ -102,6 +116,9 @@ class Relay:
         """The module that the program calls -> the layers that its last call called, in that order."""
         self.splitter = Splitter(config.ubatch_size, device)
         shell.call_at_start(self._start_forward)
+        eps.ledger.on_device.finds(SLOTS, self._slot_memory)
+        eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
+        eps.ledger.counts(COPIES, self._staged_bytes)
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -123,9 +140,12 @@ class Relay:
         if not torch.compiler.is_compiling():
             for tensor in tensors:
                 settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
+        memory = self.eps.ledger.on_device
+        memory.holds(BOUNDARY, made_real(tensors))
         with self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
+            memory.holds(BOUNDARY, made_real(outputs))
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)
         root.weights.upload_ahead(len(root.layer_calls))
@@ -246,6 +266,15 @@ class Relay:
         self._settle()
         if self._slots is not None and self.eps.masters.is_changed_for_call:
             self._slots.forget()
+
+    def _slot_memory(self) -> list[torch.Tensor]:
+        """The memory of all slots."""
+        weights = [] if self._slots is None else self._slots.slots
+        return [slot.memory for slot in (*weights, *self._gradient_slots.slots)]
+
+    def _staged_bytes(self) -> int:
+        """Bytes of host memory for 16-bit copies that are made for each upload."""
+        return 0 if self._slots is None else sum(slot.stage.num_bytes for slot in self._slots.slots)
 
     def _settle(self) -> None:
         self.stash.settle()

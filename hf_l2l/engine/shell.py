@@ -26,12 +26,13 @@ from hf_l2l.eps.masters import NON_LAYER, MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, SHELL
 from hf_l2l.model.batch_dims import batch_rows
 from hf_l2l.model.caches import warn_of_cache, without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
-from hf_l2l.runtime.tensors import parts_of, to_device
+from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
 
 
 class _Uploads:
@@ -283,12 +284,15 @@ class Shell:
                 warn_of_cache(module, args, kwargs)
                 args, kwargs = without_use_cache(module, args, kwargs)
             given, scale = (args, kwargs), self._scale
+            memory = self.eps.ledger.on_device
+            memory.begin_call(sum(t.numel() for t in leaves_of(given) if isinstance(t, torch.Tensor)))
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
                 if scale is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             weights = self._upload(module)
+            memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
@@ -297,6 +301,8 @@ class Shell:
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor)
             try:
                 with weights.placed():  # buffers are uploaded here, before the weights
+                    memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
+                    memory.enter(EMBEDDING)
                     at_start = self._at_start() if self._at_start is not None else None
                     if at_start is not None:
                         at_start(call)

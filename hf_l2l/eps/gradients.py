@@ -56,7 +56,7 @@ class Gradients:
         """Masters whose sums are being downloaded in this backward."""
         self._norms: list[tuple[list[Master], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are complete when this backward is over."""
-        self._norm_memory = SmallTensors(memory, "norms of gradients")
+        self.norm_memory = SmallTensors(memory, "norms of gradients")
         self._task: int | None = None
         """The backward that `_held` belongs to."""
         self._held: list[tuple[torch.Tensor, PendingSum]] = []
@@ -228,7 +228,7 @@ class Gradients:
             gradients.append(gradient)
         for masters, gradients in by_dtype.values():
             norms = torch.stack(torch._foreach_norm(gradients))
-            on_host = self._norm_memory.tensor_like(norms, 8 * len(self.masters.parameters))
+            on_host = self.norm_memory.tensor_like(norms, 8 * len(self.masters.parameters))
             on_host.copy_(norms, non_blocking=True)
             self._norms.append((masters, on_host))
 
@@ -292,7 +292,7 @@ class Gradients:
             stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
         for vector, (_, on_host) in zip(kept, norms, strict=True):
             vector.copy_(on_host)
-        self._norm_memory.drop()
+        self.norm_memory.drop()
         self._let_go()
         with without_interception():
             for master, total in new:
@@ -339,7 +339,7 @@ class Gradients:
         self._arriving.clear()
         self._added_at_end.clear()
         self._norms.clear()
-        self._norm_memory.drop()
+        self.norm_memory.drop()
 
     def wait(self) -> None:
         """Wait for all downloads submitted so far."""

@@ -63,6 +63,10 @@ class HostMemory:
         """`masters.changes` when the blocks of the units were found."""
         self._warned = False
 
+    def count_locked(self) -> int:
+        """`bytes_locked`, for the ledger."""
+        return self.bytes_locked
+
     @property
     def bytes_locked(self) -> int:
         """Bytes that are page-locked now."""
@@ -271,6 +275,10 @@ class SmallTensors:
             self._left = self._block(max(aligned, expected_bytes))
         taken, self._left = self._left[:num_bytes], self._left[aligned:]
         return taken.view(tensor.dtype).view(tensor.shape)
+
+    def host_bytes(self) -> int:
+        """Bytes of all blocks, in use or free."""
+        return sum(room.num_bytes for room in self._rooms)
 
     def drop(self) -> None:
         """Use the memory again for the next tensors, as soon as those handed out so far are gone."""

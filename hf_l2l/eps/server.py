@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed, nn
 
+from hf_l2l.compat import without_interception
 from hf_l2l.config import L2LConfig, update_mode
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory, Progress, unseen
@@ -21,13 +22,16 @@ from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import Vote
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.memory.device_memory import OPTIMIZER, SHELL
+from hf_l2l.memory.host_tensors import host_tensors
+from hf_l2l.memory.ledger import COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
+from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
+from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
-from hf_l2l.report.host_tensors import host_tensors
-from hf_l2l.report.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
@@ -93,8 +97,52 @@ class EagerParamServer:
             is_accumulating=is_accumulating,
         )
         self.vote = Vote(self.masters, loss_scale)
+        self.ledger = self.timeline.ledger
+        self._register()
         if loss_scale is not None:
             loss_scale.may_step = self.may_step
+
+    def _register(self) -> None:
+        """Tell the ledger what to count."""
+        self.ledger.on_device.finds(SHELL, self._resident)
+        self.ledger.counts(MASTERS, self._master_bytes)
+        self.ledger.counts(GRADIENTS, self._gradient_bytes)
+        self.ledger.counts(MOMENTS, self._moment_bytes)
+        self.ledger.counts(COPIES, self.copies.host_bytes)
+        self.ledger.counts(NORMS, self.gradients.norm_memory.host_bytes)
+        self.ledger.counts(PAGE_LOCKED, self.memory.count_locked)
+
+    def _master_bytes(self) -> int:
+        return tensor_bytes(master.parameter for master in self.masters.on_host())
+
+    def _gradient_bytes(self) -> int:
+        """Bytes of gradients, and of the page-locked memory that waits for them."""
+        found = 0
+        with without_interception():
+            for master in self.masters.on_host():
+                room, grad = master.gradient_room, master.parameter.grad
+                found += 0 if room is None else tensor_bytes([master.gradient_like])
+                if grad is not None and grad.device == stream.HOST and (room is None or room.is_free):
+                    found += tensor_bytes([grad])  # autograd or the program has made it
+        return found
+
+    def _states(self) -> list[torch.Tensor]:
+        """The tensors in the optimizers' state."""
+        # Copied, since an update in the background may add entries.
+        states = [state for optimizer in self.updates.optimizers for state in list(optimizer.state.values())]
+        return [each for state in states for each in list(state.values()) if isinstance(each, torch.Tensor)]
+
+    def _moment_bytes(self) -> int:
+        return tensor_bytes(each for each in self._states() if each.device == stream.HOST)
+
+    def _resident(self) -> list[torch.Tensor]:
+        """Resident masters, their gradients and their state."""
+        if not self.masters.has_resident:
+            return []
+        with without_interception():
+            masters = [master.parameter for master in self.masters.all() if master.is_resident]
+            gradients = [p.grad for p in masters if p.grad is not None]
+        return [*masters, *gradients, *self._states()]
 
     @property
     def lane(self) -> stream.Lane:
@@ -194,6 +242,7 @@ class EagerParamServer:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Vote, then begin the updates; a hook that runs before `optimizer.step()`."""
+        self.ledger.on_device.enter(OPTIMIZER)
         self.backwards.errors.raise_first()
         self.updates.check()
         # The first argument is the optimizer itself; accelerate passes None for a closure.
@@ -283,6 +332,13 @@ class EagerParamServer:
             entry.handles += [entry.step_hook, inner.register_step_post_hook(self.after_step)]
         return optimizer
 
+    def memory_report(self) -> MemoryReport:
+        """Every byte on the device and the host by name, now and at the peak: a dict that prints as a table.
+
+        The names are explained in docs/memory.md. After `detach_l2l`, it is the report of that moment.
+        """
+        return self.ledger.report(f"Memory of a {type(self.model).__name__}, layers run on {self.device}")
+
     def bytes_of_first_step(self) -> int:
         """Bytes of host memory that the first step will take: gradients without memory so far, and two moments per
         trained parameter; 0 once an optimizer has state."""
@@ -310,6 +366,9 @@ class EagerParamServer:
 
     def release(self) -> list[torch.optim.Optimizer]:
         """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""
+        if not self.updates.worker.has_failed:
+            self.synchronize()
+        self.ledger.release(self.memory_report())
         optimizers = self.updates.release()
         self.timeline.close()
         # After this no reference to a master is left, not even a weak one: torch refuses to swap such parameters.

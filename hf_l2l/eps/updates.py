@@ -391,9 +391,9 @@ def carry_out(
     if landed is not None:
         with aside():
             stream.wait(landed, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
-    with update.timeline.host_works(update.task.what):
+    with update.timeline.host_works(update.task.what), update.timeline.ledger.transients.of_update() as allocated:
         check()
-        part.run(factors)
+        part.run(factors, allocated)
         copies.renew(masters)
     update.made = True
     if not update.in_step:

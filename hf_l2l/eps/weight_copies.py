@@ -17,6 +17,7 @@ from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import can_hold, hold
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.tensors import tensor_bytes
 
 
 class Stage:
@@ -26,6 +27,11 @@ class Stage:
         self._memory: torch.Tensor | None = None
         self.left: stream.Point | None = None
         """The point after which the memory may be written again."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it has now."""
+        return 0 if self._memory is None else self._memory.numel()
 
     def memory(self, host: HostMemory, num_bytes: int) -> torch.Tensor:
         """`num_bytes` bytes (uint8, one dimension); waits until uploads from them have finished."""
@@ -126,6 +132,10 @@ class Copies:
         if master.copy_is_right:
             hold(p, master)
         return master.copy
+
+    def host_bytes(self) -> int:
+        """Bytes of the copies that are kept."""
+        return tensor_bytes(self.kept)
 
     @property
     def kept(self) -> list[torch.Tensor]:

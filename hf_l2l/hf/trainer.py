@@ -49,12 +49,13 @@ from hf_l2l.hf.training_args import (
     refuse_mixin_after,
 )
 from hf_l2l.logits.heads import loss_alone
+from hf_l2l.memory.memory_estimate import check_host_memory, estimate
 from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
-from hf_l2l.report.memory_estimate import check_host_memory, estimate
+from hf_l2l.report.log_entries import log_entries
 from hf_l2l.report.summary import summary
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -305,17 +306,13 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Overridden to log, with each training loss, the stall times per optimizer step since the last one."""
+        """Overridden to log, with each training loss, the stall times per optimizer step since the last one, and the
+        peak of the device."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
-        averages = None if timed is None else timed.eps.timeline.averages()
-        if averages is not None:
-            logs["l2l_wait_upload_s"] = averages.upload_s
-            logs["l2l_wait_download_s"] = averages.download_s
-            logs["l2l_wait_eps_s"] = averages.eps_s
-            logs["l2l_bound"] = averages.bound
-            if self._tokens is not None:
-                logs["l2l_tokens_per_s"] = self._tokens / (averages.steps * averages.step_s)
+        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens)
+        if entries:
+            logs.update(entries)
             self._tokens = 0
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:

@@ -110,9 +110,9 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     l2l_log_times: bool = field(
         default=True,
         metadata={
-            "help": "Log what steps wait for, and tokens per second (`l2l_wait_*_s`, `l2l_bound`, "
-            "`l2l_tokens_per_s`). Without them, equal runs have equal checkpoints, `trainer_state.json` included but "
-            "for transformers' own times of evaluations."
+            "help": "Log what steps wait for, tokens per second, and the peak of the device (`l2l_wait_*_s`, "
+            "`l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`). Without them, equal runs have equal checkpoints, "
+            "`trainer_state.json` included but for transformers' own times of evaluations."
         },
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from types import FunctionType, MethodType
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import drop_step_hooks, without_interception
-from hf_l2l.optim.bf16_state import Rounding, keeps_16_bits, widened
+from hf_l2l.optim.bf16_state import Rounding, is_rounded, keeps_16_bits, widened
 
 _OF_THE_PARAMETERS = ("params", "param_names")
 """The keys of a group whose values have one entry per parameter; the others are hyper-parameters."""
@@ -136,6 +136,15 @@ class SplitStep:
         type(optimizer).step(optimizer)  # not the wrapper that a scheduler sets on the instance
 
 
+def _nothing(num_bytes: int) -> None:
+    """Count nothing."""
+
+
+def _rounded_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of the fp32 tensors of a state that is kept in 16 bits."""
+    return sum(value.nbytes for value in state.values() if is_rounded(value))
+
+
 class Part:
     """The update of some masters, to be run once, on any thread."""
 
@@ -161,11 +170,16 @@ class Part:
                 group.setdefault("param_names", []).append(share.name)
         return list(groups.values())
 
-    def run(self, factors: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+    def run(
+        self,
+        factors: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        allocated: Callable[[int], None] = _nothing,
+    ) -> None:
         """Update the masters.
 
         Args:
             factors: master -> the number that its gradient is multiplied by first, a 0-dim host tensor.
+            allocated: told the bytes of gradients and state in fp32 that exist until this update is over.
 
         Raises:
             Exception: the exception of the optimizer; the part stays as the optimizer left it, and cannot run again.
@@ -175,7 +189,7 @@ class Part:
             return
         stand_ins = _stand_ins(shares)
         pairs = list(zip(shares, stand_ins, strict=True))
-        _set_gradients(shares, stand_ins, factors or {})
+        allocated(_set_gradients(shares, stand_ins, factors or {}))
         rounding = self._step._rounding
         # Some optimizers check whether a parameter is in the state: before its first step, it must not be.
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -183,6 +197,7 @@ class Part:
             if share.has_state:
                 wide = rounding is not None and master.dtype == torch.float32 and keeps_16_bits(master)
                 state[stand_in] = widened(share.state) if wide else share.state
+                allocated(_rounded_bytes(state[stand_in]) if wide else 0)
         step = self._step
         optimizer = _hookless_copy(step._base, self._groups_of(pairs), state, step._places, step._mutable)
         self._step._step(optimizer)
@@ -193,6 +208,7 @@ class Part:
                 del self._step._state[master]
                 continue
             if rounding is not None and keeps_16_bits(master):
+                allocated(0 if share.has_state else _rounded_bytes(made))
                 made = rounding.narrowed(made, share.place, share.state)
             if made is not share.state:
                 share.state.clear()
@@ -252,9 +268,11 @@ def _set_gradients(
     shares: Iterable[tuple[torch.Tensor, _Share]],
     stand_ins: Iterable[torch.Tensor],
     factors: Mapping[torch.Tensor, torch.Tensor],
-) -> None:
-    """Set the `grad` of each stand-in: the gradient of this step, times its factor, in the dtype of the master."""
-    scaled = []
+) -> int:
+    """Set the `grad` of each stand-in: the gradient of this step, times its factor, in the dtype of the master.
+
+    Returns the bytes of gradients that were converted."""
+    scaled, converted = [], 0
     for (master, share), stand_in in zip(shares, stand_ins, strict=True):
         gradient, factor = share.gradient, factors.get(master)
         if gradient.dtype == master.dtype:
@@ -264,9 +282,12 @@ def _set_gradients(
             gradient = gradient.to(master.dtype)
         else:  # in fp32: one exact pass that both widens and scales
             gradient = torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=master.dtype))
+        if gradient is not share.gradient:
+            converted += gradient.nbytes
         stand_in.grad = gradient
     if scaled:
         torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
+    return converted
 
 
 def _snapshots(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reports on a run: summary, timeline, trace file, stall times, memory estimate and limits, tensors on the host.
+"""Reports on a run: summary, timeline, trace file, stall times.
 
 The engine records its timeline here; nothing that is computed depends on it.
 """

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hf_l2l.config import BoundaryPlace, L2LConfig, Mode, update_mode
+from hf_l2l.memory.memory_estimate import MemoryEstimate, kinds_text
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.stacks import find_stacks, shell_modules
-from hf_l2l.report.memory_estimate import MemoryEstimate, kinds_text
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 

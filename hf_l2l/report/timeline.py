@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_l2l.memory.device_memory import INPUTS
+from hf_l2l.memory.ledger import Ledger
 from hf_l2l.report.device_clock import DeviceClock, Mark
 from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
 from hf_l2l.report.wait_time import Averages, Waits
@@ -77,6 +79,8 @@ class Timeline:
         """
         self.clock = DeviceClock(device, time.perf_counter)
         self.device = device
+        self.ledger = Ledger(device)
+        """What is held in memory; the events of the timeline are the phases in which its peaks are told apart."""
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
         self._names = _names(model, layers)
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
@@ -170,6 +174,8 @@ class Timeline:
     def end_step(self) -> None:
         """The optimizer has stepped."""
         self._end_sweep()
+        self.ledger.on_device.enter(INPUTS)
+        self.ledger.look()
         self._in_first_step = False
         if self._step_began is not None:
             if self._update_began is not None:
@@ -188,6 +194,8 @@ class Timeline:
         Between the blocks of one backward, and until `end_backward`, autograd runs non-layer modules.
         """
         before, HERE.is_in_sweep = HERE.is_in_sweep, True
+        memory = self.ledger.on_device
+        memory.is_backward = sweep == "backward"
         trains = sweep == "backward" or torch.is_grad_enabled()
         if trains and self._in_first_step and (self._sweep is None or self._sweep[0] != sweep):
             self._end_sweep()
@@ -199,21 +207,25 @@ class Timeline:
             HERE.is_in_sweep = before
             if sweep == "forward" and trains:
                 self._end_sweep()
+            elif sweep == "forward":
+                memory.enter(INPUTS)
 
     def end_backward(self) -> None:
         """The backward has ended or failed."""
         self._end_sweep()
+        self.ledger.on_device.enter(INPUTS)
 
     @contextmanager
     def at(self, layer: nn.Module) -> Iterator[None]:
         """The sweep processes `layer` in the block: waits for it, computes it, or tries how to split its inputs."""
-        if self._sweep is None:  # in all steps but the first
+        with self.ledger.on_device.in_layer():
+            if self._sweep is None:  # in all steps but the first
+                yield
+                return
+            place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({self._name(layer)})"
+            self._go(place)
             yield
-            return
-        place = f"layer {self._layers.get(layer, 0)} of {len(self._layers)} ({self._name(layer)})"
-        self._go(place)
-        yield
-        self._go(f"non-layer modules, after {place}")
+            self._go(f"non-layer modules, after {place}")
 
     def computes(self, sweep: str, layer: nn.Module) -> AbstractContextManager[None]:
         """`layer` computes in the block, in the "forward" or "backward" sweep."""

@@ -7,7 +7,7 @@ unless it computes each row from itself alone (`BY_ROWS`), or is a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -160,6 +160,12 @@ def _on_device(leaf: Any) -> Any:
 def host_of(tensor: torch.Tensor) -> torch.Tensor:
     """The host tensor with the rows of `tensor` if it is one that waits; else `tensor` itself."""
     return tensor.rows.host if isinstance(tensor, HostRows) and tensor.is_waiting else tensor
+
+
+def made_real(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Those of `tensors` whose values are on the device, without the `HostRows` around them."""
+    there = [t for t in tensors if t is not None and not (isinstance(t, HostRows) and t.is_waiting)]
+    return [t.on_device() if isinstance(t, HostRows) else t for t in there]
 
 
 def uploaded_rows(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

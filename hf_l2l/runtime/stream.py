@@ -77,6 +77,25 @@ def memory_of(device: torch.device) -> int | None:
     return None if ask is None else int(ask(device)[1])
 
 
+def memory_in_use(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that the allocator of the device holds now, and the most that it has held since that number was last
+    reset; None if the device shares the memory of the host, or its allocator does not count."""
+    if shares_host_memory(device):
+        return None
+    try:
+        stats = torch.accelerator.memory_stats(device)
+    except RuntimeError:  # an allocator that torch cannot ask
+        return None
+    return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("allocated_bytes.all.peak", 0))
+
+
+def simulated_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of host memory that stand for memory and copies of the device, now and at most: those of a simulated one.
+    A real device has none."""
+    ask = getattr(device_module(device), "simulated_bytes", None)
+    return (0, 0) if ask is None else ask()
+
+
 def shares_host_memory(device: torch.device) -> bool:
     """Whether an upload to `device` is a view of the master instead of a copy."""
     return device.type == "cpu"

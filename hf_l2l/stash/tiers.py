@@ -10,7 +10,7 @@ import torch
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.report.host_limits import available_host_bytes
+from hf_l2l.memory.host_limits import available_host_bytes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
@@ -71,6 +71,10 @@ class Tiers:
 
     def _pools(self) -> list[RoomPool]:
         return [self._host] if self._disk is None else [self._host, self._disk]
+
+    def host_bytes(self) -> int:
+        """Bytes of the rooms in host memory, in use or free; what passes between layers there is among them."""
+        return self._host.bytes_for(0)
 
     def start_forward(self) -> None:
         """Begin to choose anew, and free the smallest of the surplus rooms."""

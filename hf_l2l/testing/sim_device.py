@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_l2l.testing.sim_host import kept_bytes
 from hf_l2l.testing.sim_memory import ACCOUNT
 from hf_l2l.testing.sim_pages import CudaRuntime
 from hf_l2l.testing.sim_random import GENERATOR
@@ -130,6 +131,16 @@ def mem_get_info(device: _Device = None) -> tuple[int, int]:
     _check(device)
     total = sys.maxsize if ACCOUNT.capacity is None else ACCOUNT.capacity
     return total - ACCOUNT.live(), total
+
+
+def simulated_bytes() -> tuple[int, int]:
+    """Return the bytes of host memory that the simulation takes, now and at most.
+
+    They are the device's memory, and the values of downloads that the host may not see yet: a real device would have
+    written them where they go.
+    """
+    now, most = kept_bytes()
+    return ACCOUNT.live() + now, ACCOUNT.peak() + most
 
 
 def manual_seed(seed: int) -> None:

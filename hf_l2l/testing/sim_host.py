@@ -42,12 +42,19 @@ class Watched:
 
 
 _arrivals: list[Arrival] = []
+_most_kept = [0]  # bytes of values at once
 _watched: list[Watched] = []
 
 
 def keep_for_host(values: torch.Tensor, target: torch.Tensor, line: Line, count: int) -> None:
     """Keep the `values` that operation `count` of `line` downloads to `target` until the host may see them."""
     _arrivals.append(Arrival(line.id, count, target, values))
+    _most_kept[0] = max(kept_bytes())
+
+
+def kept_bytes() -> tuple[int, int]:
+    """Return the bytes of downloaded values that the host may not see yet, now and at most."""
+    return sum(a.values.nbytes for a in _arrivals), _most_kept[0]
 
 
 def watch(source: torch.Tensor, line: Line, count: int) -> None:

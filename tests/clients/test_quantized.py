@@ -27,7 +27,7 @@ from torch import nn
 
 from families import assert_same_bits, batch_for, gradients, relative_error, train_once
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
-from hf_l2l.report.memory_estimate import estimate
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, parts_of, tensor_bytes
 from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock

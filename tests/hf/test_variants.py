@@ -196,6 +196,7 @@ def test_a_reference_model_without_layers_is_left_to_the_trainer(tmp_path):
 
 def test_seq2seq(tmp_path):
     def trained(kind, args_kind, folder, **options):
+        options["optim"] = "sgd"  # Adam would make much of rounding where a gradient is nearly 0
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             model = t5()
@@ -209,9 +210,10 @@ def test_seq2seq(tmp_path):
     expected, theirs = trained(hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments, "plain", **{CHECKPOINTING: True})
     kinds = make_l2l_trainer(hf.Seq2SeqTrainer), make_l2l_arguments(hf.Seq2SeqTrainingArguments)
     found, ours = trained(*kinds, "l2l", ubatch_size=8)
-    assert logs(found)[0] == logs(expected)[0]
+    # Autograd sums the three uses of the embedding in another order.
+    assert logs(found)[0] == pytest.approx(logs(expected)[0], rel=1e-6)
     weights = dict(expected.model.named_parameters())
-    for name, p in found.model.named_parameters():  # autograd sums the three uses of the embedding in another order
+    for name, p in found.model.named_parameters():
         torch.testing.assert_close(p, weights[name], rtol=1e-4, atol=1e-5)
     assert (ours.predictions == theirs.predictions).all()
     assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-5)

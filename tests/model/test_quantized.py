@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.model.units import LayerUnit
-from hf_l2l.report.memory_estimate import estimate
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta, parts_of, rebuilt, sharing_memory, tensor_bytes
 from toy_quantized import ToyInt8, quantize_linears, quantized

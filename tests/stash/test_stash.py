@@ -271,18 +271,32 @@ class Overwriting(Block):
 class Overwritten(Stacked):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Overwriting() for _ in range(2))
+        self.blocks = nn.ModuleList([Block(), Overwriting()])
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_a_layer_that_overwrites_its_input_is_refused_in_training(stash, copies):
     plain, x = Overwritten().double(), torch.randn(5, 4).double()
     ours = copy.deepcopy(plain)
-    attach_l2l(ours, L2LConfig(layer_classes=("Overwriting",), stash=stash))
+    attach_l2l(ours, L2LConfig(layer_classes=("Block",), stash=stash))
     loss = ours(x)[0]
     assert torch.equal(loss, plain(x)[0])
     with pytest.raises(RuntimeError, match="in-?place operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("ubatch_size", [None, 2])
+def test_a_layer_that_overwrites_an_input_without_gradients_is_refused(stash, ubatch_size, copies):
+    model, x = Stacked(), torch.randn(5, 4).double()
+    model.embed.requires_grad_(False)
+    model.blocks[0] = Overwriting()
+    model.double()
+    attach_l2l(model, L2LConfig(layer_classes=("Block",), stash=stash, ubatch_size=ubatch_size))
+    with torch.no_grad():
+        assert torch.isfinite(model(x.clone())[0])
+    with pytest.raises(ValueError, match=r"must not change its arguments in place.*\(got a Overwriting that does\)"):
+        model(x)
 
 
 def test_training_goes_on_after_a_change_was_found_out(copies):

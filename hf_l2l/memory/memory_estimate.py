@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig, MomentDtype
+from hf_l2l.memory import host_limits
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import resident_parameters
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
 from hf_l2l.optim.layerwise_step import unwrapped
-from hf_l2l.report import host_limits
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, on_meta, parts_of, size_text, tensor_bytes

@@ -19,8 +19,8 @@ from transformers.optimization import Adafactor
 from families import VOCAB, batch_for, bert, gpt2, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l import estimate as estimate_function
-from hf_l2l.report import host_limits
-from hf_l2l.report.memory_estimate import (
+from hf_l2l.memory import host_limits
+from hf_l2l.memory.memory_estimate import (
     SKIP_VARIABLE,
     MemoryEstimate,
     check_host_memory,
@@ -405,8 +405,8 @@ def test_page_locked_memory_is_the_processes_own():
 def told(monkeypatch, device: str, **options) -> dict[str, str]:
     """The lines of the summary, by their heads. No device of that type needs to be there."""
     monkeypatch.setattr(stream, "execution_device", lambda asked: torch.device(device))
-    for module in ("memory_estimate", "summary"):
-        monkeypatch.setattr(f"hf_l2l.report.{module}.computing_dtype", lambda cmp, on: cmp and torch.bfloat16)
+    for module in ("memory.memory_estimate", "report.summary"):
+        monkeypatch.setattr(f"hf_l2l.{module}.computing_dtype", lambda cmp, on: cmp and torch.bfloat16)
     model, config = small_bert(), L2LConfig(**options)
     lines = summary(model, config, estimate(model, config)).splitlines()[1:]
     return {head.strip(): text for head, _, text in (line.partition(" = ") for line in lines)}

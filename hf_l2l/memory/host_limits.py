@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -65,6 +66,26 @@ def own_bytes(status: Path = Path("/proc/self/status")) -> int:
         memory = psutil.Process().memory_info()
         return int(memory.rss - getattr(memory, "shared", 0))
     return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
+
+
+def process_bytes(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
+    """Bytes of memory that this process holds now, and the most that it has held, mapped files included."""
+    now, peak = int(psutil.Process().memory_info().rss), peak_process_bytes(status)
+    return now, max(now, 0 if peak is None else peak)
+
+
+def peak_process_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """The most bytes of memory that this process has held; None if the system does not report it."""
+    if status.exists():  # Linux, where getrusage includes the parent process
+        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if peaks:
+            return int(peaks[0]) * 1024
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
 def is_in_memory(folder: str) -> bool:

@@ -1,0 +1,34 @@
+"""What `L2LTrainer` adds to a log with a training loss: stall times, tokens per second, and the device's peak."""
+
+from __future__ import annotations
+
+from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime import stream
+
+
+def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str]:
+    """The entries for the steps since the last log; without steps since then there are none.
+
+    `device_peak_bytes` is what the allocator of the device has held at most since the process began, or since the
+    program has called `torch.accelerator.reset_peak_memory_stats()`, which is left to the program. It is absent
+    where layers run on the CPU.
+
+    Args:
+        timeline: of the engine.
+        tokens: tokens of the inputs of these steps; None if the inputs are not tokens.
+    """
+    averages = timeline.averages()
+    if averages is None:
+        return {}
+    entries: dict[str, float | str] = {
+        "l2l_wait_upload_s": averages.upload_s,
+        "l2l_wait_download_s": averages.download_s,
+        "l2l_wait_eps_s": averages.eps_s,
+        "l2l_bound": averages.bound,
+    }
+    if tokens is not None:
+        entries["l2l_tokens_per_s"] = tokens / (averages.steps * averages.step_s)
+    usage = stream.memory_in_use(timeline.device)
+    if usage is not None:
+        entries["device_peak_bytes"] = usage[1]
+    return entries

@@ -1,0 +1,378 @@
+"""`eps.memory_report()` on a device with memory of its own: every byte has a name, with sizes of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import FAMILIES, SMALL, batch_for, bert, llama
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
+from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.hf.attach import attachment_of
+from hf_l2l.memory.device_memory import DEVICE_NAMES
+from hf_l2l.memory.memory_report import MemoryReport
+from hf_l2l.runtime import stream
+from hf_l2l.testing import page_locked_bytes
+from training import l2l_trainer, settled_memory
+
+WIDTH, TOKENS, ROWS, UBATCH = 64, 16, 8, 2
+A = TOKENS * WIDTH * 4
+"""Bytes of one layer output per row."""
+
+
+def wide_bert(**more: Any) -> nn.Module:
+    return bert(**{"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, **more})
+
+
+class Run:
+    """A model, its EPS and optimizer; the device's peak begins with it."""
+
+    def __init__(self, model: nn.Module, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        self.model = model
+        self.eps: EagerParamServer = attach_l2l(model, L2LConfig(**{"ubatch_size": UBATCH, **options}))
+        self.optimizer = self.eps.wrap(optimizer(model.parameters(), lr=1e-3))
+
+    def forward(self, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
+        ids = torch.randint(5, 60, (rows, tokens), generator=torch.Generator().manual_seed(1))
+        labels = ids[:, 0] % 2 if "Sequence" in type(self.model).__name__ else ids
+        return self.model(input_ids=ids, labels=labels).loss
+
+    def step(self, rows: int = ROWS) -> None:
+        self.forward(rows).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def assert_adds_up(report: MemoryReport) -> None:
+    """What has a name is all that the allocator has counted, to the byte."""
+    device = report["device"]
+    assert set(device) == {*DEVICE_NAMES, "total"}
+    assert device["total"]["now"] == torch.accelerator.memory_allocated()
+    assert device["total"]["peak"] == torch.accelerator.max_memory_allocated()
+    for tier in ("device", "host"):
+        for when in ("now", "peak"):
+            parts = [size[when] for name, size in report[tier].items() if name != "total"]
+            assert min(parts) >= 0 and sum(parts) == report[tier]["total"][when]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"stash": "device"},
+    {"stash": "host", "boundary": "device"},
+    {"stash": "host", "boundary": "host"},
+    {"stash": "device", "ubatch_size": None},
+    {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
+    {"cmp": "bf16", "host_copies": "per_sweep"},
+    {"resident": "shell"},
+    {"resident": "shell", "cmp": "bf16", "eps_update": "eager"},
+    {"eps_update": "serial", "prefetch": False, "gradient_slots": 1},
+]
+
+
+@pytest.mark.parametrize("family", [wide_bert, llama, FAMILIES["t5"]])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_byte_has_a_name(family, options):
+    """At each point of a training step, and after an evaluation."""
+    run = Run(family(), **options)
+    for _ in range(3):
+        loss = run.forward(tokens=6)
+        assert_adds_up(run.eps.memory_report())
+        loss.backward()
+        assert_adds_up(run.eps.memory_report())
+        run.optimizer.step()
+        assert_adds_up(run.eps.memory_report())
+        run.optimizer.zero_grad()
+    with torch.no_grad():
+        run.forward(rows=2 * ROWS, tokens=6)
+    assert_adds_up(run.eps.memory_report())
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor]
+)
+def test_host_memory_is_that_of_the_shapes(optimizer):
+    run = Run(wide_bert(), optimizer, cmp="bf16", stash="host", boundary="device")
+    run.step()
+    run.eps.synchronize()
+    need = estimate(run.model, L2LConfig(cmp="bf16"), run.optimizer)
+    host = run.eps.memory_report()["host"]
+    for name in ("masters", "gradients", "moments", "copies"):
+        assert host[name]["now"] == host[name]["peak"] == getattr(need, name), name
+    count = sum(p.numel() for p in run.model.parameters())
+    assert host["masters"]["now"] == 4 * count and host["copies"]["now"] == 2 * count
+    layers = run.model.config.num_hidden_layers
+    assert host["stash"]["now"] == layers * ROWS * A // 2
+    assert run.eps.memory_report()["of which"]["page-locked"]["now"] == page_locked_bytes()
+    assert 0 < host["norm rooms"]["now"] <= 8 * 2 * len(list(run.model.parameters()))
+
+
+def test_device_memory_is_that_of_the_shapes():
+    run = Run(wide_bert(num_hidden_layers=3), stash="device")
+    loss = run.forward()
+    device = run.eps.memory_report()["device"]
+    layers = 3
+    shell = {p for name, p in run.model.named_parameters() if ".layer." not in name}
+    positions = run.model.bert.embeddings.position_ids  # a buffer that the graph of the embedding keeps
+    assert device["shell"]["now"] == sum(t.nbytes for t in (*shell, positions))
+    assert device["stash"]["now"] == layers * ROWS * A
+    assert device["boundary"]["now"] == ROWS * A, "the output of the last layer"
+    loss.backward()
+    need = estimate(run.model, L2LConfig())
+    assert run.eps.memory_report()["device"]["slots"]["now"] == need.slots
+    inputs = run.eps.memory_report()["device"]["inputs"]
+    assert inputs["peak"] >= ROWS * TOKENS * 8
+
+
+def test_the_stash_on_the_host_leaves_nothing_of_depth_on_the_device():
+    found = []
+    for layers in (2, 6):
+        run = Run(wide_bert(num_hidden_layers=layers), stash="host", boundary="host")
+        for _ in range(2):
+            run.step()
+        report = run.eps.memory_report()
+        assert report["host"]["stash"]["peak"] >= layers * ROWS * A
+        found.append(report["device"])
+        del run
+    assert found[0]["stash"] == found[1]["stash"] == {"now": 0, "peak": 0}
+    assert found[0]["total"]["peak"] == found[1]["total"]["peak"]
+    assert found[0]["boundary"]["peak"] <= ROWS * A
+
+
+def peaks(model: nn.Module, **options: Any) -> dict[str, int]:
+    """What the device held at the peak of two steps, without the total."""
+    run = Run(model, **options)
+    for _ in range(2):
+        run.step()
+    device = run.eps.memory_report()["device"]
+    return {name: size["peak"] for name, size in device.items() if name != "total"}
+
+
+def test_the_peak_is_named_by_what_ran():
+    """With a wide vocabulary it is the head's, with a wide feed-forward that of a layer."""
+    vocabulary = 3000
+    language_model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "vocab_size": vocabulary}))
+    found = peaks(language_model, chunked_loss="off", stash="device")
+    assert max(found, key=lambda name: found[name]) == "head"
+    assert found["head"] >= 2 * ROWS * TOKENS * vocabulary * 4, "logits and their gradient"
+    found = peaks(wide_bert(intermediate_size=40 * WIDTH), stash="device", ubatch_size=None)
+    assert found["workspace"] >= 2 * ROWS * TOKENS * 40 * WIDTH * 4, "both sides of the activation function"
+
+
+def test_updates_that_widen_are_counted():
+    """Gradients and moments of two updates at once in fp32: 12 bytes per parameter of each, in the first step, which
+    makes the moments, and in later ones."""
+    run = Run(wide_bert(num_hidden_layers=4), cmp="bf16", grad_dtype="16bit", moment_dtype="bf16")
+    largest = max(sum(p.numel() for p in layer.parameters()) for layer in run.eps.masters.layers)
+    for _ in range(2):
+        run.eps.ledger.transients.peak = 0
+        run.step()
+        run.eps.synchronize()
+        assert run.eps.ledger.transients.now == 0
+        assert 12 * largest <= run.eps.ledger.transients.peak <= 24 * largest
+    transients = run.eps.memory_report()["host"]["optimizer transients"]
+    assert transients["now"] == 0 and 12 * largest <= transients["peak"] <= 24 * largest
+
+
+def test_resident_weights_are_of_the_shell_and_their_update_is_seen():
+    run = Run(wide_bert(vocab_size=4000), resident="shell", stash="host", boundary="host")
+    for _ in range(3):
+        run.step()
+    device = run.eps.memory_report()["device"]
+    need = estimate(run.model, L2LConfig(resident="shell"), run.optimizer)
+    buffers = sum(b.nbytes for b in run.model.buffers())
+    steps = sum(s.nbytes for state in run.optimizer.state.values() for s in state.values() if s.dim() == 0)
+    gradients = sum(p.nbytes for p in run.model.parameters() if p.device.type == "sim")
+    assert need.shell - gradients - buffers - steps <= device["shell"]["now"] <= need.shell
+    assert_adds_up(run.eps.memory_report())
+
+
+def test_steps_that_are_alike_are_not_looked_at(monkeypatch):
+    run = Run(wide_bert())
+    asked: list[torch.device] = []
+    ask = stream.memory_in_use
+    monkeypatch.setattr(stream, "memory_in_use", lambda device: (asked.append(device), ask(device))[1])
+    counts = []
+    for rows in (8, 8, 8, 8, 8, 4, 16):
+        asked.clear()
+        run.step(rows)
+        counts.append(len(asked))
+    assert counts[1] == counts[2] > 10 and counts[6] > 10, "the last batch is larger than any before"
+    assert counts[4] == counts[5] == 0
+    assert_adds_up(run.eps.memory_report())
+
+
+def test_the_program_may_reset_the_peak_of_the_device():
+    run = Run(wide_bert())
+    for _ in range(2):
+        run.step()
+    peak = run.eps.memory_report()["device"]["total"]["peak"]
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.accelerator.max_memory_allocated() < peak
+    report = run.eps.memory_report()
+    assert report["device"]["total"]["peak"] == peak and report.note == ""
+    run.step(16 * ROWS)
+    assert_adds_up(run.eps.memory_report())
+
+
+def test_an_earlier_higher_peak_is_told():
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    torch.empty(2**26, device="sim")
+    model = wide_bert()
+    eps = attach_l2l(model, L2LConfig())
+    model(**batch_for(model))
+    report = eps.memory_report()
+    assert "reset_peak_memory_stats" in report.note and report.note in str(report)
+    assert report["device"]["total"]["peak"] < 2**26
+
+
+def test_it_prints_as_a_table():
+    run = Run(wide_bert(), stash="device")
+    run.step()
+    run.eps.synchronize()
+    report = run.eps.memory_report()
+    assert isinstance(report, dict) and set(report) == {"device", "host", "of which"}
+    lines = str(report).splitlines()
+    assert "BertForSequenceClassification" in lines[0] and "sim:0" in lines[0]
+    assert len({len(line) for line in lines[1:]}) == 1
+    shown = [line.split()[1] for line in lines[2:]]
+    assert {"shell", "slots", "workspace", "stash", "masters", "moments", "total"} <= set(shown)
+    assert lines[-1].startswith("of which  page-locked")
+    assert "copies" not in shown, "names that have no bytes are left out"
+    tree = ElementTree.fromstring(report._repr_html_())
+    assert [cell.text for cell in tree.iter("th")] == [None, "memory", "now", "peak"]
+    assert sum(1 for _ in tree.iter("tr")) == len(lines) - 1
+
+
+def test_after_detaching_it_is_the_last_report():
+    run = Run(wide_bert())
+    run.step()
+    run.eps.synchronize()
+    before = run.eps.memory_report()
+    detach_l2l(run.model)
+    after = run.eps.memory_report()
+    assert after["device"] == before["device"] and after["host"]["masters"] == before["host"]["masters"]
+
+
+def test_memory_of_the_simulated_device_is_named():
+    """It is host memory of this process, and so are the values of downloads until the host has waited for them."""
+    run = Run(wide_bert(num_hidden_layers=8))
+    run.step()
+    report = run.eps.memory_report()
+    simulated = report["host"]["simulated device"]
+    assert simulated["now"] >= report["device"]["total"]["now"]
+    gradients = sum(p.nbytes for p in run.model.parameters())
+    assert simulated["peak"] >= report["device"]["total"]["peak"] + gradients
+
+
+# ---- peaks
+
+
+MODELS = {
+    "bert": partial(wide_bert, dropout=0.1, num_hidden_layers=3),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "vocab_size": 2000})),
+}
+PLACES: list[dict[str, Any]] = [
+    {"stash": "device"},
+    {"stash": "host", "boundary": "device"},
+    {"stash": "host", "boundary": "host"},
+]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_step_needs_no_more_than_later_ones(model, places):
+    """Although it does not know the order of the layers, tries how to split its inputs, and allocates the slots."""
+    run = Run(MODELS[model](), **places)
+    peaks = []
+    for _ in range(3):
+        torch.accelerator.reset_peak_memory_stats()
+        run.step(4 * ROWS)
+        peaks.append(torch.accelerator.max_memory_allocated())
+    assert peaks[0] <= peaks[1] == peaks[2]
+
+
+class Stack(nn.Module):
+    """The layers of a BERT alone: what grows with the device batch is theirs."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        config = wide_bert(num_hidden_layers=layers).config
+        self.encoder = hf.models.bert.modeling_bert.BertEncoder(config)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encoder(rows, attention_mask=None).last_hidden_state
+
+
+def layer_outputs(places: dict[str, Any], layers: int, trains: bool) -> float:
+    """Layer outputs that one more row of the device batch adds to the peak."""
+    found = []
+    for rows in (32, 96):
+        run = Run(Stack(layers), **places)
+        inputs = torch.randn(rows, TOKENS, WIDTH)
+        for _ in range(2):
+            with torch.set_grad_enabled(trains):
+                output = run.model(inputs)
+            if trains:
+                output.backward(torch.ones((), device="sim").expand(rows, TOKENS, WIDTH))
+            del output
+        assert_adds_up(run.eps.memory_report())
+        found.append(run.eps.memory_report()["device"]["total"]["peak"])
+        del run
+    return (found[1] - found[0]) / 64 / A
+
+
+@pytest.mark.parametrize(
+    ("places", "trains", "expected"),
+    [
+        (PLACES[0], False, 3),  # what the program gave, the input and the output of a layer
+        (PLACES[0], True, 4 + 2),  # the inputs of 4 layers, what the program holds, the gradient of an input
+        (PLACES[1], False, 3),
+        (PLACES[1], True, 3),  # what the program holds, the gradients of an output and of an input
+    ],
+)
+def test_outputs_that_were_replaced_are_freed_in_time(places, trains, expected):
+    assert layer_outputs(places, 4, trains) == pytest.approx(expected, abs=0.02)
+
+
+# ---- L2LTrainer
+
+
+class Reports(hf.TrainerCallback):
+    """Takes a report at each event of a step."""
+
+    def __init__(self) -> None:
+        self.eps: Any = None
+        self.taken = 0
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        assert_adds_up(attachment_of(kwargs["model"]).eps.memory_report())
+        self.taken += 1
+
+    on_optimizer_step = on_step_end = on_pre_optimizer_step
+
+
+def test_the_trainer_logs_the_peak_of_the_device(tmp_path):
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    reports = Reports()
+    made = l2l_trainer(tmp_path, ubatch_size=2, callbacks=[reports])
+    made.train()
+    peaks = [entry["device_peak_bytes"] for entry in made.state.log_history if "loss" in entry]
+    assert len(peaks) == 4 and peaks == sorted(peaks) and peaks[-1] == torch.accelerator.max_memory_allocated()
+    assert reports.taken == 4 * 3
+    assert_adds_up(made.eps.memory_report())
+
+
+def test_without_times_the_trainer_logs_no_peak(tmp_path):
+    made = l2l_trainer(tmp_path, l2l_log_times=False)
+    made.train()
+    assert all("device_peak_bytes" not in entry for entry in made.state.log_history)
