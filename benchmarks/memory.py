@@ -42,7 +42,7 @@ class Question:
         grows: the field of `Case` that takes the sizes.
         slope: bytes for each unit of it.
         formula: the same in words.
-        quick: sizes that take seconds.
+        quick: sizes that take seconds, with `quick_case`.
         case: the other sizes.
     """
 
@@ -51,12 +51,13 @@ class Question:
     sizes: tuple[int, ...]
     quick: tuple[int, ...]
     case: Case
+    quick_case: Case
     slope: Callable[[Case, torch.device], float]
     formula: str
 
 
 def per_row(case: Case, device: torch.device) -> float:
-    """Of the device batch: id and label of each token in 64 bits, and its loss in fp32."""
+    """Of the device batch: the id and the label of each token in 64 bits, and its loss in fp32."""
     return 20.0 * case.tokens
 
 
@@ -74,16 +75,18 @@ def per_token(case: Case, device: torch.device) -> float:
 
 SMALL = Case("l2l", layers=6, hidden=128, vocab=1000, rows=8, tokens=64, ubatch=2)
 LONG = Case("l2l", layers=2, hidden=64, vocab=1000, rows=1, tokens=512, ubatch=1)
+QUICK = replace(SMALL, layers=2, hidden=32, rows=16, tokens=16)
 QUESTIONS = {
     "depth": Question(
-        "Depth", "layers", (6, 24, 96, 384), (2, 4), SMALL, lambda case, device: 0.0, "flat: no byte for a further layer"
+        "Depth", "layers", (6, 24, 96, 384), (2, 4), SMALL, QUICK, lambda case, device: 0.0, "flat: no byte for a further layer"
     ),
     "batch": Question(
         "Device batch",
         "rows",
         (8, 16, 32, 64, 128, 256),
-        (8, 16),
+        (16, 32),
         SMALL,
+        QUICK,
         per_row,
         "20 bytes for each further token: its id, its label, its loss",
     ),
@@ -93,6 +96,7 @@ QUESTIONS = {
         (1000, 4000, 16000, 64000, 128000),
         (1000, 2000),
         SMALL,
+        QUICK,
         per_word,
         "12 H + 16 C bytes for each further word (H the hidden size, C the tokens of a chunk of logits)",
     ),
@@ -100,7 +104,8 @@ QUESTIONS = {
         "Tokens of one row",
         "tokens",
         tuple(2**n for n in range(9, 17)),
-        (256, 512),
+        (512, 1024),
+        LONG,
         LONG,
         per_token,
         "for each further token what one layer by itself takes, two layer outputs on their way, id and label",
@@ -112,12 +117,13 @@ def rows_of(name: str, ways: Sequence[str], quick: bool, kept: Path | None) -> l
     """All cases of a question; those in the file `kept` are not measured again."""
     question, device = QUESTIONS[name], torch.accelerator.current_accelerator()
     assert device is not None, "`main` has made sure of one"
-    slope, rows = question.slope(question.case, device), []
+    fixed = question.quick_case if quick else question.case
+    slope, rows = question.slope(fixed, device), []
     have = [] if kept is None or not kept.exists() else [json.loads(line) for line in kept.read_text().splitlines()]
     for size in question.quick if quick else question.sizes:
         for way in ways:
-            case = replace(question.case, way=way, **{question.grows: size})
-            row = next((r for r in have if asdict(case).items() <= r.items() and r["question"] == name), None)
+            case = replace(fixed, way=way, **{question.grows: size})
+            row = next((r for r in have if r["question"] == name and all(r[k] == v for k, v in asdict(case).items())), None)
             if row is None:
                 row = {"question": name, "size": size, "slope": slope, **measured(case, device)}
                 print(f"{name} {size} {way}: {row['peaks']}", file=sys.stderr, flush=True)
@@ -154,7 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         enable_simulated_accelerator()
     hf_logging.set_verbosity_error()
     rows = {name: rows_of(name, options.ways, options.quick, options.rows) for name in options.questions}
-    result = {"environment": environment("memory.py", arguments), "rows": rows}
+    where = environment("memory.py", arguments)
+    if where["device"].startswith("sim"):
+        where["link_bytes_per_s"] = None  # a simulated link has no speed of its own
+    result = {"environment": where, "rows": rows}
     text = memory_report.document(result, QUESTIONS)
     if options.out is not None:
         options.out.write_text(text)

@@ -108,4 +108,4 @@ def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, An
     for axes in list(panels):
         axes.axis("off")
     figure.axes[0].legend(frameon=False)
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=110, format="png")

@@ -58,11 +58,14 @@ def decoder(case: Case) -> nn.Module:
 
 
 def settled_bytes() -> int:
-    """What the device holds once all that is gone is collected, and the device's threads have let go of it."""
-    for _ in range(5):
+    """What the device holds once all that is gone is collected, and the device's threads have let go of it: when two
+    looks in a row find the same."""
+    found = [-1, -2]
+    while len(found) < 4 or found[-1] != found[-2]:
         gc.collect()
         time.sleep(0.01)
-    return int(torch.accelerator.memory_allocated())
+        found.append(int(torch.accelerator.memory_allocated()))
+    return found[-1]
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
@@ -106,11 +109,14 @@ def _peak(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor,
     settled_bytes()
     torch.accelerator.reset_peak_memory_stats()
     model(input_ids=ids, labels=ids).loss.backward()
-    (nn.utils.clip_grad_norm_(model.parameters(), 1.0) if eps is None else eps.clip_grad_norm_(1.0))
+    if eps is None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        eps.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     if eps is not None:
-        eps.synchronize()
+        eps.synchronize()  # the update under the next forward would be part of the next step
     return int(torch.accelerator.max_memory_allocated()) - before
 
 

@@ -1,7 +1,8 @@
-"""The benchmarks of cross mixed precision run, tiny."""
+"""The benchmarks of memory and of cross mixed precision run, tiny."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import transformers as hf
 
-from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows
+from benchmark_output import refused
+from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows, memory
 from glue_script import ROWS, write
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 
@@ -59,3 +61,37 @@ def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
     assert (row["name"], row["code"], row["is_pinned"]) == ("page-locking", 2, False)
     assert len(gpu_rows.read(file, "environment")) == 1
     assert page_locked_bytes() == locked
+
+
+def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
+    """All three ways, with a document and a picture; a second call measures what the first one has left out."""
+    files = {name: tmp_path / f"memory.{name}" for name in ("rows", "out", "picture")}
+    options = ["--quick", *(word for name, file in files.items() for word in (f"--{name}", str(file)))]
+    memory.main([*options, "--questions", "depth"])
+    assert capsys.readouterr().err.count("depth ") == 6
+    rows = memory.main([*options, "--questions", "depth", "vocabulary"])["rows"]
+    printed = capsys.readouterr()
+    assert printed.err.count("depth ") == 0 and printed.err.count("vocabulary ") == 6
+    text, last = printed.out.removesuffix("\n").rsplit("\n", 1)
+    assert json.loads(last)["rows"] == rows
+    assert files["out"].read_text() == text
+    assert "The device is simulated" in text
+    assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    for section in text.split("## ")[3:5]:
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "%" in line]
+        assert len(cells) == 2
+        for _, plain, checkpointing, l2l, first, weights, formula, off in cells:
+            assert float(plain) > float(checkpointing) > float(l2l) >= float(first) > float(weights)
+            assert abs(float(l2l) / float(formula) - 1) < 0.02 and abs(float(off.removesuffix(" %"))) < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ways", "plain"], "--ways must name l2l, which the formula is for (got plain)"),
+        (["--out", "nowhere/result.md"], "--out must be in a folder that exists (got nowhere/result.md)"),
+        (["--questions", "width"], "argument --questions: invalid choice: 'width'"),
+    ],
+)
+def test_bad_options_of_device_memory_are_refused(options, message, capsys):
+    assert refused(memory.main, options, capsys).startswith(message)
