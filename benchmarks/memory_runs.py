@@ -26,6 +26,7 @@ class Case:
         layers, hidden, vocab: of the model; heads have 32 entries, the MLP is four times as wide as the model.
         rows, tokens: rows of the device batch, and tokens of a row.
         ubatch: rows of a micro-batch; only L2L has them.
+        options: of `L2LConfig`, in the place of those of `measured`.
     """
 
     way: str
@@ -93,9 +94,8 @@ def measured(case: Case, device: torch.device) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         found["peaks"] = [_peak(model, optimizer, ids.to(device), before) for _ in range(case.steps)]
         return found
-    config = L2LConfig(
-        device=device, ubatch_size=case.ubatch, stash="host", boundary="host", eps_update="deferred", **case.options
-    )
+    where = {"stash": "host", "boundary": "host", "eps_update": "deferred", **case.options}
+    config = L2LConfig(device=device, ubatch_size=case.ubatch, **where)
     need = estimate(model, config)
     eps = attach_l2l(model, config)
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
