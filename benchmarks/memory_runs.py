@@ -85,36 +85,43 @@ def measured(case: Case, device: torch.device) -> dict[str, Any]:
     before = settled_bytes()
     model = decoder(case)
     ids = torch.randint(5, case.vocab, (case.rows, case.tokens))
+    batch = {"input_ids": ids, "labels": ids}
     found: dict[str, Any] = {**asdict(case), "parameters": sum(p.numel() for p in model.parameters())}
     if case.way != "l2l":
         model.to(device)
+        ids = ids.to(device)
+        batch = {"input_ids": ids, "labels": ids}
         if case.way == "checkpointing":
             checkpointed(model)
         # As the Trainer's default on an accelerator.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        found["peaks"] = [_peak(model, optimizer, ids.to(device), before) for _ in range(case.steps)]
+        found["peaks"] = [step_peak(model, optimizer, batch, before) for _ in range(case.steps)]
         return found
     where = {"stash": "host", "boundary": "host", "eps_update": "deferred", **case.options}
     config = L2LConfig(device=device, ubatch_size=case.ubatch, **where)
     need = estimate(model, config)
     eps = attach_l2l(model, config)
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
-    found["peaks"] = [_peak(model, optimizer, ids, before, eps) for _ in range(case.steps)]
+    found["peaks"] = [step_peak(model, optimizer, batch, before, eps) for _ in range(case.steps)]
     detach_l2l(model)
     return {**found, "shell": need.shell, "slots": need.slots}
 
 
-def _peak(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, before: int, eps: Any = None) -> int:
-    """Peak bytes of one step over what the device held `before` the model."""
+def step_peak(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: dict[str, Any], before: int, eps: Any = None
+) -> int:
+    """Peak bytes of one step over what the device held `before` the model; without `optimizer`, the gradients are
+    dropped."""
     settled_bytes()
     torch.accelerator.reset_peak_memory_stats()
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(**batch).loss.backward()
     if eps is None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     else:
         eps.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
     if eps is not None:
         eps.synchronize()  # the update under the next forward would be part of the next step
     return int(torch.accelerator.max_memory_allocated()) - before
