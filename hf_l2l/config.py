@@ -69,9 +69,9 @@ class L2LConfig:
         "With a stash that is not on the device, where the output of a layer waits for the next layer, and the "
         'gradient for the layer before: on the "device", or on the "host" (with `stash="disk"`, in its file), from '
         "which they come one micro-batch at a time, so that layers "
-        "need device memory for one micro-batch, whatever the device batch, and so does an embedding whose output the "
-        'first layer takes as it is. "auto" keeps them on the device if a backward needs at most an eighth of its '
-        "memory for them.",
+        "need device memory for one micro-batch, whatever the device batch. So does then what the model computes "
+        "before and after them: embedding, positions, dropout, final norm, pooler, and a head in chunks of tokens. "
+        '"auto" keeps them on the device if a backward needs at most an eighth of its memory for them.',
     )
     cmp: Cmp | None = _described(
         None,

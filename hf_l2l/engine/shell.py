@@ -348,7 +348,8 @@ class Shell:
     def _sender(self, unit: MasterUnit) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
+            if gradient is None:  # a node of the graph that takes the weight has found none for it
+                return
             master = unit.masters[number]
             if pending_of(leaf) is not None:
                 raise RuntimeError(

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.stash.arrivals import Arrivals, key
 from hf_l2l.stash.tiers import Tiers
 
 
@@ -59,8 +60,7 @@ class Stash:
         """The end of all downloads submitted so far."""
         self._last_upload: stream.Point | None = None
         """The end of all uploads submitted so far."""
-        self._arrivals: dict[tuple[Any, ...], stream.Point | None] = {}
-        """Rows that are being downloaded -> the point after which they are there; those before are there already."""
+        self._arrivals = Arrivals()
         self._sent: tuple[torch.Tensor, stream.Point | None] | None = None
         """The last rows that are being downloaded, which keeps their device memory."""
         # Tensor arguments of the layers of this forward, to find those that several layers share.
@@ -130,7 +130,9 @@ class Stash:
         `passing` tells what becomes of an output of the model; a gradient has none.
         """
         like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
-        return HostRows.of(self.tiers.tensor_like(like), self.device, self, len(part), passing)
+        host = self.tiers.tensor_like(like)
+        self._arrivals.begin(host)
+        return HostRows.of(host, self.device, self, len(part), passing)
 
     def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""
@@ -138,7 +140,8 @@ class Stash:
         with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer output"):
             stream.wait(computed, wait_reasons.OUTPUT_COMPUTED)
             host.copy_(part, non_blocking=self.lane.is_stream)
-            self._last = self._arrivals[_key(host)] = stream.record(self.device)
+            self._last = stream.record(self.device)
+            self._arrivals.add(host, self._last)
         # The memory of the rows before may be used again. By now their download has mostly ended.
         before, self._sent = self._sent, (part, self._last)
         if before is not None:
@@ -149,7 +152,7 @@ class Stash:
         if kept.device == self.device:
             return kept
         self._begin_late()
-        fetched = self._ahead.pop(_key(kept), None)
+        fetched = self._ahead.pop(key(kept), None)
         if fetched is None:
             fetched = self._room_for(kept)
             self._begin(fetched)
@@ -160,8 +163,8 @@ class Stash:
         """Start to upload the rows that will be fetched next: at once, or, where that blocks the host, at the next
         fetch, when the device has been given what it computes before."""
         for tensor in kept:
-            if tensor.device != self.device and _key(tensor) not in self._ahead:
-                fetched = self._ahead[_key(tensor)] = self._room_for(tensor)
+            if tensor.device != self.device and key(tensor) not in self._ahead:
+                fetched = self._ahead[key(tensor)] = self._room_for(tensor)
                 self._late.append(fetched)
         if not self.blocks:
             self._begin_late()
@@ -179,7 +182,7 @@ class Stash:
         kept = fetched.kept
         with self._up.entered(), torch.no_grad():
             stream.wait(fetched.free, wait_reasons.ROWS_MEMORY_FREE)
-            stream.wait(self._arrivals.get(_key(kept), self._last), wait_reasons.ROWS_DOWNLOADED)
+            stream.wait(self._arrivals.of(kept, self._last), wait_reasons.ROWS_DOWNLOADED)
             with stream.span(self.device, "stash upload", "layer input"):
                 fetched.rows.copy_(kept, non_blocking=self._up.is_stream)
             fetched.uploaded = self._last_upload = stream.record(self.device)
@@ -193,8 +196,3 @@ class Stash:
         self._late.clear()
         self._arrivals.clear()
         self.tiers.settle()
-
-
-def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identifies the memory and layout of a tensor, as long as it lives."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -240,6 +240,34 @@ def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(caplog, 
     ]
 
 
+@pytest.mark.parametrize("name", BY_UBATCH)
+def test_evaluation_is_that_of_the_plain_model(name):
+    torch.manual_seed(0)
+    model = BY_UBATCH[name]().double().eval()
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    labels = batch.pop("labels")
+    if "T5" in type(model).__name__:
+        batch["labels"] = labels
+    with torch.no_grad(), forced_copies():
+        expected = plain(**batch).logits
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2, which adds positions", "t5, without dropout"])
+def test_generation_between_steps_is_that_of_the_plain_model(name):
+    torch.manual_seed(0)
+    model = BY_UBATCH[name]().double()
+    plain, batch = copy.deepcopy(model), batch_for(model, masked=False)
+    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = plain.generate(batch["input_ids"], **given)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        for _ in range(2):
+            model(**batch).loss.backward()
+            assert torch.equal(model.generate(batch["input_ids"], **given), expected)
+
+
 class Noisy(nn.Module):
     """Has a hook that adds to the embedding, as NEFTune does."""
 
@@ -250,6 +278,23 @@ class Noisy(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> object:
         return self.model(**batch)
+
+
+class WithSpare(nn.Embedding):
+    """Has a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 16)
+        self.spare = nn.Parameter(torch.ones(16))
+
+
+def test_a_weight_that_an_embedding_does_not_use_gets_no_gradient(monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    model = llama()
+    model.model.embed_tokens = WithSpare()
+    assert_as_plain(model.double())
+    assert set(kinds.found) == {HostRows} and model.model.embed_tokens.spare.grad is None
 
 
 def test_a_hook_that_adds_noise():

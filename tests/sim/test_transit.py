@@ -19,6 +19,7 @@ from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.slots import GradientSlots
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
@@ -50,6 +51,23 @@ def pair(layers: int = 4, **options: Any) -> tuple[nn.Module, nn.Module]:
 
 
 # ---- gradient slots
+
+
+def test_memory_that_had_other_rows_before_is_waited_for():
+    """Rows of a chunk of tokens follow rows of a micro-batch there, and are read as those."""
+    stash = relay_of(bert_on_sim(stash="host", boundary="host", ubatch_size=2)).stash
+    rows = torch.ones(2, 8, device="sim")
+    first = stash.rows_like(rows, 4)
+    stash.send(rows, host_of(first)[:2])
+    address = host_of(first).data_ptr()
+    del first
+    torch.accelerator.synchronize()
+    chunk = torch.full((4, 8), 7.0, device="sim")
+    taken = [stash.rows_like(chunk, 4) for _ in range(4)]  # all free memory
+    again = next(each for each in taken if host_of(each).data_ptr() == address)
+    stash.send(chunk, host_of(again))
+    assert (stash.fetch(host_of(again)[:2]).cpu() == 7).all()
+    stash.settle()
 
 
 @pytest.mark.parametrize("ubatch_size", [None, 3])
