@@ -78,7 +78,14 @@ LONG = Case("l2l", layers=2, hidden=64, vocab=1000, rows=1, tokens=512, ubatch=1
 QUICK = replace(SMALL, layers=2, hidden=32, rows=16, tokens=16)
 QUESTIONS = {
     "depth": Question(
-        "Depth", "layers", (6, 24, 96, 384), (2, 4), SMALL, QUICK, lambda case, device: 0.0, "flat: no byte for a further layer"
+        "Depth",
+        "layers",
+        (6, 24, 96, 384),
+        (2, 4),
+        SMALL,
+        QUICK,
+        lambda case, device: 0.0,
+        "flat: no byte for a further layer",
     ),
     "batch": Question(
         "Device batch",
@@ -123,7 +130,9 @@ def rows_of(name: str, ways: Sequence[str], quick: bool, kept: Path | None) -> l
     for size in question.quick if quick else question.sizes:
         for way in ways:
             case = replace(fixed, way=way, **{question.grows: size})
-            row = next((r for r in have if r["question"] == name and all(r[k] == v for k, v in asdict(case).items())), None)
+            row = next(
+                (r for r in have if r["question"] == name and all(r[k] == v for k, v in asdict(case).items())), None
+            )
             if row is None:
                 row = {"question": name, "size": size, "slope": slope, **measured(case, device)}
                 print(f"{name} {size} {way}: {row['peaks']}", file=sys.stderr, flush=True)

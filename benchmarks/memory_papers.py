@@ -1,8 +1,9 @@
 """The memory tables of the L2L papers (arXiv:2002.05645, both texts), with our figures beside theirs.
 
-BERT-large at its width: every case trains a model of a few layers at full width, since depth costs nothing (`memory.py`).
-A first step has short rows, so that the second one, which counts, knows the order of the layers. The models of 17 and 50
-billion parameters are on the meta device, and their bytes are those of `hf_l2l.estimate`; one layer of the first is run.
+BERT-large at its width: every case trains a model of two layers at full width, since depth costs nothing
+(`memory.py`). A first step has short rows, so that the second one, which counts, knows the order of the layers.
+The models of 17 and 50 billion parameters are on the meta device, and their bytes are those of `hf_l2l.estimate`;
+one layer of the first is run.
 
     python benchmarks/memory_papers.py [--parts bert first layer giants] [--tiny] [--rows FILE.jsonl] [--out FILE.md]
 
@@ -74,7 +75,9 @@ def measured(
     for length in (8, tokens):
         ids = torch.randint(5, model.config.vocab_size, (rows, length))
         labels = ids[:, 0] % 2 if "Bert" in type(model).__name__ else ids
-        peaks.append(step_peak(model, optimizer if updates else None, {"input_ids": ids, "labels": labels}, before, eps))
+        peaks.append(
+            step_peak(model, optimizer if updates else None, {"input_ids": ids, "labels": labels}, before, eps)
+        )
     parts = {name: size["peak"] for name, size in eps.memory_report()["device"].items() if size["peak"]}
     detach_l2l(model)
     found = {"peak": peaks[-1], "shell": need.shell, "slots": need.slots, "parts": parts}

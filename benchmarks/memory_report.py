@@ -13,23 +13,27 @@ NAMES = {"plain": "plain", "checkpointing": "activation checkpointing", "l2l": "
 COLOURS = {"plain": "#d55e00", "checkpointing": "#e69f00", "l2l": "#0072b2"}
 
 
+SIMULATED = "The device is simulated: its memory is counted exactly, its speed means nothing. Not measured on a GPU."
+
+SETTINGS = """## Settings
+
+A Llama with random weights in fp32, an embedding and a head of their own, heads of 32 entries, an MLP four times
+as wide as the model, causal fused attention; its other sizes are above each table. A step is forward, backward,
+clipping and AdamW. *Plain* has weights, gradients and both moments on the device, as plain `Trainer`; L2L has
+`stash="host"`, `boundary="host"` and deferred updates. Bytes are the peak of the second step (plain has its
+moments from then on), in MiB. *Formula* is the peak of L2L at the first size, and from there bytes for each
+further unit; *off* is the measured peak over the formula. *Weights* are `device_bytes` of `hf_l2l.estimate`: what
+does not depend on the batch."""
+
+
 def document(result: Mapping[str, Any], questions: Mapping[str, Any]) -> str:
     """All tables, with how they were made."""
     environment = result["environment"]
-    simulated = environment["device"].startswith("sim")
     parts = [
         "# Device memory against depth, device batch, vocabulary and sequence length",
-        "The device is simulated: its memory is counted exactly, its speed means nothing. Not measured on a GPU."
-        if simulated
-        else f"Measured on {environment['device']}.",
+        SIMULATED if environment["device"].startswith("sim") else f"Measured on {environment['device']}.",
         f"## Environment\n\n{description(environment)}",
-        "## Settings\n\nA Llama with random weights in fp32, an embedding and a head of their own, heads of 32 entries, "
-        "an MLP four\ntimes as wide as the model, causal fused attention; its other sizes are above each table. A step is "
-        "forward, backward,\nclipping and AdamW. *Plain* has weights, gradients and both moments on the device, as plain "
-        '`Trainer`; L2L has\n`stash="host"`, `boundary="host"` and deferred updates. Bytes are the peak of the second step '
-        "(plain has its moments from\nthen on), in MiB. *Formula* is the peak of L2L at the first size, and from there "
-        "bytes for each further unit; *off* is\nthe measured peak over the formula. *Weights* are `device_bytes` of "
-        "`hf_l2l.estimate`: what does not depend on the batch.",
+        SETTINGS,
         *(_section(questions[name], rows) for name, rows in result["rows"].items()),
         f"## To reproduce\n\n```bash\n{environment['command']}\n```\n",
     ]
@@ -51,8 +55,9 @@ def _section(question: Any, rows: list[dict[str, Any]]) -> str:
     head = [question.title.lower(), *(NAMES[way] for way in ways), "L2L, first step", "weights", "formula", "off"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(cells) + " |" for cells in _cells(rows, ways)]
-    return f"## {question.title}\n\n{sizes}. Formula: {question.formula} ({first['slope']:,.0f} here).\n\n" + "\n".join(
-        lines
+    return (
+        f"## {question.title}\n\n{sizes}. Formula: {question.formula} ({first['slope']:,.0f} here).\n\n"
+        + "\n".join(lines)
     )
 
 

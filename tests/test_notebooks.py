@@ -16,7 +16,7 @@ SHORTER = {
     "EPOCHS, BATCH, UBATCH = 2, 16, 8": "EPOCHS, BATCH, UBATCH = 0.03, 8, 4",
     'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(16))',
     "DEPTHS, BATCHES = (2, 6, 24), (16, 48, 144)": "DEPTHS, BATCHES = (2, 4), (16, 48)",
-    "VOCABULARIES, LENGTHS = (1000, 4000, 16000), (512, 1024, 2048)": "VOCABULARIES, LENGTHS = (1000, 2000), (512, 1024)",
+    "(1000, 4000, 16000), (512, 1024, 2048)": "(1000, 2000), (512, 1024)",
 }
 """What is put in the place of a setting, so that a run takes seconds."""
 

@@ -1,5 +1,5 @@
-"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes, and
-marked as slow at those of its tables."""
+"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes,
+and marked as slow at those of its tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_depth_costs_nothing(sizes):
 
 @pytest.mark.parametrize("sizes", [(32, 64), slow(32, 64, 256)], ids=str)
 def test_the_device_batch_costs_ids_labels_and_losses(sizes):
-    """Once its tokens fill a few chunks of logits; all tokens of the first one are there, and those of the next one."""
+    """Once its tokens fill a few chunks of logits: while one is computed, the hidden states of others travel."""
     first, *others = (each[-1] for each in peaks(TINY, "rows", sizes))
     for rows, found in zip(sizes[1:], others, strict=True):
         assert (found - first) / (rows - sizes[0]) == pytest.approx(memory.per_row(TINY, SIM), rel=0.01)
