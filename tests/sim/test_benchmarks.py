@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 from benchmark_output import refused
-from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows, memory
+from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows, memory, memory_papers, memory_papers_report
 from glue_script import ROWS, write
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 
@@ -95,3 +95,49 @@ def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
 )
 def test_bad_options_of_device_memory_are_refused(options, message, capsys):
     assert refused(memory.main, options, capsys).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sections"),
+    [
+        (("bert", "layer", "giants"), ("later text", "One layer", "17 and 50")),
+        pytest.param(("first",), ("first text",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_tables_of_the_papers_have_ours_beside_theirs(parts, sections, tmp_path: Path, capsys):
+    files = [tmp_path / "rows", tmp_path / "papers.md"]
+    options = ["--tiny", "--rows", str(files[0]), "--out", str(files[1]), "--parts", *parts]
+    rows = memory_papers.main(options)["rows"]
+    text, last = capsys.readouterr().out.removesuffix("\n").rsplit("\n", 1)
+    assert json.loads(last)["rows"] == rows
+    assert files[1].read_text() == text
+    headings = [line for line in text.splitlines() if line.startswith("## ")][1:-1]
+    assert len(headings) == len(sections)
+    assert all(section in heading for section, heading in zip(sections, headings, strict=True))
+    assert all(row["peak"] == row["parts"]["total"] > row["slots"] for row in rows.values() if "peak" in row)
+    assert memory_papers.main(options)["rows"] == rows
+    assert "rows" not in capsys.readouterr().err, "all of them are in the file"
+
+
+def test_fifty_billion_parameters_fit_where_the_paper_says():
+    """The device's 16 GB hold shell and slots, 512 GiB of host memory what is kept in 16 bits."""
+    for row in (run() for run in memory_papers.giant_cases(True, torch.device("sim")).values()):
+        assert row["shell"] + row["slots"] < 12e9
+        assert row["host"] == pytest.approx(10 * row["parameters"], rel=0.01)
+        assert row["host"] < 512 * 2**30
+        assert row["host_in_full"] == pytest.approx(18 * row["parameters"], rel=0.01)
+
+
+def test_workspace_of_more_rows_is_computed_from_two_cases():
+    parts = {"slots": 10**9, "workspace": 0}
+    rows = {
+        f"layer {n}/{n}": {"ubatch": n, "slots": 10**9, "peak": 0, "parts": {**parts, "workspace": (1 + n) * 10**8}}
+        for n in (1, 2)
+    }
+    where = {"device": "A100", "command": "python", "date": "today", "cpu": "x", "cores": 2, "threads": 1}
+    where |= {"update_threads": 1, "host_bytes": 1, "available_host_bytes": 1, "device_bytes": None, "cuda": None}
+    where |= {"link_bytes_per_s": None, "versions": {}}
+    text = memory_papers_report.document({"environment": where, "rows": rows})
+    assert "takes 0.90 GB of workspace" in text
+    assert "on A100" in text and "simulated" not in text
