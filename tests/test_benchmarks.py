@@ -315,8 +315,8 @@ def test_data_that_is_not_there_is_refused(tmp_path, capsys):
 
 def test_the_readme_says_what_the_peak_of_a_decoder_contains():
     text = " ".join((FOLDER / "README.md").read_text().split())
-    assert "the head and the loss see the whole device batch" in text
-    assert "12 bytes" in text
+    assert "holds the logits of one micro-batch: with what the loss makes of them, 12 bytes" in text
+    assert "L2L makes them a chunk of tokens at a time" in text
 
 
 def test_the_command_of_the_update_is_the_same_everywhere():

@@ -25,8 +25,9 @@ FEWEST_ROWS = 128
 
 
 def rows_per_chunk(hidden_size: int) -> int:
-    """Rows of a chunk: so many that its logits and their gradient take no more than the gradient of the weight, which
-    is there anyway (12 V bytes a row in fp32, 4 V H for the gradient), but at least `FEWEST_ROWS`."""
+    """Rows of a chunk: so many that its logits, what a loss makes of them and their gradient take no more than the
+    gradient of the weight, which is there anyway (16 V bytes a row in fp32, 4 V H for the gradient), but at least
+    `FEWEST_ROWS`."""
     return max(FEWEST_ROWS, hidden_size // 4)
 
 
@@ -163,6 +164,7 @@ class _InChunks(torch.autograd.Function):
             if needs_bias:
                 total = of_logits.sum(0, dtype=_sum_dtype(of_logits))
                 of_bias = total if of_bias is None else of_bias.add_(total)
+            del of_logits  # before those of the next chunk are made
         of_tensors = [
             None if g is None else g.to(t.dtype) for g, t in zip((of_weight, of_bias), head.tensors, strict=False)
         ]

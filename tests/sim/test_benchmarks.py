@@ -1,7 +1,8 @@
-"""The benchmarks of cross mixed precision run, tiny."""
+"""The benchmarks of memory and of cross mixed precision run, tiny."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import transformers as hf
 
-from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows
+from benchmark_output import refused
+from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows, memory, memory_papers, memory_papers_report
 from glue_script import ROWS, write
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 
@@ -59,3 +61,83 @@ def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
     assert (row["name"], row["code"], row["is_pinned"]) == ("page-locking", 2, False)
     assert len(gpu_rows.read(file, "environment")) == 1
     assert page_locked_bytes() == locked
+
+
+def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
+    """All three ways, with a document and a picture; a second call measures what the first one has left out."""
+    files = {name: tmp_path / f"memory.{name}" for name in ("rows", "out", "picture")}
+    options = ["--quick", *(word for name, file in files.items() for word in (f"--{name}", str(file)))]
+    memory.main([*options, "--questions", "depth"])
+    assert capsys.readouterr().err.count("depth ") == 6
+    rows = memory.main([*options, "--questions", "depth", "vocabulary"])["rows"]
+    printed = capsys.readouterr()
+    assert printed.err.count("depth ") == 0 and printed.err.count("vocabulary ") == 6
+    text, last = printed.out.removesuffix("\n").rsplit("\n", 1)
+    assert json.loads(last)["rows"] == rows
+    assert files["out"].read_text() == text
+    assert "The device is simulated" in text
+    assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    for section in text.split("## ")[3:5]:
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "%" in line]
+        assert len(cells) == 2
+        for _, plain, checkpointing, l2l, first, weights, formula, off in cells:
+            assert float(plain) > float(checkpointing) > float(l2l) >= float(first) > float(weights)
+            assert abs(float(l2l) / float(formula) - 1) < 0.02 and abs(float(off.removesuffix(" %"))) < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ways", "plain"], "--ways must name l2l, which the formula is for (got plain)"),
+        (["--out", "nowhere/result.md"], "--out must be in a folder that exists (got nowhere/result.md)"),
+        (["--questions", "width"], "argument --questions: invalid choice: 'width'"),
+    ],
+)
+def test_bad_options_of_device_memory_are_refused(options, message, capsys):
+    assert refused(memory.main, options, capsys).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sections"),
+    [
+        (("bert", "layer", "giants"), ("later text", "One layer", "17 and 50")),
+        pytest.param(("first",), ("first text",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_tables_of_the_papers_have_ours_beside_theirs(parts, sections, tmp_path: Path, capsys):
+    files = [tmp_path / "rows", tmp_path / "papers.md"]
+    options = ["--tiny", "--rows", str(files[0]), "--out", str(files[1]), "--parts", *parts]
+    rows = memory_papers.main(options)["rows"]
+    text, last = capsys.readouterr().out.removesuffix("\n").rsplit("\n", 1)
+    assert json.loads(last)["rows"] == rows
+    assert files[1].read_text() == text
+    headings = [line for line in text.splitlines() if line.startswith("## ")][1:-1]
+    assert len(headings) == len(sections)
+    assert all(section in heading for section, heading in zip(sections, headings, strict=True))
+    assert all(row["peak"] == row["parts"]["total"] > row["slots"] for row in rows.values() if "peak" in row)
+    assert memory_papers.main(options)["rows"] == rows
+    assert "rows" not in capsys.readouterr().err, "all of them are in the file"
+
+
+def test_fifty_billion_parameters_fit_where_the_paper_says():
+    """The device's 16 GB hold shell and slots, 512 GiB of host memory what is kept in 16 bits."""
+    for row in (run() for run in memory_papers.giant_cases(True, torch.device("sim")).values()):
+        assert row["shell"] + row["slots"] < 12e9
+        assert row["host"] == pytest.approx(10 * row["parameters"], rel=0.01)
+        assert row["host"] < 512 * 2**30
+        assert row["host_in_full"] == pytest.approx(18 * row["parameters"], rel=0.01)
+
+
+def test_workspace_of_more_rows_is_computed_from_two_cases():
+    parts = {"slots": 10**9, "workspace": 0}
+    rows = {
+        f"layer {n}/{n}": {"ubatch": n, "slots": 10**9, "peak": 0, "parts": {**parts, "workspace": (1 + n) * 10**8}}
+        for n in (1, 2)
+    }
+    where = {"device": "A100", "command": "python", "date": "today", "cpu": "x", "cores": 2, "threads": 1}
+    where |= {"update_threads": 1, "host_bytes": 1, "available_host_bytes": 1, "device_bytes": None, "cuda": None}
+    where |= {"link_bytes_per_s": None, "versions": {}}
+    text = memory_papers_report.document({"environment": where, "rows": rows})
+    assert "takes 0.90 GB of workspace" in text
+    assert "on A100" in text and "simulated" not in text

@@ -66,6 +66,15 @@ def test_bytes_of_the_vocabulary(tied, copies, monkeypatch):
     assert per_word <= (2 * copies if not tied else copies) * HIDDEN * 4 + chunk + 8
 
 
+def test_one_chunk_is_there_at_a_time(monkeypatch):
+    """In the backward: the logits, their logarithmic softmax, and the gradients of both. The weights of embedding and
+    head are there, and the gradient of the head, but not yet that of the embedding."""
+    rows = 64
+    monkeypatch.setattr(chunks, "FEWEST_ROWS", rows)
+    small, large = (peak(attached(llama(vocab), stash="host", ubatch_size=1), 8, 32) for vocab in (1000, 3000))
+    assert (large - small) / 2000 == pytest.approx(3 * HIDDEN * 4 + 4 * 4 * rows, rel=0.01)
+
+
 @pytest.mark.parametrize("cmp", [None, "bf16"])
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("tied", [False, True])

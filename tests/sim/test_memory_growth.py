@@ -1,0 +1,77 @@
+"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes,
+and marked as slow at those of its tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import memory, memory_report
+from benchmarks.memory_runs import Case, measured
+
+TINY = Case("l2l", layers=2, hidden=32, vocab=200, rows=8, tokens=16, ubatch=2)
+LONG = replace(memory.LONG, hidden=32)
+SIM = torch.device("sim")
+
+
+def peaks(case: Case, grows: str, sizes: tuple[int, ...]) -> list[list[int]]:
+    """Bytes of the first and the second step, of each size."""
+    return [measured(replace(case, **{grows: size}), SIM)["peaks"] for size in sizes]
+
+
+def slow(*sizes: int) -> Any:
+    return pytest.param(sizes, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("sizes", [(2, 8), slow(6, 24, 96, 384)], ids=str)
+def test_depth_costs_nothing(sizes):
+    found = peaks(TINY, "layers", sizes)
+    assert all(found[0] == each for each in found), "in the first step and in the second one"
+
+
+@pytest.mark.parametrize("sizes", [(32, 64), slow(32, 64, 256)], ids=str)
+def test_the_device_batch_costs_ids_labels_and_losses(sizes):
+    """Once its tokens fill a few chunks of logits: while one is computed, the hidden states of others travel."""
+    first, *others = (each[-1] for each in peaks(TINY, "rows", sizes))
+    for rows, found in zip(sizes[1:], others, strict=True):
+        assert (found - first) / (rows - sizes[0]) == pytest.approx(memory.per_row(TINY, SIM), rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [(1000, 3000), slow(1000, 16000, 128000)], ids=str)
+@pytest.mark.parametrize("hidden", [32, 128])
+def test_vocabulary_costs_weights_gradients_and_one_chunk_of_logits(sizes, hidden):
+    case = replace(TINY, hidden=hidden)
+    first, *others = (each[-1] for each in peaks(replace(case, rows=24), "vocab", sizes))
+    for vocab, found in zip(sizes[1:], others, strict=True):
+        assert (found - first) / (vocab - sizes[0]) == pytest.approx(memory.per_word(case, SIM), rel=0.05)
+
+
+@pytest.mark.parametrize("sizes", [(512, 1024, 2048), slow(2**13, 2**15, 2**16)], ids=str)
+def test_tokens_of_a_row_cost_what_one_layer_takes(sizes):
+    """In proportion: attention that is fused keeps nothing for pairs of tokens."""
+    found = [each[-1] for each in peaks(LONG, "tokens", sizes)]
+    slopes = [(b - a) / (m - n) for a, b, n, m in zip(found, found[1:], sizes, sizes[1:], strict=False)]
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.01)
+    assert slopes[0] == pytest.approx(memory.per_token(LONG, SIM), rel=0.05)
+
+
+def test_without_l2l_all_of_them_cost():
+    """The same cases with the model on the device: activation checkpointing takes activations away, and no weights."""
+    for way in ("plain", "checkpointing"):
+        case = replace(TINY, way=way)
+        shallow, deep = (each[-1] for each in peaks(case, "layers", (2, 8)))
+        few, many = (each[-1] for each in peaks(case, "rows", (8, 24)))
+        parameters = 4 * 32 * 32 + 3 * 32 * 128 + 2 * 32
+        assert deep - shallow >= 6 * 16 * parameters, "weight, gradient and two moments"
+        assert many - few >= 16 * 16 * 4 * (2 * 32 + 2 * 200), "inputs of both layers, and logits"
+
+
+def test_the_formula_starts_at_the_first_size():
+    rows = [
+        {"way": way, "size": size, "slope": 3.0, "peaks": [1, peak]}
+        for way, size, peak in (("plain", 2, 50), ("l2l", 2, 10), ("plain", 4, 90), ("l2l", 4, 17))
+    ]
+    assert memory_report.formula(rows) == {2: 10, 4: 16}
