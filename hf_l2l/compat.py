@@ -75,6 +75,19 @@ def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run when `module` is called (`Module._forward_hooks` and `_forward_pre_hooks`)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def saves_tensors_by_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` are set, as inside activation checkpointing.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, which torch's own AOTAutograd uses.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether `module` is a norm with running statistics (`torch.nn.modules.batchnorm._NormBase`), which kernels write
     without changing their version."""

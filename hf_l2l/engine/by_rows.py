@@ -9,7 +9,7 @@ vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,54 +20,23 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import keeps_statistics, tables_of
+from hf_l2l.compat import saves_tensors_by_hooks, tables_of
 from hf_l2l.engine.layer_call import WithoutDropout, same_results
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
 from hf_l2l.eps.pending import settle
-from hf_l2l.model.batch_dims import Ubatch, ubatches
+from hf_l2l.model.batch_dims import Ubatch, cannot_split, ubatches
+from hf_l2l.model.kept_state import KeptState
 from hf_l2l.rows.functions import BY_ROWS, rows_of, unchanged
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, uploaded_rows
+from hf_l2l.rows.row_modules import parts_have_hooks
 from hf_l2l.rows.weight_sums import Reading, WeightSums
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten
 from hf_l2l.stash.stash import Stash
-
-
-def input_embeddings(modules: Collection[nn.Module], layers: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of `modules`, which are outside the layers, that make of inputs what the first layer takes.
-
-    As far as models say so: their input embeddings, and the modules around them that are called so.
-    """
-    found: set[nn.Module] = set()
-    for module in modules:
-        ask: Any = getattr(module, "get_input_embeddings", None)
-        try:
-            table = None if ask is None else ask()
-        except (NotImplementedError, AttributeError):  # of a model whose parts have them
-            continue
-        if isinstance(table, nn.Module) and table in modules:
-            found.add(table)
-    parts = [each for each in modules if type(each).__name__.endswith("Embeddings")]
-    found.update(each for each in parts if not found.isdisjoint(each.modules()))
-    return run_by_rows(found, layers)
-
-
-def run_by_rows(modules: Iterable[nn.Module], apart: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of `modules` whose rows may be computed one by one: nothing of `apart` is in them, and they keep no
-    statistics of their rows."""
-    inner = set(apart)
-    return {m for m in modules if inner.isdisjoint(m.modules()) and all(map(_runs_by_rows, m.modules()))}
-
-
-def _runs_by_rows(module: nn.Module) -> bool:
-    """Whether rows can be computed, and the gradients of those of a table added, one by one."""
-    if isinstance(module, nn.Embedding):
-        return not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-    return not keeps_statistics(module)
 
 
 @dataclass(slots=True)
@@ -124,16 +93,15 @@ class ByRows:
         self.embeddings = embeddings
         self._is_inside = False
         """Whether a call by ubatches runs now, whose parts run in it."""
-        self._whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that cannot be run by ubatches."""
-        self._bytes: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
-        """Of the result of each that can be, for each element of its first argument with rows."""
+        self._checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, float | None]] = weakref.WeakKeyDictionary()
+        """By kind of call, the bytes of the result for each element of the first argument with rows; None for calls
+        that cannot be run by ubatches."""
         relay.boundary.compute_by_rows(self.function)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `forward`, the original forward of `module`."""
         call = self._root()
-        if call is not None and call.module is not module and module not in self._whole and torch.is_grad_enabled():
+        if call is not None and call.module is not module and torch.is_grad_enabled():
             waits = any(isinstance(each, HostRows) and each.is_waiting for each in (*args, *kwargs.values()))
             if waits or module in self.embeddings:
                 forward = partial(self._run, call, module, forward)
@@ -142,22 +110,29 @@ class ByRows:
     def _root(self) -> ModelCall | None:
         """The call of the model, if something may be computed by ubatches now."""
         call = self.shell.call
-        is_free = call is not None and call.replay is None and not self._is_inside
-        return call if is_free else None
+        if call is None or call.replay is not None or self._is_inside:
+            return None
+        # Activation checkpointing in the model repeats a part in the backward, outside of the call, and must find
+        # the same graph.
+        return None if saves_tensors_by_hooks() else call
 
     def _run(self, root: ModelCall, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        passing = self.relay.boundary.after(module, self.relay.is_in_forward)
+        arguments, spec = flatten((args, kwargs))
+        call = None
+        if not (passing is None or parts_have_hooks(module) or cannot_split(arguments, kwargs)):
+            call = self._call(root, forward, arguments, spec, passing)
+        # A list may have an entry per row.
+        lists = [len(each) for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+        if call is None or call.ubatches[-1][1] in lists:
+            return forward(*args, **kwargs)
+        call.name = type(module).__name__
+        tensors = [arguments[i] for i in call.positions]
+        weights = _weights_of(module)
         with self.inside():
-            passing = self.relay.boundary.after(module, self.relay.is_in_forward)
-            arguments, spec = flatten((args, kwargs))
-            call = None if passing is None else self._call(root, forward, arguments, spec, passing)
-            if call is None:
-                return forward(*args, **kwargs)
-            call.name = type(module).__name__
-            tensors = [arguments[i] for i in call.positions]
-            weights = _weights_of(module)
-            if not self._passes_on(module, call, tensors):
-                return forward(*args, **kwargs)
-            return _Node.apply(call, self, len(tensors), *tensors, *weights)  # type: ignore[no-untyped-call]
+            if self._passes_on(module, call, tensors):
+                return _Node.apply(call, self, len(tensors), *tensors, *weights)  # type: ignore[no-untyped-call]
+        return forward(*args, **kwargs)
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of torch (`BY_ROWS`) of arguments of which some wait; NotImplemented if all rows are needed."""
@@ -167,6 +142,9 @@ class ByRows:
         if unchanged(func, args, kwargs):
             return args[0]
         arguments, spec = flatten((args, kwargs))
+        for leaf in arguments:
+            if isinstance(leaf, torch.Tensor):
+                settle(leaf)  # a weight that is held
         name = getattr(func, "__name__", str(func))
         # The same function in the same module is the same place in the model, as far as can be seen.
         passing = self.relay.boundary.after(root.enclosing[-1].module, self.relay.is_in_forward, name)
@@ -213,24 +191,32 @@ class ByRows:
         return _Call(root, "", forward, leaves, positions, has_rows, spec, parts, autocast, passing)
 
     def _passes_on(self, module: nn.Module, call: _Call, tensors: list[torch.Tensor]) -> bool:
-        """Whether the module can be run by ubatches, and the result of an embedding is large enough for the host."""
+        """Whether the module can be run by ubatches, and the result of an embedding is large enough for the host.
+
+        Found once per kind of call. What is computed only for some values, such as padding, cannot be found in a batch
+        that has none.
+        """
+        kinds = self._checked.setdefault(module, {})
+        kind = (
+            module.training,
+            str(call.spec),
+            tuple(map(_kind, call.leaves)),
+            tuple(call.has_rows),
+            tuple((t.dtype, t.dim(), t.requires_grad) for t in tensors),
+        )
         elements = tensors[call.has_rows.index(True)].numel()
-        if module not in self._bytes and module not in self._whole:
+        if kind not in kinds:
             num_bytes = self._bytes_by_ubatches(module, call, tensors)
-            if num_bytes is None:
-                self._whole.add(module)
-            else:
-                self._bytes[module] = num_bytes / elements
-        if module in self._whole:
-            return False
-        if any(isinstance(t, HostRows) for t in tensors):
-            return True
+            kinds[kind] = None if num_bytes is None else num_bytes / elements
+        by_element = kinds[kind]
+        if by_element is None or any(isinstance(t, HostRows) for t in tensors):
+            return by_element is not None
         is_given = not any(t.requires_grad for t in tensors)
-        return is_given and self._bytes[module] * elements >= call.passing.fewest_bytes
+        return is_given and by_element * elements >= call.passing.fewest_bytes
 
     def _bytes_by_ubatches(self, module: nn.Module, call: _Call, tensors: list[torch.Tensor]) -> int | None:
-        """Bytes of the result; None if that is not one tensor, if a row of it needs other rows, or if the module reads
-        weights that train and are not its own.
+        """Bytes of the result; None if that is not one tensor, if a row of it needs other rows, if the module leaves
+        tensors in attributes, or if it reads weights that train and are not its own.
 
         Two ubatches are compared with the same rows at once.
         """
@@ -243,9 +229,12 @@ class ByRows:
 
         try:
             with compute_state.rng_state_kept(self.relay.device), buffers_kept(parts), WithoutDropout():
+                before = KeptState(parts)
                 with compute_state.graph_without_tensors(), Reading() as reading:
                     one = run(first)
-                if reading.is_special:
+                written = before.changed()
+                before.put_back(written)
+                if written or reading.is_special:
                     return None
                 if not (isinstance(one, torch.Tensor) and one.is_floating_point() and one.shape[:1] == (first[1],)):
                     return None
@@ -259,6 +248,11 @@ class ByRows:
         except ERRORS_OF_MODELS:  # it does not run on some of the rows
             return None
         return one.nbytes // first[1] * call.ubatches[-1][1] if same_results([both], [joined]) else None
+
+
+def _kind(leaf: Any) -> object:
+    """What a check depends on of an argument that is no tensor."""
+    return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | torch.dtype) else type(leaf)
 
 
 def _leaves_below(tensor: torch.Tensor) -> set[torch.Tensor]:
@@ -370,7 +364,9 @@ class _Inputs:
         go, too."""
         self._call, self._stash, self._kept, self._from_host = call, stash, kept, from_host
         self.shared = {
-            i: kept[i].detach().requires_grad_(needed[i]) for i, has_rows in enumerate(call.has_rows) if not has_rows
+            i: stash.fetch(kept[i]).detach().requires_grad_(needed[i])
+            for i, has_rows in enumerate(call.has_rows)
+            if not has_rows
         }
         """The arguments without rows: a leaf for all ubatches."""
         self.needed = [i for i, each in enumerate(needed) if each and i not in self.shared]

@@ -348,9 +348,13 @@ class Shell:
     def _sender(self, unit: MasterUnit) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
-            if gradient is None:  # a node of the graph that takes the weight has found none for it
-                return
             master = unit.masters[number]
+            with without_interception():
+                trains = master.parameter.requires_grad
+            # A node of the graph may take the weight and find no gradient for it. As in plain torch, what was frozen
+            # after the forward gets none.
+            if gradient is None or not trains:
+                return
             if pending_of(leaf) is not None:
                 raise RuntimeError(
                     "a large weight outside the layers must be used by the forward of its own module, or by functions "

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.config import EAGER_FP16, L2LConfig, option
-from hf_l2l.engine.by_rows import ByRows, input_embeddings, run_by_rows
+from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
@@ -44,6 +44,7 @@ from hf_l2l.model.residency import make_resident, move_back, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
+from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
 from hf_l2l.runtime import stream
 from hf_l2l.stash.tiers import Tiers, spill_file
 

@@ -36,6 +36,8 @@ def _chosen(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     entries = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(each, int | slice) and not isinstance(each, bool) or each is Ellipsis for each in entries):
         return False
+    if not entries:
+        return False
     takes_rows = entries[0] == slice(None) or (entries[0] is Ellipsis and len(entries) <= source.dim())
     return takes_rows and 2 * torch.empty(source.shape, device="meta")[index].numel() < source.numel()
 

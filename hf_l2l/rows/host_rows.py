@@ -92,7 +92,7 @@ class _Rows:
 
 
 class HostRows(torch.Tensor):
-    """A tensor of a device, whose values are in host memory, with all rows along the first dimension."""
+    """A tensor of a device, whose values are in host memory: all rows along the first dimension, or a view of them."""
 
     rows: _Rows
 
@@ -129,6 +129,8 @@ class HostRows(torch.Tensor):
                 return result
         if func in _OF_MEMORY:
             return func(*pytree.tree_map(_on_device, args), **kwargs)
+        if not all(kind is torch.Tensor or issubclass(kind, HostRows) for kind in types):
+            return NotImplemented  # other tensors have their say: a weight that is held waits for its upload
         return without_torch_function(func, types, args, kwargs)
 
     @classmethod
@@ -149,8 +151,15 @@ class HostRows(torch.Tensor):
             if found is not NotImplemented:
                 return found
         result = op(*pytree.tree_map(_on_device, args), **pytree.tree_map(_on_device, kwargs))
-        # An operation in place returns what it has written to.
-        return first if isinstance(first, HostRows) and result is first.on_device() else result
+        if not (isinstance(first, HostRows) and result is first.on_device()):
+            return result
+        if (result.shape, result.stride()) != (first.shape, first.stride()):
+            raise RuntimeError(
+                "with boundary='host' (l2l_boundary), what passes between layers must keep its shape (got "
+                f"{op.overloadpacket.__name__}, which changes it in place); use "
+                f"{op.overloadpacket.__name__.rstrip('_')}, which returns a view"
+            )
+        return first  # an operation in place returns what it has written to
 
 
 def _on_device(leaf: Any) -> Any:

@@ -26,7 +26,7 @@ class WeightSums(TorchFunctionMode):
         if func is functional.embedding:
             read = _read(*args, **kwargs)
             if read is not None and any(each is read.table for each in self._needed):
-                return _Rows.apply(read.ids, read.table, self._total(read.table), read.padding)  # type: ignore[no-untyped-call]
+                return _ReadRows.apply(read.ids, read.table, self._total(read.table), read.padding)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _total(self, weight: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Reading(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Rows(torch.autograd.Function):
+class _ReadRows(torch.autograd.Function):
     """Reads a table of embeddings, and adds to the sum of its gradients by rows."""
 
     @staticmethod

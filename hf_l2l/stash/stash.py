@@ -182,7 +182,9 @@ class Stash:
         kept = fetched.kept
         with self._up.entered(), torch.no_grad():
             stream.wait(fetched.free, wait_reasons.ROWS_MEMORY_FREE)
-            stream.wait(self._arrivals.of(kept, self._last), wait_reasons.ROWS_DOWNLOADED)
+            # The host itself reads rows that are not contiguous, to give them to the device as one piece.
+            reads_itself = not kept.is_contiguous()
+            stream.wait(self._arrivals.of(kept, self._last), wait_reasons.ROWS_DOWNLOADED, host=reads_itself)
             with stream.span(self.device, "stash upload", "layer input"):
                 fetched.rows.copy_(kept, non_blocking=self._up.is_stream)
             fetched.uploaded = self._last_upload = stream.record(self.device)

@@ -27,6 +27,7 @@ from hf_l2l.testing.sim_race import (
     Line,
     Touch,
     check,
+    check_host_reads,
     range_of,
 )
 from hf_l2l.testing.sim_recorder import Running
@@ -168,6 +169,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, 
                 Touch(target, False, True, remember=non_blocking or not downloads),
             ],
         )
+        if crosses and source.device.type == "cpu" and not source.is_contiguous():
+            check_host_reads(source)
         if crosses and Running.recorder is not None:
             Running.recorder.copy(line, source, target, non_blocking)
         if non_blocking and (downloads or line is not DEFAULT_LINE):

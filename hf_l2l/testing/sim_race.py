@@ -223,6 +223,24 @@ def check(line: Line, touches: list[Touch]) -> None:
         history.add(new)
 
 
+def check_host_reads(tensor: torch.Tensor) -> None:
+    """Raise if the host reads `tensor`, in its memory, before it has waited for what writes there.
+
+    Raises:
+        RuntimeError: an operation that the host has not waited for writes bytes of it.
+    """
+    low, high = range_of(tensor)
+    history = history_of(tensor, make=False) if low < high else None
+    reading = Access(low, high, -1, 0, False, "the host")
+    old = None if history is None else history.conflict(reading, ORDER.host)
+    if old is not None:
+        raise RuntimeError(
+            f"the host reads a strided tensor of shape {tuple(tensor.shape)} when it gives it to the device, which "
+            f"copies contiguous ones only, and {old.name} on {ORDER.names[old.stream]} still writes it; let the host "
+            "wait for that (synchronize), or copy contiguous rows"
+        )
+
+
 def _race(touch: Touch, new: Access, old: Access) -> str:
     here, there = ORDER.names[new.stream], ORDER.names[old.stream]
     if not old.writes:

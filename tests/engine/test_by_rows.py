@@ -29,10 +29,11 @@ from families import (
     vit,
 )
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.by_rows import ByRows, input_embeddings
+from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.logits import chunks
 from hf_l2l.rows.host_rows import HostRows
-from hf_l2l.rows.weight_sums import _Rows
+from hf_l2l.rows.row_modules import input_embeddings
+from hf_l2l.rows.weight_sums import _ReadRows
 from hf_l2l.stash.boundary import Boundary
 from memory_switches import forced_copies
 
@@ -280,6 +281,136 @@ class Noisy(nn.Module):
         return self.model(**batch)
 
 
+class Between(nn.Module):
+    """An encoder, something after its layers, and a loss of both."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.model, self.part = bert().bert, part
+        self.model.pooler = None
+
+    def forward(self, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        hidden = self.model(input_ids).last_hidden_state
+        return self.part(hidden, **given).square().mean() + hidden.mean(1).square().mean()
+
+
+class Shifted(nn.Module):
+    """Adds positions that are given without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
+        return hidden + self.scale.weight * given.get("places", torch.zeros(hidden.shape[1]))[:, None]
+
+
+class Cut(nn.Module):
+    """Cuts each row to a length of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return self.norm(torch.stack([row[:n].mean(0) for row, n in zip(hidden, lengths, strict=False)]))
+
+
+class MixesInTraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden - hidden.mean(0) if self.training else hidden)
+
+
+class Noting(nn.Module):
+    """Leaves a statistic of its rows behind, which it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.seen = nn.LayerNorm(16), torch.zeros(())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen = hidden.detach().max()
+        return self.norm(hidden) * self.seen
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: self.norm(x).tanh() * x, hidden, use_reentrant=False)
+
+
+def assert_steps_as_plain(model: nn.Module, batches: list[dict[str, Any]], **options: Any) -> None:
+    model.double()
+    plain = copy.deepcopy(model)
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**{**ON_HOST, **options}))
+        for batch in batches:
+            for each in (plain, model):
+                each.train(batch.get("train", True))
+                each.zero_grad()
+                each(**{name: value for name, value in batch.items() if name != "train"}).backward()
+            assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+def ids(tokens: int = 6) -> torch.Tensor:
+    return torch.randint(5, VOCAB, (ROWS, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+CHANGING = {
+    "positions, then as many tokens as rows": (
+        Shifted,
+        [{"input_ids": ids(n), "places": torch.arange(n).double()} for n in (6, ROWS, 6)],
+    ),
+    "a list with an entry per row": (
+        Cut,
+        [{"input_ids": ids(), "lengths": [3] * ROWS}, {"input_ids": ids(), "lengths": list(range(1, 5)) * 2}],
+    ),
+    "mixed in training alone": (
+        MixesInTraining,
+        [{"input_ids": ids(), "train": train} for train in (False, True, False)],
+    ),
+    "statistics": (Noting, [{"input_ids": ids()}] * 2),
+    "activation checkpointing": (Checkpointed, [{"input_ids": ids()}] * 2),
+}
+
+
+@pytest.mark.parametrize("ubatch_size", [1, 3])
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_runs_by_micro_batches_is_found_for_each_kind_of_call(name, ubatch_size):
+    kind, batches = CHANGING[name]
+    torch.manual_seed(0)
+    assert_steps_as_plain(Between(kind()), batches, ubatch_size=ubatch_size)
+
+
+def test_hooks_inside_a_module_are_called_once_with_all_rows():
+    torch.manual_seed(0)
+    model, shapes = bert().double(), []
+    with forced_copies():
+        attach_l2l(model, L2LConfig(**ON_HOST))
+        model.bert.pooler.dense.register_forward_hook(lambda m, args, output: shapes.append(tuple(output.shape)))
+        model(**batch_for(model)).loss.backward()
+    assert shapes == [(ROWS, 16)]
+
+
+def test_a_weight_frozen_after_the_forward_gets_no_gradient():
+    for options in ({}, ON_HOST):
+        model = bert()
+        with forced_copies():
+            attach_l2l(model, L2LConfig(**options))
+            loss = model(**batch_for(model)).loss
+            model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+            loss.backward()
+        assert model.bert.embeddings.word_embeddings.weight.grad is None
+        assert model.bert.embeddings.position_embeddings.weight.grad is not None
+
+
 class Turned(nn.Module):
     """Gives its layers tokens first, as FSMT does."""
 
@@ -366,7 +497,7 @@ def test_dropout_has_the_same_mask_in_the_recompute():
 def test_rows_are_added_to_one_sum_and_padding_gets_none():
     table = torch.randn(7, 3, requires_grad=True)
     ids, total = torch.tensor([[1, 1, 4], [2, 6, 2]]), torch.zeros(7, 3)
-    out = _Rows.apply(ids, table, total, -1)
+    out = _ReadRows.apply(ids, table, total, -1)
     assert torch.equal(out, nn.functional.embedding(ids, table))
     out.sum().backward()
     assert table.grad is None

@@ -135,6 +135,21 @@ def test_a_part_is_copied_a_few_rows_at_a_time(uploads):
     assert set(uploads.shapes) == {(2, 2, 2), (1, 2, 2)} and uploads.times_real == 0
 
 
+@pytest.mark.parametrize("name", ["unsqueeze_", "transpose_", "squeeze_"])
+def test_a_shape_does_not_change_in_place(name, uploads):
+    args = {"unsqueeze_": (1,), "transpose_": (1, 2), "squeeze_": (1,)}[name]
+    rows = uploads.rows(torch.randn(4, 1, 3))
+    with pytest.raises(
+        RuntimeError, match=rf"must keep its shape \(got {name}, which changes it in place\); use {name[:-1]}"
+    ):
+        getattr(rows, name)(*args)
+
+
+def test_an_index_without_entries(uploads):
+    host = torch.randn(4, 3)
+    assert torch.equal(uploads.rows(host)[()] * 1, host)
+
+
 def test_new_tensors_like_them_are_on_the_device(uploads):
     rows = uploads.rows(torch.randn(4, 3))
     assert torch.equal(torch.zeros_like(rows), torch.zeros(4, 3)) and rows.new_empty(0, 5).shape == (0, 5)

@@ -70,6 +70,15 @@ def test_memory_that_had_other_rows_before_is_waited_for():
     stash.settle()
 
 
+def test_the_host_waits_before_it_reads_rows_that_are_not_contiguous():
+    stash = relay_of(bert_on_sim(stash="host", boundary="host", ubatch_size=2)).stash
+    rows = torch.ones(4, 8, device="sim")
+    whole = stash.rows_like(rows, 4)
+    stash.send(rows, host_of(whole))
+    assert (stash.fetch(host_of(whole)[:, ::2]).cpu() == 1).all()
+    stash.settle()
+
+
 @pytest.mark.parametrize("ubatch_size", [None, 3])
 def test_one_gradient_slot_or_two_give_the_same_bits(ubatch_size):
     found = []
