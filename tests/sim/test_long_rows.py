@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import transformers as hf
 from torch import nn
 
 from families import attached, train_once
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.compat import mask_functions
 from hf_l2l.runtime import stream
 from training import settled_memory
@@ -196,12 +197,14 @@ def test_the_model_goes_on_after_a_refusal(monkeypatch):
 # ---- memory against the tokens of a row
 
 
-def peak_of_a_step(tokens: int, *, rows: int = 1, layers: int = 2) -> int:
-    """Bytes of the device at the peak of a training step, the second one."""
+def peak_of_a_step(tokens: int, *, rows: int = 1, ubatch: int = 1, steps: int = 2, **options: Any) -> int:
+    """Bytes of the device at the peak of a training step, the last one; `options` of L2L, and sizes of the model."""
     torch.manual_seed(0)
-    model = attached(llama(tokens=tokens, num_hidden_layers=layers), ubatch_size=1, stash="host", boundary="host")
+    sizes = {name: options.pop(name) for name in SIZES if name in options}
+    same = {"ubatch_size": ubatch, "stash": "host", "boundary": "host"}
+    model = attached(llama(tokens=tokens, **sizes), **{**same, **options})
     batch = rows_of(tokens, count=rows)
-    for _ in range(2):
+    for _ in range(steps):
         settled_memory()
         torch.accelerator.reset_peak_memory_stats()
         model.zero_grad()
@@ -219,3 +222,57 @@ def test_device_memory_is_linear_in_the_tokens_of_a_row(lengths):
     found = [peak_of_a_step(tokens) for tokens in lengths]
     first, second = ((b - a) / (n - m) for a, b, m, n in zip(found, found[1:], lengths, lengths[1:], strict=False))
     assert abs(second / first - 1) < 0.01, f"{first:.0f} and {second:.0f} bytes per token"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"),
+    [(256, (32, 64)), pytest.param(1024, (64, 512), marks=pytest.mark.slow)],
+    ids=["16k tokens", "512k tokens"],
+)
+def test_many_rows_in_one_step_cost_their_ids(tokens, counts):
+    """And labels, and a loss for each token; one layer output has 256 bytes per token."""
+    same = {"ubatch": 8, "num_hidden_layers": 1, "hidden_size": 64, "steps": 1}
+    few, many = (peak_of_a_step(tokens, rows=count, **same) for count in counts)
+    per_token = (many - few) / (tokens * (counts[1] - counts[0]))
+    assert 8 <= per_token < 20, f"{per_token:.1f} bytes per token"
+
+
+def bytes_per_token(width: int, inner: int, head: int) -> int:
+    """Of the device, in bfloat16, with one row as the micro-batch and as many keys as queries: the larger part is what
+    one layer keeps for its backward."""
+    return 34 * width + 12 * inner + 4 * head
+
+
+@pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), (128, 344, 4), (128, 512, 2)])
+def test_bytes_per_token_in_one_layer(width, inner, heads):
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    few, many = (peak_of_a_step(tokens, cmp="bf16", **sizes) for tokens in (1024, 2048))
+    expected = bytes_per_token(width, inner, width // heads)
+    assert (many - few) / 1024 == pytest.approx(expected, rel=0.02)
+
+
+def test_a_context_of_512k_tokens_by_shapes():
+    """The figures of docs/memory.md, for a model that is not there."""
+    tokens, gib = 512 * 1024, 2**30
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig())
+    config = model.config
+    need = estimate(model, L2LConfig(device="sim", cmp="bf16"))
+    stash = config.num_hidden_layers * tokens * config.hidden_size * 2
+    boundary = 3 * tokens * config.hidden_size * 2
+    row = tokens * bytes_per_token(config.hidden_size, config.intermediate_size, config.head_dim)
+    found = {
+        "host, masters, gradients, moments, copies": need.host_bytes,
+        "host, stash": stash,
+        "host, what passes between layers, at most": boundary,
+        "device, shell and slots": need.device_bytes,
+        "device, one row": row,
+    }
+    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    for name, size in found.items():
+        assert f"| {name} | {size / gib:.1f} GiB |" in text, f"{name}: {size / gib:.1f}"
