@@ -29,11 +29,9 @@ def dense_masks(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def impossible_masks_refused(
-    inputs: Iterable[Any], device: torch.device, capacity: int | None
-) -> Iterator[None]:
-    """Inside, a model is called with `inputs`. A mask that alone has more bytes than the `capacity` of `device`, None if
-    that is not known, is refused when the model asks for it, before memory is allocated for it.
+def impossible_masks_refused(inputs: Iterable[Any], device: torch.device, capacity: int | None) -> Iterator[None]:
+    """Inside, a model is called with `inputs`. A mask that alone exceeds the memory of `device` (`capacity`; None if
+    it is not known) is refused when the model asks for it, before memory is allocated for it.
 
     Whether a model needs a mask is decided inside of transformers, which gets to know padding and windows. So the
     functions that make masks are replaced, where rows are so long that one could be too large.
@@ -69,8 +67,8 @@ def _refusing(make: Callable[..., Any], kind: str, device: torch.device, capacit
             raise ValueError(
                 f"the attention mask of a batch must fit the memory of the device (rows {rows} x queries {q_length} x "
                 f"keys {kv_length} take {size_text(num_bytes)} with attn_implementation={kind!r}, and {device} has "
-                f"{size_text(capacity)}); give the model rows without padding, each one text, and "
-                "attn_implementation='sdpa', which then needs no mask, or 'flash_attention_2', or fewer or shorter rows"
+                f"{size_text(capacity)}); give the model fewer or shorter rows, or "
+                "attn_implementation='flash_attention_2', or 'sdpa' and rows without padding, each of one text"
             )
 
         if num_bytes > capacity and torch.device(given.get("device", "cpu")).type == device.type:

@@ -59,8 +59,8 @@ class Stash:
         """The end of all downloads submitted so far."""
         self._last_upload: stream.Point | None = None
         """The end of all uploads submitted so far."""
-        self._arrivals: dict[tuple[Any, ...], stream.Point | None] = {}
-        """Rows that are being downloaded -> the point after which they are there; those before are there already."""
+        self._arrivals: dict[int, dict[tuple[Any, ...], stream.Point | None]] = {}
+        """Host memory -> rows of it that are being downloaded -> the point after which they are there."""
         self._sent: tuple[torch.Tensor, stream.Point | None] | None = None
         """The last rows that are being downloaded, which keeps their device memory."""
         # Tensor arguments of the layers of this forward, to find those that several layers share.
@@ -112,7 +112,14 @@ class Stash:
             return host_of(tensor)
         shared = tensor in self._seen
         self._seen[tensor] = True
-        return tensor if shared else self.tiers.tensor_like(tensor)
+        return tensor if shared else self._memory_like(tensor)
+
+    def _memory_like(self, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialised tensor in host memory, or in the file."""
+        made = self.tiers.tensor_like(like)
+        # What was downloaded to this memory before may have been other rows, whose arrivals say nothing of these.
+        self._arrivals.pop(_memory(made), None)
+        return made
 
     def _download(self, downloads: Sequence[tuple[torch.Tensor, torch.Tensor]], complete: stream.Point | None) -> None:
         """Copy to each first tensor the second one, which is computed when `complete` is reached."""
@@ -130,7 +137,7 @@ class Stash:
         `passing` tells what becomes of an output of the model; a gradient has none.
         """
         like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
-        return HostRows.of(self.tiers.tensor_like(like), self.device, self, len(part), passing)
+        return HostRows.of(self._memory_like(like), self.device, self, len(part), passing)
 
     def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""
@@ -138,7 +145,8 @@ class Stash:
         with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer output"):
             stream.wait(computed, wait_reasons.OUTPUT_COMPUTED)
             host.copy_(part, non_blocking=self.lane.is_stream)
-            self._last = self._arrivals[_key(host)] = stream.record(self.device)
+            self._last = stream.record(self.device)
+        self._arrivals.setdefault(_memory(host), {})[_key(host)] = self._last
         # The memory of the rows before may be used again. By now their download has mostly ended.
         before, self._sent = self._sent, (part, self._last)
         if before is not None:
@@ -179,7 +187,8 @@ class Stash:
         kept = fetched.kept
         with self._up.entered(), torch.no_grad():
             stream.wait(fetched.free, wait_reasons.ROWS_MEMORY_FREE)
-            stream.wait(self._arrivals.get(_key(kept), self._last), wait_reasons.ROWS_DOWNLOADED)
+            arrival = self._arrivals.get(_memory(kept), {}).get(_key(kept), self._last)
+            stream.wait(arrival, wait_reasons.ROWS_DOWNLOADED)
             with stream.span(self.device, "stash upload", "layer input"):
                 fetched.rows.copy_(kept, non_blocking=self._up.is_stream)
             fetched.uploaded = self._last_upload = stream.record(self.device)
@@ -198,3 +207,8 @@ class Stash:
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identifies the memory and layout of a tensor, as long as it lives."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Identifies the memory that a host tensor is a view of, as long as that lives."""
+    return tensor.untyped_storage().data_ptr()
