@@ -138,8 +138,8 @@ REFUSED = [
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(("make", "kind", "batch", "num_bytes", "rows"), REFUSED)
 def test_a_mask_that_the_device_cannot_hold_is_refused(make, kind, batch, num_bytes, rows, grad, monkeypatch):
-    before = dict(mask_functions())
     model = of_this_size(make(kind), num_bytes - 1, monkeypatch)
+    before = dict(mask_functions())
     held = settled_memory()
     torch.accelerator.reset_peak_memory_stats()
     size = f"rows {rows} x queries {TOKENS} x keys {TOKENS} take .* attn_implementation='{kind}'"
