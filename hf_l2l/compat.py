@@ -137,6 +137,16 @@ def active_collector() -> Any:
     return None if module is None else getattr(module, "_active_collector", None)
 
 
+def mask_functions() -> Any:
+    """transformers' table of functions that make attention masks, by the kind of attention; None if its module is not
+    imported.
+
+    `transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS`; without it, masks would not be refused in advance.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    return None if module is None else getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+
+
 def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
     """The leaf to whose gradient an `AccumulateGrad` node adds (`node.variable`; not in the type stubs)."""
     return cast(torch.Tensor, cast(Any, node).variable)

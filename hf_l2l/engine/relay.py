@@ -31,7 +31,8 @@ from hf_l2l.engine.sweeps import InputGradients, Tensors, backward_sweep, forwar
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.memory.device_memory import BOUNDARY, SLOTS, STASH
+from hf_l2l.memory.dense_masks import dense_masks
+from hf_l2l.memory.device_memory import BOUNDARY, MASK, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
 from hf_l2l.rows.host_rows import HostRows, host_of, made_real
@@ -142,6 +143,7 @@ class Relay:
             for tensor in tensors:
                 settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
         memory = self.eps.ledger.on_device
+        memory.holds(MASK, dense_masks(tensors))
         memory.holds(BOUNDARY, made_real(tensors))
         with self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, call.execute_once)

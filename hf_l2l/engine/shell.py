@@ -26,6 +26,7 @@ from hf_l2l.eps.masters import NON_LAYER, MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.memory.dense_masks import impossible_masks_refused
 from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, SHELL
 from hf_l2l.model.batch_dims import batch_rows
 from hf_l2l.model.caches import warn_of_cache, without_use_cache
@@ -267,7 +268,8 @@ class Shell:
 
         Raises:
             RuntimeError: if a call of the model, or its backward, is running in another thread.
-            ValueError: if another forward than that of the attached model has called `module`.
+            ValueError: if another forward than that of the attached model has called `module`; inside, if the model
+                needs an attention mask that the device cannot hold.
         """
         outer, self.outer = self.outer, None
         if outer is not None and outer is not module:
@@ -276,7 +278,9 @@ class Shell:
                 f"a {type(outer).__name__} was replaced); call hf_l2l.detach_l2l(model), replace it, and attach again"
             )
         assert self.call is None, "a call is already inside the model"
-        with self.one_thread.in_model(), self.eps.timeline.inside("forward"):
+        memory, inputs = self.eps.ledger.on_device, list(leaves_of((args, kwargs)))
+        masks = impossible_masks_refused(inputs, self.device, memory.capacity)
+        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks:
             self.eps.start_forward()
             # Before `placed`, inside which device copies replace the masters.
             anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() else None
@@ -284,8 +288,7 @@ class Shell:
                 warn_of_cache(module, args, kwargs)
                 args, kwargs = without_use_cache(module, args, kwargs)
             given, scale = (args, kwargs), self._scale
-            memory = self.eps.ledger.on_device
-            memory.begin_call(sum(t.numel() for t in leaves_of(given) if isinstance(t, torch.Tensor)))
+            memory.begin_call(sum(t.numel() for t in inputs if isinstance(t, torch.Tensor)))
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
                 if scale is not None:

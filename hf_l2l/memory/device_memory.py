@@ -19,15 +19,15 @@ import torch
 from hf_l2l.memory.held import Held, memory_of
 from hf_l2l.runtime import stream
 
-SHELL, SLOTS, STASH, BOUNDARY, INPUTS = "shell", "slots", "stash", "boundary", "inputs"
+SHELL, SLOTS, STASH, BOUNDARY, MASK, INPUTS = "shell", "slots", "stash", "boundary", "mask", "inputs"
 EMBEDDING, WORKSPACE, HEAD, OPTIMIZER = "embedding", "workspace", "head", "optimizer transients"
 
 Find = Callable[[], Iterable[torch.Tensor]]
 
-DEVICE_NAMES = (SHELL, SLOTS, WORKSPACE, BOUNDARY, EMBEDDING, STASH, HEAD, INPUTS, OPTIMIZER)
+DEVICE_NAMES = (SHELL, SLOTS, WORKSPACE, BOUNDARY, EMBEDDING, STASH, MASK, HEAD, INPUTS, OPTIMIZER)
 """The names of all device memory, in the order in which they are shown."""
 
-_HELD = (SLOTS, SHELL, INPUTS, STASH, BOUNDARY)
+_HELD = (SLOTS, SHELL, MASK, INPUTS, STASH, BOUNDARY)
 """Names that tensors are given. Memory with several counts for the first: an output that is stashed is stash."""
 
 _CALLS = 3
@@ -40,6 +40,8 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.capacity = stream.memory_of(device)
+        """Bytes of memory that the device has in all; None if its torch module does not say."""
         self.is_backward = False
         """Whether the layers now run backward: which modules come after them depends on it."""
         self.peak = dict.fromkeys(DEVICE_NAMES, 0)

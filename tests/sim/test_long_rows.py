@@ -1,0 +1,278 @@
+"""Long rows: dense masks by name, those that no device could hold refused, and memory that is linear in the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import attached, train_once
+from hf_l2l import L2LConfig, attach_l2l, estimate
+from hf_l2l.compat import mask_functions
+from hf_l2l.runtime import stream
+from training import settled_memory
+
+WIDTH, ROWS, TOKENS = 16, 4, 32
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 60,
+}
+DENSE = ROWS * TOKENS * TOKENS
+"""Entries of a mask for all rows."""
+
+
+def llama(kind: str = "sdpa", *, tokens: int = TOKENS, **more: Any) -> nn.Module:
+    config = hf.LlamaConfig(**{**SIZES, **more}, max_position_embeddings=tokens)
+    return hf.LlamaForCausalLM._from_config(config, attn_implementation=kind)
+
+
+def gemma(kind: str = "sdpa") -> nn.Module:
+    """Two layers with a sliding window, and two with full attention."""
+    sizes = {**SIZES, "num_hidden_layers": 4}
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = hf.Gemma3TextConfig(**sizes, head_dim=8, sliding_window=8, layer_types=layers)
+    return hf.Gemma3ForCausalLM._from_config(config, attn_implementation=kind)
+
+
+def bert(kind: str = "sdpa") -> nn.Module:
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    return hf.BertForMaskedLM._from_config(hf.BertConfig(**sizes), attn_implementation=kind)
+
+
+def t5(kind: str = "eager") -> nn.Module:
+    config = hf.T5Config(d_model=WIDTH, d_ff=32, num_layers=2, num_heads=2, d_kv=8, vocab_size=60)
+    config.decoder_start_token_id = 0
+    return hf.T5ForConditionalGeneration._from_config(config, attn_implementation=kind)
+
+
+def rows_of(tokens: int = TOKENS, *, count: int = ROWS, padded: bool = False) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (count, tokens), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][:, -2:] = 0
+    return batch
+
+
+def packed(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    """Two texts in each row, which positions tell apart."""
+    positions = torch.arange(tokens) % (tokens // 2)
+    return {**rows_of(tokens), "position_ids": positions.expand(ROWS, tokens).contiguous()}
+
+
+MASKS = [
+    # model, batch, bytes of its masks
+    pytest.param(llama, "sdpa", rows_of(), 0, id="sdpa"),
+    pytest.param(llama, "sdpa", rows_of(padded=True), DENSE, id="sdpa, padding"),
+    pytest.param(llama, "sdpa", packed(), DENSE, id="sdpa, packed"),
+    pytest.param(llama, "eager", rows_of(), 4 * DENSE, id="eager"),
+    pytest.param(gemma, "sdpa", rows_of(), TOKENS * TOKENS, id="sdpa, window"),
+    pytest.param(gemma, "eager", rows_of(padded=True), 2 * 4 * DENSE, id="eager, window and full"),
+    pytest.param(bert, "eager", rows_of(), 0, id="eager, in both directions"),
+    pytest.param(bert, "sdpa", rows_of(padded=True), DENSE, id="sdpa, in both directions, padding"),
+    # Of each stack, the bias of positions, which the layer above gets with the mask in it.
+    pytest.param(t5, "eager", rows_of(), None, id="t5"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "batch", "expected"), MASKS)
+@pytest.mark.parametrize("options", [{"stash": "device"}, {"stash": "host", "boundary": "host"}], ids=str)
+def test_a_dense_mask_is_a_line_of_the_report(make, kind, batch, expected, options):
+    """Once for all layers and micro-batches, as long as the graph lives."""
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    model = make(kind)
+    eps = attach_l2l(model, L2LConfig(ubatch_size=2, **options))
+    loss = model(**batch).loss
+    now = eps.memory_report()["device"]["mask"]["now"]
+    if expected is None:
+        assert now >= 2 * TOKENS * TOKENS * 4, "of two heads"
+    else:
+        assert now == expected
+    loss.backward()
+    del loss
+    settled_memory()
+    report = eps.memory_report()["device"]
+    assert report["mask"]["now"] == 0
+    for when in ("now", "peak"):
+        assert sum(size[when] for name, size in report.items() if name != "total") == report["total"][when]
+
+
+def test_a_long_dense_mask_is_what_the_peak_is_made_of():
+    tokens, rows = 512, 2
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    model = llama("eager", tokens=tokens)
+    eps = attach_l2l(model, L2LConfig(ubatch_size=1, stash="host", boundary="host"))
+    train_once(model, rows_of(tokens, count=rows))
+    assert eps.memory_report()["device"]["mask"]["peak"] == 4 * rows * tokens * tokens
+
+
+# ---- refused in advance
+
+
+def of_this_size(model: nn.Module, num_bytes: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> nn.Module:
+    """The model, on a device that says that its memory has so many bytes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "memory_of", lambda device: num_bytes)
+        return attached(model, ubatch_size=2, **options)
+
+
+REFUSED = [
+    pytest.param(llama, "sdpa", rows_of(padded=True), DENSE, ROWS, id="sdpa, padding"),
+    pytest.param(llama, "sdpa", rows_of(padded=True) | {"labels": None}, DENSE, ROWS, id="without labels"),
+    pytest.param(llama, "eager", rows_of(), 4 * DENSE, ROWS, id="eager"),
+    pytest.param(gemma, "sdpa", rows_of(), TOKENS * TOKENS, 1, id="sdpa, window"),
+    pytest.param(bert, "eager", rows_of(padded=True), 4 * DENSE, ROWS, id="eager, in both directions"),
+]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("make", "kind", "batch", "num_bytes", "rows"), REFUSED)
+def test_a_mask_that_the_device_cannot_hold_is_refused(make, kind, batch, num_bytes, rows, grad, monkeypatch):
+    model = of_this_size(make(kind), num_bytes - 1, monkeypatch)
+    before = dict(mask_functions())
+    held = settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    size = f"rows {rows} x queries {TOKENS} x keys {TOKENS} take .* attn_implementation='{kind}'"
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=size) as error:
+        model(**batch)
+    assert "\n" not in str(error.value) and "rows without padding" in str(error.value)
+    del error
+    assert settled_memory() == held
+    assert dict(mask_functions()) == before, "transformers is as it was"
+    model = of_this_size(make(kind), num_bytes, monkeypatch)
+    model(**batch)
+
+
+def test_nothing_is_allocated_for_a_mask_that_is_refused(monkeypatch):
+    """What the device has held at most are the embeddings, which are small beside the mask."""
+    tokens = 2048
+    model = of_this_size(llama(tokens=tokens), ROWS * tokens * tokens // 2, monkeypatch)
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    with pytest.raises(ValueError, match="the attention mask of a batch must fit"):
+        model(**rows_of(tokens, padded=True))
+    assert torch.accelerator.max_memory_allocated() < ROWS * tokens * tokens // 4
+
+
+RUNS = [
+    pytest.param(llama, "sdpa", rows_of(), id="sdpa"),
+    pytest.param(llama, "sdpa", rows_of() | {"attention_mask": torch.ones(ROWS, TOKENS)}, id="sdpa, all ones"),
+    pytest.param(bert, "sdpa", rows_of(), id="sdpa, in both directions"),
+    pytest.param(bert, "eager", rows_of(), id="eager, in both directions"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "batch"), RUNS)
+def test_what_needs_no_mask_is_not_refused(make, kind, batch, monkeypatch):
+    train_once(of_this_size(make(kind), 1, monkeypatch, stash="device", boundary="device"), batch)
+
+
+def test_a_device_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "memory_of", lambda device: None)
+        model = attached(llama("eager"), ubatch_size=2)
+    train_once(model, rows_of())
+
+
+def test_the_model_goes_on_after_a_refusal(monkeypatch):
+    torch.manual_seed(0)
+    model = of_this_size(llama(), DENSE - 1, monkeypatch)
+    expected = train_once(model, rows_of())
+    model.zero_grad()
+    with pytest.raises(ValueError, match="must fit"):
+        train_once(model, rows_of(padded=True))
+    assert train_once(model, rows_of()) == expected
+
+
+# ---- memory against the tokens of a row
+
+
+def peak_of_a_step(tokens: int, *, rows: int = 1, ubatch: int = 1, steps: int = 2, **options: Any) -> int:
+    """Bytes of the device at the peak of a training step, the last one; `options` of L2L, and sizes of the model."""
+    torch.manual_seed(0)
+    sizes = {name: options.pop(name) for name in SIZES if name in options}
+    same = {"ubatch_size": ubatch, "stash": "host", "boundary": "host"}
+    model = attached(llama(tokens=tokens, **sizes), **{**same, **options})
+    batch = rows_of(tokens, count=rows)
+    for _ in range(steps):
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        model.zero_grad()
+        train_once(model, batch)
+    return int(torch.accelerator.max_memory_allocated())
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(1024, 2048, 4096), pytest.param((16384, 32768, 65536), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_device_memory_is_linear_in_the_tokens_of_a_row(lengths):
+    """The bytes per further token are the same for the first and for the second step up, within 1 %."""
+    found = [peak_of_a_step(tokens) for tokens in lengths]
+    first, second = ((b - a) / (n - m) for a, b, m, n in zip(found, found[1:], lengths, lengths[1:], strict=False))
+    assert abs(second / first - 1) < 0.01, f"{first:.0f} and {second:.0f} bytes per token"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"),
+    [(256, (32, 64)), pytest.param(1024, (64, 512), marks=pytest.mark.slow)],
+    ids=["16k tokens", "512k tokens"],
+)
+def test_many_rows_in_one_step_cost_their_ids(tokens, counts):
+    """And labels, and a loss for each token; one layer output has 256 bytes per token."""
+    same = {"ubatch": 8, "num_hidden_layers": 1, "hidden_size": 64, "steps": 1}
+    few, many = (peak_of_a_step(tokens, rows=count, **same) for count in counts)
+    per_token = (many - few) / (tokens * (counts[1] - counts[0]))
+    assert 8 <= per_token < 20, f"{per_token:.1f} bytes per token"
+
+
+def bytes_per_token(width: int, inner: int, head: int) -> int:
+    """Of the device, in bfloat16, with one row as the micro-batch and as many keys as queries: the larger part is what
+    one layer keeps for its backward."""
+    return 34 * width + 12 * inner + 4 * head
+
+
+@pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), (128, 344, 4), (128, 512, 2)])
+def test_bytes_per_token_in_one_layer(width, inner, heads):
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    few, many = (peak_of_a_step(tokens, cmp="bf16", **sizes) for tokens in (1024, 2048))
+    expected = bytes_per_token(width, inner, width // heads)
+    assert (many - few) / 1024 == pytest.approx(expected, rel=0.02)
+
+
+def test_a_context_of_512k_tokens_by_shapes():
+    """The figures of docs/memory.md, for a model that is not there."""
+    tokens, gib = 512 * 1024, 2**30
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig())
+    config = model.config
+    need = estimate(model, L2LConfig(device="sim", cmp="bf16"))
+    stash = config.num_hidden_layers * tokens * config.hidden_size * 2
+    boundary = 3 * tokens * config.hidden_size * 2
+    row = tokens * bytes_per_token(config.hidden_size, config.intermediate_size, config.head_dim)
+    found = {
+        "host, masters, gradients, moments, copies": need.host_bytes,
+        "host, stash": stash,
+        "host, what passes between layers, at most": boundary,
+        "device, shell and slots": need.device_bytes,
+        "device, one row": row,
+    }
+    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    for name, size in found.items():
+        assert f"| {name} | {size / gib:.1f} GiB |" in text, f"{name}: {size / gib:.1f}"
