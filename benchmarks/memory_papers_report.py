@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.environment import description
+from benchmarks.memory_report import SIMULATED
 
 GB = 10**9
 
@@ -15,15 +16,13 @@ Rows = Mapping[str, Mapping[str, Any]]
 HEAD = """# Device memory in the tables of the L2L papers
 
 Theirs are figures of the papers (arXiv:2002.05645), of V100s. Ours are *measured* or *computed*: by `hf_l2l.estimate`
-on the meta device, or as the text says. Measured: {where}. GB are 10^9 bytes."""
-
-SIMULATED = "the device is simulated: its memory is counted exactly, its speed means nothing; not measured on a GPU"
+on the meta device, or as the text says. GB are 10^9 bytes. {where}"""
 
 
 def document(result: Mapping[str, Any]) -> str:
     """All tables of which there are rows."""
     environment, rows = result["environment"], result["rows"]
-    where = SIMULATED if environment["device"].startswith("sim") else f"on {environment['device']}"
+    where = SIMULATED if environment["device"].startswith("sim") else f"Measured on {environment['device']}."
     parts = [
         HEAD.format(where=where),
         f"## Environment\n\n{description(environment)}",
@@ -75,7 +74,8 @@ FIRST = """## The first text, tables 2, 4 and 5: fp32
 
 {settings}
 
-Theirs have the stash on the device, ours in host memory. How long the rows of tables 4 and 5 are, the text does not say.
+Theirs have the stash on the device, ours in host memory.
+The text does not say how long the rows of tables 4 and 5 are.
 
 {table}"""
 

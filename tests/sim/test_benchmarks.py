@@ -129,6 +129,16 @@ def test_fifty_billion_parameters_fit_where_the_paper_says():
         assert row["host_in_full"] == pytest.approx(18 * row["parameters"], rel=0.01)
 
 
+@pytest.mark.parametrize("rows", [4, 12])
+def test_two_layers_stand_for_any_depth(rows):
+    """A single micro-batch of four rows, and three of them."""
+    found = [
+        memory_papers.measured(memory_papers.bert(True, layers=n), rows, 32, 4, torch.device("sim"), cmp="bf16")
+        for n in (2, 6)
+    ]
+    assert found[0]["peak"] == pytest.approx(found[1]["peak"], rel=0.01)
+
+
 def test_workspace_of_more_rows_is_computed_from_two_cases():
     parts = {"slots": 10**9, "workspace": 0}
     rows = {
@@ -140,4 +150,4 @@ def test_workspace_of_more_rows_is_computed_from_two_cases():
     where |= {"link_bytes_per_s": None, "versions": {}}
     text = memory_papers_report.document({"environment": where, "rows": rows})
     assert "takes 0.90 GB of workspace" in text
-    assert "on A100" in text and "simulated" not in text
+    assert "Measured on A100." in text and "simulated" not in text
