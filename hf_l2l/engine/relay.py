@@ -34,7 +34,7 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.device_memory import BOUNDARY, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
-from hf_l2l.rows.host_rows import host_of, made_real
+from hf_l2l.rows.host_rows import HostRows, host_of, made_real
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
@@ -70,12 +70,7 @@ class _RelayNode(torch.autograd.Function):
             given = [t for t in tensors if t.is_floating_point() and not t.requires_grad]
             before = _versions(given)
             outputs = relay.forward(call, tensors, for_backward=True)
-            if _versions(given) != before:
-                raise ValueError(
-                    "a layer that trains must not change its arguments in place, since its recompute would begin with "
-                    f"the changed ones (got a {type(call.layer).__name__} that does); make it change a copy, or train "
-                    "this model without L2L"
-                )
+            ctx.has_changed_arguments = _versions(given) != before
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
 
@@ -88,6 +83,12 @@ class _RelayNode(torch.autograd.Function):
                 raise RuntimeError(
                     "L2L computes first derivatives only, since a layer's graph is freed in its backward (got "
                     "create_graph=True); leave it out, or train this model without L2L"
+                )
+            if ctx.has_changed_arguments:
+                raise RuntimeError(
+                    "a layer that trains must not change its arguments in place, since its recompute would begin with "
+                    f"the changed ones (got a {type(ctx.call.layer).__name__} that does); make it change a copy, or "
+                    "train this model without L2L"
                 )
             inputs = InputGradients(
                 ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.from_host, gradients
@@ -161,6 +162,9 @@ class Relay:
             # What the program does with the last output is a use like those of the model.
             is_last = fetched_in_forward(order, number, call.layer) is None
             call.passing = self.boundary.after(call.layer, self.is_in_forward if not is_last else lambda: True)
+        for tensor, dim in zip(tensors, call.input_dims, strict=True):
+            if dim and isinstance(tensor, HostRows):
+                tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
             return self.forward(call, tensors, for_backward=False)

@@ -280,6 +280,34 @@ class Noisy(nn.Module):
         return self.model(**batch)
 
 
+class Turned(nn.Module):
+    """Gives its layers tokens first, as FSMT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids).transpose(0, 1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+def test_layers_that_take_tokens_first():
+    torch.manual_seed(0)
+    model = Turned().double()
+    plain, ids = copy.deepcopy(model), torch.randint(VOCAB, (ROWS, 5))
+    plain(ids).backward()
+    with forced_copies():
+        attach_l2l(model, L2LConfig(layer_classes=("TransformerEncoderLayer",), **ON_HOST))
+        for _ in range(2):
+            model.zero_grad()
+            model(input_ids=ids).backward()
+            assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
 class WithSpare(nn.Embedding):
     """Has a weight that it does not use."""
 
