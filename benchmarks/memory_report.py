@@ -88,8 +88,9 @@ def _cells(rows: list[dict[str, Any]], ways: list[str]) -> Iterator[list[str]]:
         ]
 
 
-def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, Any], file: Path) -> None:
-    """A panel for each question; both axes are logarithmic, so that what grows in proportion is a straight line."""
+def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, Any], file: Path) -> Any:
+    """Write a png, and return the figure: a panel for each question. Both axes are logarithmic, so that what grows in
+    proportion is a straight line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2 + 3 * ((len(rows) + 1) // 2)), facecolor="white", layout="constrained")
@@ -114,3 +115,4 @@ def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, An
         axes.axis("off")
     figure.axes[0].legend(frameon=False)
     figure.savefig(file, dpi=110, format="png")
+    return figure
