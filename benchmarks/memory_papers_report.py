@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.environment import description
+from benchmarks.memory_report import SIMULATED
 
 GB = 10**9
 
@@ -14,16 +15,14 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 HEAD = """# Device memory in the tables of the L2L papers
 
-Theirs are figures of the papers (arXiv:2002.05645), of V100s. Ours are *measured* ({where}),
-or *computed*: by `hf_l2l.estimate` on the meta device, or as the text says. GB are 10^9 bytes."""
-
-SIMULATED = "the device is simulated: its memory is counted exactly, its speed means nothing; not measured on a GPU"
+Theirs are figures of the papers (arXiv:2002.05645), of V100s. Ours are *measured* or *computed*: by `hf_l2l.estimate`
+on the meta device, or as the text says. GB are 10^9 bytes. {where}"""
 
 
 def document(result: Mapping[str, Any]) -> str:
     """All tables of which there are rows."""
     environment, rows = result["environment"], result["rows"]
-    where = SIMULATED if environment["device"].startswith("sim") else f"on {environment['device']}"
+    where = SIMULATED if environment["device"].startswith("sim") else f"Measured on {environment['device']}."
     parts = [
         HEAD.format(where=where),
         f"## Environment\n\n{description(environment)}",
@@ -61,17 +60,22 @@ bytes are the same for any depth (`memory_sim_202611.md`), so they stand for 24 
 
 BERT = """## The later text, tables 2, 3 and 5: micro-batches of 64 rows
 
-{settings} `cmp="bf16"`, stash and boundary on the host.
+{settings}
+
+`cmp="bf16"`, stash and boundary on the host.
 
 {table}
 
-The line with dropout in attention has it in plain products of matrices, which take S x S numbers per head and row.
-Several micro-batches pass from layer to layer through host memory, a single one stays on the device."""
+The paper's 3.69 GB are enough where attention is fused. The line with dropout in attention has it in plain
+products of matrices, which take S x S numbers per head and row. Several micro-batches pass from layer to layer
+through host memory, a single one stays on the device."""
 
 FIRST = """## The first text, tables 2, 4 and 5: fp32
 
-{settings} Theirs have the stash on the device, ours in host memory. Of how many tokens the rows of tables 4 and 5
-are, the text does not say.
+{settings}
+
+Theirs have the stash on the device, ours in host memory.
+The text does not say how long the rows of tables 4 and 5 are.
 
 {table}"""
 
@@ -147,6 +151,7 @@ def _layer(rows: Rows) -> str:
     if more:
         eight = _gb(one + 7 * (more[0] - one))
         text += f"\n\nA micro-batch of 8 rows, as in table 6, takes {eight} of workspace (computed from these two)."
+        text += " Shell and slots of the whole model, below, come on top."
     return text
 
 

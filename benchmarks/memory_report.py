@@ -88,13 +88,14 @@ def _cells(rows: list[dict[str, Any]], ways: list[str]) -> Iterator[list[str]]:
         ]
 
 
-def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, Any], file: Path) -> None:
-    """A panel for each question; both axes are logarithmic, so that what grows in proportion is a straight line."""
+def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, Any], file: Path) -> Any:
+    """Write a png, and return the figure: a panel for each question. Both axes are logarithmic, so that what grows in
+    proportion is a straight line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2 + 3 * ((len(rows) + 1) // 2)), facecolor="white", layout="constrained")
     panels = figure.subplots((len(rows) + 1) // 2, 2, squeeze=False).flat
-    for axes, (name, found) in zip(panels, rows.items(), strict=False):
+    for (name, found), axes in zip(rows.items(), panels, strict=False):  # leaves panels without a question
         for way in dict.fromkeys(row["way"] for row in found):
             drawn = [row for row in found if row["way"] == way]
             sizes, peaks = [row["size"] for row in drawn], [row["peaks"][-1] / MIB for row in drawn]
@@ -110,7 +111,8 @@ def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, An
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set(title=questions[name].title, ylabel="device peak (MiB)")
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in list(panels):
+    for axes in panels:
         axes.axis("off")
     figure.axes[0].legend(frameon=False)
     figure.savefig(file, dpi=110, format="png")
+    return figure

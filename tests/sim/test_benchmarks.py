@@ -11,7 +11,16 @@ import torch
 import transformers as hf
 
 from benchmark_output import refused
-from benchmarks import cmp_glue, cmp_memory, gpu_probe, gpu_rows, memory, memory_papers, memory_papers_report
+from benchmarks import (
+    cmp_glue,
+    cmp_memory,
+    gpu_probe,
+    gpu_rows,
+    memory,
+    memory_papers,
+    memory_papers_report,
+    memory_report,
+)
 from glue_script import ROWS, write
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 
@@ -64,8 +73,8 @@ def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
 
 
 def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
-    """All three ways, with a document and a picture; a second call measures what the first one has left out."""
-    files = {name: tmp_path / f"memory.{name}" for name in ("rows", "out", "picture")}
+    """All three ways, with a document; a second call measures what the first one has left out."""
+    files = {name: tmp_path / f"memory.{name}" for name in ("rows", "out")}
     options = ["--quick", *(word for name, file in files.items() for word in (f"--{name}", str(file)))]
     memory.main([*options, "--questions", "depth"])
     assert capsys.readouterr().err.count("depth ") == 6
@@ -76,13 +85,24 @@ def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
     assert json.loads(last)["rows"] == rows
     assert files["out"].read_text() == text
     assert "The device is simulated" in text
-    assert files["picture"].read_bytes().startswith(b"\x89PNG")
     for section in text.split("## ")[3:5]:
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "%" in line]
         assert len(cells) == 2
         for _, plain, checkpointing, l2l, first, weights, formula, off in cells:
             assert float(plain) > float(checkpointing) > float(l2l) >= float(first) > float(weights)
             assert abs(float(l2l) / float(formula) - 1) < 0.02 and abs(float(off.removesuffix(" %"))) < 1
+
+
+def test_the_picture_has_a_panel_for_each_question(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = {
+        name: [{"way": way, "size": n, "slope": 0, "peaks": [n]} for n in (1, 2) for way in ("plain", "l2l")]
+        for name in ("depth", "length", "batch")
+    }
+    figure = memory_report.picture(rows, memory.QUESTIONS, tmp_path / "picture")
+    assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
+    assert [axes.get_title() for axes in figure.axes if axes.axison] == ["Depth", "Tokens of one row", "Device batch"]
+    assert all(len(axes.lines) == 3 for axes in figure.axes if axes.axison), "two ways, and the formula"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +149,16 @@ def test_fifty_billion_parameters_fit_where_the_paper_says():
         assert row["host_in_full"] == pytest.approx(18 * row["parameters"], rel=0.01)
 
 
+@pytest.mark.parametrize("rows", [4, 12])
+def test_two_layers_stand_for_any_depth(rows):
+    """A single micro-batch of four rows, and three of them."""
+    found = [
+        memory_papers.measured(memory_papers.bert(True, layers=n), rows, 32, 4, torch.device("sim"), cmp="bf16")
+        for n in (2, 6)
+    ]
+    assert found[0]["peak"] == pytest.approx(found[1]["peak"], rel=0.01)
+
+
 def test_workspace_of_more_rows_is_computed_from_two_cases():
     parts = {"slots": 10**9, "workspace": 0}
     rows = {
@@ -140,4 +170,4 @@ def test_workspace_of_more_rows_is_computed_from_two_cases():
     where |= {"link_bytes_per_s": None, "versions": {}}
     text = memory_papers_report.document({"environment": where, "rows": rows})
     assert "takes 0.90 GB of workspace" in text
-    assert "on A100" in text and "simulated" not in text
+    assert "Measured on A100." in text and "simulated" not in text
