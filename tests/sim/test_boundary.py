@@ -10,8 +10,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import attached, batch_for, bert, llama, relative_error, train_once
+from families import attached, batch_for, bert, gradients, llama, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, estimate
+from hf_l2l.eps import masters
 from hf_l2l.hf import attach
 from hf_l2l.logits import chunks
 from hf_l2l.report.summary import summary
@@ -153,6 +154,44 @@ def test_a_final_norm_and_a_tied_head_by_micro_batches_are_trained(mode, options
     expected, found = models
     # AdamW makes much of rounding where a gradient is nearly 0.
     assert relative_error(found, expected) < (2e-2 if {"cmp", "grad_dtype"} & {*options} else 1e-4)
+
+
+class Projected(nn.Module):
+    """Uses a weight that is in no module that is called, beside what its layers return."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.stack, self.box, self.use = Stack(2), nn.Linear(WIDTH, WIDTH, bias=False), use
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.scale(self.use(self.stack(rows), self.box.weight).square().mean()[None])[0]
+
+
+USES = {
+    "matrix": lambda hidden, weight: hidden @ weight,
+    "linear": lambda hidden, weight: nn.functional.linear(hidden, weight),
+    "scale": lambda hidden, weight: hidden * weight[0],
+    "as many tokens as rows": lambda hidden, weight: hidden + hidden.select(1, 0),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("name", USES)
+def test_a_large_weight_beside_rows_on_the_host_is_uploaded_first(name, trains, monkeypatch):
+    monkeypatch.setattr(masters, "LARGE", WIDTH)
+    found = []
+    for boundary in ("device", "host"):
+        torch.manual_seed(0)
+        model = Projected(USES[name]).eval()
+        model.box.requires_grad_(trains)
+        attach_l2l(model, L2LConfig(ubatch_size=3, stash="host", boundary=boundary, device="sim"))
+        inputs = torch.randn(TOKENS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            model.zero_grad()
+            model(inputs).backward()
+        found.append(gradients(model))
+    assert relative_error(*reversed(found)) < 1e-5
 
 
 def test_the_first_step_needs_no_more_than_later_ones():
