@@ -52,9 +52,15 @@ def check_gradients(case: Case) -> Result:
     return worst(whole, _compare_batches(case, UBATCH, ROWS, *FEWER_ROWS))
 
 
-def _compare_batches(case: Case, ubatch_size: int | None, *rows: int) -> Result:
+def check_boundary(case: Case) -> Result:
+    """Loss and gradients in micro-batches, with all that passes between layers in host memory, are those of the plain
+    model."""
+    return _compare_batches(case, UBATCH, ROWS, *FEWER_ROWS, stash="host", boundary="host")
+
+
+def _compare_batches(case: Case, ubatch_size: int | None, *rows: int, **options: Any) -> Result:
     """Compare batches of so many rows, which go through one attached model in turn."""
-    plain, model = copy.deepcopy(case.model), attached(case.model, ubatch_size=ubatch_size)
+    plain, model = copy.deepcopy(case.model), attached(case.model, ubatch_size=ubatch_size, **options)
     for count in rows:
         batch = case.family.batch(case.model, count)
         compared = _compare_training(case.family, model, plain, batch, case.family.tolerance)
@@ -190,6 +196,7 @@ CHECKS: dict[str, Check] = {
     "layers": check_stacks,
     "gradients": check_gradients,
     "micro-batches": check_split,
+    "boundary": check_boundary,
     "evaluation": check_evaluation,
     "generate": check_generation,
     "LoRA": check_lora,

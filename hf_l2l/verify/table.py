@@ -27,6 +27,8 @@ MEANINGS = {
     "computes something in fp32 whatever its dtype, 1e-5 in fp32 where it fails in float64",
     "micro-batches": "whether each layer runs micro-batch by micro-batch; if not, a warning says the reason, as here. "
     "And whether buffers that layers write to depend on it",
+    "boundary": 'as "gradients" in micro-batches, with `stash="host"` and `boundary="host"`: what passes between '
+    "layers, and what is computed before and after them, is in host memory",
     "evaluation": "all outputs in evaluation mode, in micro-batches, without gradients and caches; the same tolerance",
     "generate": "four tokens, greedy, with a key-value cache: the same tokens, and logits within the same tolerance; "
     '"-" if the model does not generate',

@@ -19,6 +19,7 @@ from packaging.version import Version
 from torch import nn
 
 from hf_l2l.engine.splitting import Splitter
+from hf_l2l.rows.weight_sums import WeightSums
 from hf_l2l.runtime import stream
 from hf_l2l.verify.__main__ import main
 from hf_l2l.verify.cases import Case, transfers
@@ -126,7 +127,7 @@ def test_a_wrong_model_is_red():
     """A hook on the classifier sees that of the engine: outputs are half as large again."""
     report = verify(broken("classifier"))
     assert report.status == "red"
-    assert red_checks(report) == {"gradients", "evaluation", "saving", "bf16"} | (
+    assert red_checks(report) == {"gradients", "boundary", "evaluation", "saving", "bf16"} | (
         {"LoRA"} if find_spec("peft") else set()
     )
     assert "should be" in report.results["gradients"].text
@@ -146,6 +147,16 @@ def test_a_batch_that_is_not_split_without_a_word_is_red(monkeypatch):
     report = verify(FAMILIES["bert"])
     assert red_checks(report) == {"micro-batches"}
     assert "whole device batch runs through BertLayer at bert.encoder.layer" in report.results["micro-batches"].text
+
+
+def test_what_runs_by_micro_batches_outside_the_layers_is_compared(monkeypatch):
+    results = WeightSums.results
+
+    def doubled(sums: WeightSums) -> list[torch.Tensor | None]:
+        return [None if each is None else 2 * each for each in results(sums)]
+
+    monkeypatch.setattr(WeightSums, "results", doubled)
+    assert red_checks(verify(FAMILIES["bert"])) == {"boundary"}
 
 
 def test_generation_is_compared_by_its_logits():
