@@ -36,7 +36,8 @@ MOMENTS_ASSUMED = 2
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes by kind. Device memory that depends on the batch comes on top: activations of one ubatch inside one layer,
-    two layer outputs of the device batch, and the stash if it is on the device."""
+    a chunk of logits, what passes between layers unless it is on the host (`boundary`), and the stash if it is on the
+    device."""
 
     masters: int
     """Host: the parameters of the model, except resident ones."""
