@@ -148,16 +148,14 @@ class ByRows:
         name = getattr(func, "__name__", str(func))
         # The same function in the same module is the same place in the model, as far as can be seen.
         passing = self.relay.boundary.after(root.enclosing[-1].module, self.relay.is_in_forward, name)
-        call = None if passing is None else self._call(root, func, arguments, spec, passing)
+        tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
+        has_rows = rows_of(tensors, next(t for t in tensors if isinstance(t, HostRows) and t.is_waiting))
+        if passing is None or has_rows is None:
+            return NotImplemented
+        call = self._call(root, func, arguments, spec, passing, has_rows)
         if call is None:
             return NotImplemented
         call.name = name
-        tensors = [arguments[i] for i in call.positions]
-        source = next(t for t in tensors if isinstance(t, HostRows) and t.is_waiting)
-        has_rows = rows_of(tensors, source)
-        if has_rows is None:
-            return NotImplemented
-        call.has_rows = has_rows
         with self.inside():
             return _Node.apply(call, self, len(tensors), *tensors)  # type: ignore[no-untyped-call]
 
@@ -171,9 +169,16 @@ class ByRows:
             self._is_inside = False
 
     def _call(
-        self, root: ModelCall, forward: Callable[..., Any], arguments: list[Any], spec: Any, passing: Passing
+        self,
+        root: ModelCall,
+        forward: Callable[..., Any],
+        arguments: list[Any],
+        spec: Any,
+        passing: Passing,
+        has_rows: list[bool] | None = None,
     ) -> _Call | None:
-        """The call by ubatches; None if there is one ubatch only, or if its rows are not known."""
+        """The call by ubatches; None if there is one ubatch only, or if its rows are not known. Which tensors have
+        rows is found by their sizes if it is not given."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         tensors = [arguments[i] for i in positions]
         waiting = next((len(t) for t in tensors if isinstance(t, HostRows) and t.is_waiting and t.dim()), None)
@@ -182,8 +187,10 @@ class ByRows:
             return None
         # Tokens may be flattened with their rows; those of one row are adjacent.
         size = self.ubatch_size * (rows // root.rows)
-        has_rows = [t.dim() > 0 and t.shape[0] == rows for t in tensors]
-        is_clear = all(has or t.dim() < 2 or t.shape[0] == 1 for has, t in zip(has_rows, tensors, strict=True))
+        is_clear = True
+        if has_rows is None:
+            has_rows = [t.dim() > 0 and t.shape[0] == rows for t in tensors]
+            is_clear = all(has or t.dim() < 2 or t.shape[0] == 1 for has, t in zip(has_rows, tensors, strict=True))
         if rows <= size or not any(has_rows) or not is_clear:
             return None
         leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]

@@ -411,6 +411,30 @@ def test_a_weight_frozen_after_the_forward_gets_no_gradient():
         assert model.bert.embeddings.position_embeddings.weight.grad is not None
 
 
+class AddsTable(nn.Module):
+    """Adds a table of positions (tokens, width) that trains to what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class Tabled(Between):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.model(input_ids).last_hidden_state
+        return ((hidden + self.part.table.weight) * 2)[:, 0].square().mean()
+
+
+def test_a_table_without_rows_is_added_by_micro_batches(monkeypatch):
+    kinds = Kinds(monkeypatch)
+    torch.manual_seed(0)
+    assert_steps_as_plain(Tabled(AddsTable()), [{"input_ids": ids()}] * 2)
+    assert kinds.made_real == []
+
+
 class Turned(nn.Module):
     """Gives its layers tokens first, as FSMT does."""
 
