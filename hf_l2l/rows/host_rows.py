@@ -268,24 +268,28 @@ _BY_PARTS: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _sum,
     _aten.slice_backward.default: _sliced,
 }
+"""Operation -> what computes it a few rows at a time; NotImplemented if it cannot."""
 
 _OF_MEMORY = {
     *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__repr__),
     *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage, torch.Tensor.share_memory_),
 }
 """Functions that read memory, which a tensor of a subclass has none of."""
+
 _VIEWS = {
-    *(
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten.slice.Tensor,
-        _aten.select.int,
-        _aten.unsqueeze.default,
-        _aten.squeeze.dim,
-    ),
-    *(_aten.transpose.int, _aten.permute.default),
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.transpose.int,
+    _aten.permute.default,
 }
+"""Operations whose result is a view of what waits, and waits, too."""
+
 _FACTORIES = {
     *(_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default),
     *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
 }
+"""Operations that make a new tensor of the device, and read shape and dtype alone."""
