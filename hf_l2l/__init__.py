@@ -34,9 +34,9 @@ from hf_l2l.config import L2LConfig  # noqa: E402  # an unsupported torch is to 
 from hf_l2l.eps.nonfinite import NonFiniteError  # noqa: E402
 from hf_l2l.eps.server import EagerParamServer  # noqa: E402
 from hf_l2l.hf.attach import attach_l2l, detach_l2l  # noqa: E402
-from hf_l2l.memory.memory_estimate import estimate  # noqa: E402
 from hf_l2l.model.precision import copy_as  # noqa: E402
 from hf_l2l.optim.lamb import Lamb  # noqa: E402
+from hf_l2l.plan.estimate import estimate  # noqa: E402
 from hf_l2l.runtime.worker import EngineFailedError  # noqa: E402
 
 if TYPE_CHECKING:

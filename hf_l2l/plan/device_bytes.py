@@ -1,0 +1,250 @@
+"""The bytes that training layer to layer takes on the device, by name, in each phase of a step.
+
+A step has these phases: what is computed before the layers, each layer, and what is computed after them, forward and
+backward. In each, the sum of what is held and of what is computed with is known (`Traced`), and the largest is the
+peak. Names are those of `eps.memory_report()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.memory.dense_masks import dense_masks
+from hf_l2l.memory.device_memory import (
+    BOUNDARY,
+    EMBEDDING,
+    HEAD,
+    INPUTS,
+    MASK,
+    SHELL,
+    SLOTS,
+    STASH,
+    WORKSPACE,
+)
+from hf_l2l.model.precision import Precision
+from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.plan.traced import Traced, TracedCall
+from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.tensors import on_meta
+
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of weights on the device, which do not depend on the batch."""
+
+    shell: int
+    slots: int
+    table_sums: int
+    """The sums of gradients (fp32) of tables of embeddings, to which micro-batches add rows."""
+    table_gradients: int
+    """Those sums in 16 bits, if the device computes in 16 bits; 0 otherwise."""
+
+    @classmethod
+    def of(cls, model: nn.Module, config: L2LConfig, precision: Precision) -> Weights:
+        """Of a model on any device."""
+        layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+        shell = list(shell_modules(model, layers))
+        parameters = {p for m in shell for p in m._parameters.values() if p is not None}
+        buffers = {b: precision.of_buffer(m, n, b) for m in shell for n, b in m._buffers.items() if b is not None}
+        travel = [Layout(on_meta(p, precision.of(p)) for p in layer.parameters()).num_bytes for layer in layers]
+        sums = [
+            Layout(on_meta(p, torch.float32) for p in layer.parameters() if p.requires_grad).num_bytes
+            for layer in layers
+        ]
+        tables = {m.weight for m in shell if isinstance(m, nn.Embedding) and m.weight.requires_grad}
+        return cls(
+            shell=sum(p.numel() * precision.of(p).itemsize for p in parameters)
+            + sum(b.numel() * dtype.itemsize for b, dtype in buffers.items()),
+            slots=2 * max(travel, default=0) + config.gradient_slots * max(sums, default=0),
+            table_sums=sum(4 * t.numel() for t in tables),
+            table_gradients=sum(2 * t.numel() for t in tables if precision.of(t).itemsize == 2),
+        )
+
+
+class _Kept(NamedTuple):
+    """Memory that the stash holds on the device, until the backward of call number `first`."""
+
+    name: str
+    num_bytes: int
+    first: int
+
+
+class DeviceBytes:
+    """The device memory of one step, from what was traced with all rows, and with those of one micro-batch."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        whole: Traced,
+        part: Traced | None,
+        *,
+        stash: str,
+        boundary: str,
+        makes_all_logits: bool = False,
+    ) -> None:
+        """`part` is None if the device batch is one micro-batch."""
+        self.weights = weights
+        self.makes_all_logits = makes_all_logits
+        self.whole, self.part = whole, part or whole
+        self.is_split = part is not None
+        self.by_rows = boundary == "host" and self.is_split
+        self.leaves = stash != "device"
+        self._uses: dict[int, list[int]] = {}
+        """Memory of an argument -> the calls that take it."""
+        self._bytes: dict[int, int] = {}
+        for number, call in enumerate(whole.calls):
+            for argument in call.arguments:
+                self._uses.setdefault(argument.memory, []).append(number)
+                self._bytes[argument.memory] = argument.num_bytes
+        self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
+
+    def peak(self) -> tuple[str, Bytes]:
+        """The phase in which most is held, and the bytes by name."""
+        return max(self.phases(), key=lambda phase: sum(phase[1].values()))
+
+    def phases(self) -> Iterator[tuple[str, Bytes]]:
+        """All phases in which the peak may be."""
+        whole, part = self.whole, self.part
+        calls = whole.calls
+        for number in reversed(range(len(calls))):
+            yield f"backward of layer {number + 1}", self._layer(number)
+        yield "head", self._head()
+        rows = self._arguments_of_first()
+        before = part.pieces[0].backward_peak
+        if self.by_rows:
+            # While the last micro-batch is still there, the sums are converted.
+            before = self.weights.table_sums + max(before + 2 * rows, self.weights.table_gradients + 3 * rows)
+        found = self._base() | {EMBEDDING: before, HEAD: whole.late, BOUNDARY: 0 if self.by_rows else rows}
+        yield "embedding", found
+
+    def _has_rows(self, call: int, argument: int) -> bool:
+        if not self.is_split:
+            return True
+        both = (traced.calls[call].arguments[argument].shape for traced in (self.whole, self.part))
+        return len(set(both)) == 2
+
+    def _kept_of(self, number: int) -> Iterator[tuple[int, _Kept]]:
+        arguments = self.whole.calls[number].arguments
+        likes = [torch.empty(a.shape, device="meta") for a in arguments]
+        masks = {id(each) for each in dense_masks(likes)}
+        for i, argument in enumerate(arguments):
+            uses = self._uses[argument.memory]
+            rows = self._has_rows(number, i)
+            travels = self.leaves and rows and len(uses) == 1
+            if travels or (self.by_rows and rows and argument.needs_gradient):
+                continue
+            name = MASK if id(likes[i]) in masks else STASH
+            yield argument.memory, _Kept(name, argument.num_bytes, min(uses))
+
+    def _base(self) -> Bytes:
+        return {SHELL: self.weights.shell, SLOTS: self.weights.slots, INPUTS: self.whole.inputs}
+
+    def _held(self, number: int) -> Bytes:
+        """What is held in the backward of call `number`, besides what it computes with."""
+        whole = self.whole
+        found = self._base() | {STASH: 0, MASK: 0}
+        for kept in self._kept.values():
+            if kept.first <= number:
+                found[kept.name] += kept.num_bytes
+        if self.by_rows:
+            # The last rows that were sent to the host.
+            return found | {EMBEDDING: self._arguments_of_first(), HEAD: whole.late}
+        left = whole.left + whole.late
+        found[EMBEDDING] = min(left, max(0, whole.pieces[0].kept))
+        return found | {HEAD: left - found[EMBEDDING]}
+
+    def _arguments_of_first(self) -> int:
+        """Bytes of what the embedding gives to the first layer."""
+        return sum(a.num_bytes for a in self.part.calls[0].arguments if a.needs_gradient)
+
+    def _layer(self, number: int) -> Bytes:
+        call, small = self.whole.calls[number], self.part.calls[number]
+        found = self._held(number)
+        found[WORKSPACE] = small.layer.backward_peak + self._uploaded(number)
+        found[BOUNDARY] = self._boundary(number, call)
+        if self.by_rows:
+            found[WORKSPACE] += self._gradient_rows(call, small, number)
+        elif not self.is_split:
+            # What the layer computes itself becomes the gradients of its arguments.
+            own = sum(a.num_bytes for a in call.arguments if a.needs_gradient)
+            found[WORKSPACE] -= own
+            found[BOUNDARY] += own
+        if self.is_split:
+            # Gradients of arguments without rows are summed over the micro-batches.
+            found[WORKSPACE] += sum(
+                a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and not self._has_rows(number, i)
+            )
+        return found
+
+    def _uploaded(self, number: int) -> int:
+        """Rows of one micro-batch in host memory, and of the next one, which are uploaded meanwhile."""
+        rows = sum(
+            a.num_bytes
+            for whole, a in zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
+            if whole.memory not in self._kept
+        )
+        return 2 * rows if self.is_split else rows
+
+    def _gradients_arrive(self, number: int, call: TracedCall) -> list[int]:
+        """The outputs of the call that get a gradient, by their numbers."""
+        return [
+            i
+            for i, output in enumerate(call.outputs)
+            if output.has_gradient or any(use > number for use in self._uses.get(output.memory, ()))
+        ]
+
+    def _gradient_rows(self, call: TracedCall, small: TracedCall, number: int) -> int:
+        """Gradients of one micro-batch of the outputs, and of the next one, which are uploaded meanwhile."""
+        return sum(
+            2 * small.outputs[i].num_bytes
+            for i in self._gradients_arrive(number, call)
+            if call.outputs[i].num_bytes != small.outputs[i].num_bytes
+        )
+
+    def _boundary(self, number: int, call: TracedCall) -> int:
+        small = self.part.calls[number]
+        total = sum(
+            call.outputs[i].num_bytes
+            for i in self._gradients_arrive(number, call)
+            if not (self.by_rows and call.outputs[i].num_bytes != small.outputs[i].num_bytes)
+        )
+        if self.is_split and not self.by_rows:
+            total += sum(
+                a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and self._has_rows(number, i)
+            )
+        # Of what this call and later ones return, the gradients are those of their outputs.
+        returned = {out.memory for out in call.outputs}
+        returned |= {out.memory for later in self.whole.calls[number:] for out in later.outputs if out.is_new}
+        for memory, uses in self._uses.items():
+            if max(uses) > number and memory not in returned and (not self.by_rows or memory in self._kept):
+                needs = any(a.memory == memory and a.needs_gradient for a in self.whole.calls[uses[0]].arguments)
+                total += self._bytes[memory] if needs else 0
+        return total + self._kept_outputs(number)
+
+    def _kept_outputs(self, number: int) -> int:
+        """Of layers, which are no argument of another one, and which what is computed between layers keeps."""
+        if self.by_rows:
+            return 0
+        return sum(out.num_bytes for call in self.whole.calls[:number] for out in call.outputs if out.kept)
+
+    def _head(self) -> Bytes:
+        found = self._held(len(self.whole.calls))
+        last = (self.part if self.by_rows else self.whole).pieces[-1]
+        peak = max(last.backward_peak, last.forward_peak)
+        if self.by_rows and not self.makes_all_logits:
+            found[HEAD] = peak - self.part.head
+            return found
+        last = self.whole.pieces[-1]
+        peak = max(last.backward_peak, last.forward_peak)
+        found[HEAD] = peak
+        found[EMBEDDING] = self._arguments_of_first() if self.by_rows else self.whole.left
+        found[BOUNDARY] = sum(out.num_bytes for call in self.whole.calls for out in call.outputs if out.kept)
+        return found
