@@ -80,7 +80,7 @@ def memory_of(device: torch.device) -> int | None:
 def memory_in_use(device: torch.device) -> tuple[int, int] | None:
     """Bytes that the allocator of the device holds now, and the most that it has held since that number was last
     reset; None if the device shares the memory of the host, or its allocator does not count."""
-    if shares_host_memory(device):
+    if device_module(device) is None:
         return None
     try:
         stats = torch.accelerator.memory_stats(device)
