@@ -23,45 +23,32 @@ class Rates:
     """Bytes/s from device to host."""
     adamw: float
     """Parameters/s that the host updates."""
-    device_update: float = 0.0
-    """Parameters/s that the device updates; 0 if nothing is updated there."""
+    device_adamw: float
+    """Parameters/s that the device updates."""
     per_call: float = 0.0
-    """Seconds of the host for one micro-batch of one layer: the device cannot be given work faster."""
+    """Seconds that a micro-batch of a layer takes besides its operations, in each sweep."""
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """One layer call, for all rows of the device batch."""
+class Cost:
+    """One layer call with all rows of the device batch; or the modules outside the layers, which are computed after
+    the layers in the forward, and before them in the backward."""
 
-    forward_flops: int
-    backward_flops: int
-    """Recompute and backward."""
-    up: int
-    """Bytes that are uploaded in each sweep: weights, unless they stay on the device."""
-    down: int
-    """Bytes of gradients that leave."""
-    parameters: int
+    forward_flops: int = 0
+    backward_flops: int = 0
+    """The recompute included, if there is one."""
+    forward_up: int = 0
+    """Bytes from the host in the forward: weights, and rows of a boundary on the host."""
+    forward_down: int = 0
+    """Bytes to the host in the forward: rows of the stash."""
+    backward_up: int = 0
+    """Bytes from the host in the backward: weights, and rows of the stash and the boundary."""
+    backward_down: int = 0
+    """Bytes to the host in the backward: gradients of weights, and rows of the boundary."""
+    parameters: int = 0
     """Parameters that the host updates."""
-    rows_up: int = 0
-    """Bytes of layer inputs that come from the host in the backward."""
-    rows_down: int = 0
-    """Bytes of layer inputs that go to the host in the forward."""
-    forward_rows_up: int = 0
-    """Bytes of layer inputs that come from the host in the forward (a boundary on the host)."""
     on_device: int = 0
     """Parameters that the device updates."""
-
-
-@dataclass(frozen=True)
-class ShellCost:
-    """What is computed before and after the layers."""
-
-    forward_flops: int
-    backward_flops: int
-    up: int
-    down: int
-    parameters: int
-    on_device: int = 0
 
 
 @dataclass
@@ -71,6 +58,7 @@ class StepTime:
     seconds: float
     forward: float
     backward: float
+    """The update on the device included."""
     busy: dict[str, float] = field(default_factory=dict)
     """Lane -> seconds in which it was busy: "compute", "upload", "download", "update"."""
 
@@ -87,8 +75,9 @@ class _Lane:
 
     def run(self, seconds: float, *after: float) -> float:
         """Begin when the lane is free and all of `after` is reached; returns the end."""
-        start = max(self.free_at, *after)
-        self.free_at = start + seconds
+        if seconds == 0:  # it waits for nothing
+            return max(after, default=0.0)
+        self.free_at = max(self.free_at, *after) + seconds
         self.busy += seconds
         return self.free_at
 
@@ -96,16 +85,16 @@ class _Lane:
 class _Steps:
     """Steps of one training, one after the other."""
 
-    def __init__(self, layers: Sequence[LayerCost], shell: ShellCost, rates: Rates, ubatches: int) -> None:
+    def __init__(self, layers: Sequence[Cost], shell: Cost, rates: Rates, ubatches: int) -> None:
         self.layers, self.shell, self.rates = layers, shell, rates
         self.lanes = {name: _Lane() for name in ("compute", "upload", "download", "update")}
-        self.least = ubatches * rates.per_call
+        self.fixed = ubatches * rates.per_call
         self.updated = [0.0] * (len(layers) + 1)
-        """When the shell, and each layer, has been updated."""
+        """When the masters of the shell, and of each layer, have been updated."""
         self.begin = 0.0
 
-    def _compute(self, flops: int, *after: float, least: float = 0.0) -> float:
-        return self.lanes["compute"].run(max(flops / self.rates.flops, least), *after)
+    def _compute(self, flops: int, fixed: float, *after: float) -> float:
+        return self.lanes["compute"].run(fixed + flops / self.rates.flops, *after)
 
     def _up(self, num_bytes: int, *after: float) -> float:
         return self.lanes["upload"].run(num_bytes / self.rates.link_up, *after)
@@ -119,13 +108,12 @@ class _Steps:
             lane.busy = 0.0
         start = self.begin
         turned = self.forward(overlaps=overlaps)
-        end = self.backward(turned)
-        if self.rates.device_update:
-            there = self.shell.on_device + sum(layer.on_device for layer in self.layers)
-            end = self.lanes["compute"].run(there / self.rates.device_update, end)
-        units: list[ShellCost | LayerCost] = [self.shell, *self.layers]
-        for number, each in enumerate(units):
-            self.updated[number] = self.lanes["update"].run(each.parameters / self.rates.adamw, end)
+        end = self.backward(turned, overlaps=overlaps)
+        units = [self.shell, *self.layers]
+        there = sum(unit.on_device for unit in units)
+        end = self.lanes["compute"].run(there / self.rates.device_adamw, end)
+        for number, unit in enumerate(units):
+            self.updated[number] = self.lanes["update"].run(unit.parameters / self.rates.adamw, end)
         # The next step begins while masters are updated, unless updates are serial.
         self.begin = end if overlaps else max(end, *self.updated)
         busy = {name: lane.busy for name, lane in self.lanes.items()}
@@ -133,41 +121,37 @@ class _Steps:
 
     def forward(self, *, overlaps: bool) -> float:
         """The forward sweep; returns its end."""
-        slots = [self.begin, self.begin]
-        done = self._up(self.shell.up, self.begin, self.updated[0])
-        for number, layer in enumerate(self.layers):
-            # A layer that is resident needs no slot.
-            free = slots[number % 2] if layer.up else self.begin
-            there = self._up(layer.up + layer.forward_rows_up, free, self.updated[number + 1] if layer.up else 0.0)
-            done = self._compute(layer.forward_flops, there, done, least=self.least)
-            slots[number % 2] = done
-            if not overlaps:
-                slots = [done, done]
-            self._down(layer.rows_down, done)
-        return self._compute(self.shell.forward_flops, done)
+        slots = [self.begin] * _SLOTS
+        done = self._up(self.shell.forward_up, self.begin, self.updated[0])
+        uploads = 0
+        for layer, updated in zip(self.layers, self.updated[1:], strict=True):
+            # What is resident needs no slot, and has been updated on the device.
+            turn = uploads % _SLOTS
+            there = self._up(layer.forward_up, slots[turn] if overlaps else done, updated if layer.parameters else 0.0)
+            uploads += bool(layer.forward_up)
+            done = self._compute(layer.forward_flops, self.fixed, there if layer.forward_up else 0.0, done)
+            if layer.forward_up:
+                slots[turn] = done
+            self._down(layer.forward_down, done)
+        return self._compute(self.shell.forward_flops, 0.0, done)
 
-    def backward(self, begin: float) -> float:
+    def backward(self, begin: float, *, overlaps: bool) -> float:
         """The backward sweep; returns the end of what it computes and sends."""
-        done = self._compute(self.shell.backward_flops, begin)
-        slots, sums = [done, done], [done, done]
-        last = self._down(self.shell.down, done)
-        for turn, layer in enumerate(reversed(self.layers)):
-            # The last two layers are in their slots still.
-            there = self._up((layer.up if turn >= _SLOTS else 0) + layer.rows_up, slots[turn % _SLOTS])
-            done = self._compute(layer.backward_flops, there, done, sums[turn % _SLOTS], least=self.least)
-            slots[turn % _SLOTS] = done
-            sums[turn % _SLOTS] = last = self._down(layer.down, done)
+        done = self._compute(self.shell.backward_flops, 0.0, begin)
+        slots, sums = [begin] * _SLOTS, [begin] * _SLOTS
+        last = self._down(self.shell.backward_down, done)
+        for number, layer in enumerate(reversed(self.layers)):
+            turn = number % _SLOTS
+            there = self._up(layer.backward_up, slots[turn] if overlaps else done)
+            done = self._compute(layer.backward_flops, self.fixed, there, done, sums[turn])
+            slots[turn] = done
+            sums[turn] = self._down(layer.backward_down, done)
+            last = max(last, sums[turn])
         return max(done, last)
 
 
 def step_time(
-    layers: Sequence[LayerCost],
-    shell: ShellCost,
-    rates: Rates,
-    *,
-    ubatches: int = 1,
-    overlaps: bool = True,
-    steps: int = 4,
+    layers: Sequence[Cost], shell: Cost, rates: Rates, *, ubatches: int = 1, overlaps: bool = True, steps: int = 4
 ) -> StepTime:
     """The time of a step once steps repeat.
 
