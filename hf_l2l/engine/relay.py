@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.dense_masks import dense_masks
-from hf_l2l.memory.device_memory import BOUNDARY, MASK, SLOTS, STASH
+from hf_l2l.memory.device_memory import BOUNDARY, MASK, RESIDENT, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
 from hf_l2l.rows.host_rows import HostRows, host_of, made_real
@@ -156,8 +157,7 @@ class Relay:
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         number, called = len(root.layer_calls), root.layer_calls
-        fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.unit.module)
-        call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
+        call.fetched_in_forward = self._fetched_after(self._last_time.get(root.module, ()), number, call.layer)
         call.before = called[-1] if called else None
         if torch.is_grad_enabled():
             order = self._last_time.get(root.module, self.eps.masters.layers)
@@ -172,7 +172,7 @@ class Relay:
             return self.forward(call, tensors, for_backward=False)
         # No backward reaches a layer below the lowest one that trains.
         lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
-        below = fetched_in_backward(called, number, lowest)
+        below = fetched_in_backward(called, number, lowest, lambda each: not each.unit.place.is_resident)
         call.fetched_in_backward = None if below is None else below.unit
         # An output must require a gradient even if no input does (frozen embeddings, LoRA), hence the anchor as input.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
@@ -252,7 +252,7 @@ class Relay:
                 # Sums that are in the slot, of every parameter that trains.
                 in_slot = len(received) == len(summed) == len(call.unit.trained)
                 self.eps.receive(received, call.unit, sums.flat if in_slot else None)
-            if summed and not stream.shares_host_memory(self.device):
+            if summed and sums.flat is not None:
                 self._gradient_slots.leave(self.eps.lane)
 
     def _start_forward(self, root: ModelCall) -> None:
@@ -260,7 +260,8 @@ class Relay:
         root.at_end = self._end_forward
         self.stash.start_forward()
         root.weights.upload_first()
-        first = next((self.eps.masters.unit(layer) for layer in self._last_time.get(root.module, ())), None)
+        units = map(self.eps.masters.unit, self._last_time.get(root.module, ()))
+        first = next((unit for unit in units if not unit.place.is_resident), None)
         if self._slots is not None:
             self._slots.forget()
             if self.prefetch and first is not None and not first.is_updating:
@@ -287,18 +288,34 @@ class Relay:
         if self._slots is not None:
             self._slots.settle()
 
+    def _fetched_after(self, order: Sequence[nn.Module], number: int, layer: nn.Module) -> MasterUnit | None:
+        """The layer to upload while `layer` computes in a forward sweep. It may be updated as long as resident layers
+        compute: only the last one before it waits for the update."""
+        unit = self.eps.masters.unit
+        fetched = fetched_in_forward(order, number, layer, lambda each: not unit(each).place.is_resident)
+        if fetched is None or (unit(fetched).is_updating and fetched_in_forward(order, number, layer) is not fetched):
+            return None
+        return unit(fetched)
+
+    def _stays(self, unit: MasterUnit) -> bool:
+        """Whether the masters of `unit` are where it runs: nothing of it travels."""
+        return unit.place.is_resident or stream.shares_host_memory(self.device)
+
     def _summing(self, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
-        if stream.shares_host_memory(self.device) and not self.eps.copies.precision.is_mixed:
-            # Autograd sums the gradients in the leaves, which are in host memory already.
+        stays = self._stays(weights.unit)
+        if stays and not self.eps.copies.precision.is_mixed:
+            # Autograd sums the gradients in the leaves, which are where the masters are.
             return nullcontext(LayerSums([], None))
-        return self._gradient_slots.summing(weights)
+        return self._gradient_slots.summing(weights, in_slot=not stays)
 
     def _weights(self, unit: MasterUnit, *, requires_grad: bool) -> AbstractContextManager[DeviceWeights]:
         copies = self.eps.copies
         on_gradient = self._gradient_slots.add
-        if stream.shares_host_memory(self.device):
+        if self._stays(unit):
             hook = on_gradient if copies.precision.is_mixed else None
-            return nullcontext(uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook))
+            weights = uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook)
+            self.eps.ledger.on_device.holds(RESIDENT, weights.leaves)
+            return nullcontext(weights)
         if self._slots is None:
             self._slots = WeightSlots(self.eps.masters, self.device, copies, on_gradient, self.shell.lane)
         return self._slots.weights(unit, requires_grad=requires_grad)
@@ -321,8 +338,10 @@ class Relay:
             yield
 
 
-def fetched_in_forward(last_time: Sequence[LayerT], number: int, layer: LayerT) -> LayerT | None:
-    """The layer to upload while `layer` computes in a forward sweep: the one that followed it in the last forward.
+def fetched_in_forward(
+    last_time: Sequence[LayerT], number: int, layer: LayerT, travels: Callable[[LayerT], bool] = lambda _: True
+) -> LayerT | None:
+    """The layer to upload while `layer` computes in a forward sweep: the next one that travels.
 
     It is a hint only: a layer that was not prefetched is uploaded when it is called.
 
@@ -330,24 +349,28 @@ def fetched_in_forward(last_time: Sequence[LayerT], number: int, layer: LayerT) 
         last_time: the layers that the model called in the last forward, in that order.
         number: the number of the call of `layer` in this forward, from 0.
         layer: the layer that computes.
+        travels: whether a layer is uploaded at all.
 
     Returns:
         The layer; None after the last one, and after a layer that was not called in the last forward.
     """
     if not (number < len(last_time) and last_time[number] is layer):  # some models drop layers at random
         number = next((i for i, each in enumerate(last_time) if each is layer), len(last_time))
-    return last_time[number + 1] if number + 1 < len(last_time) else None
+    return next(filter(travels, islice(last_time, number + 1, None)), None)
 
 
-def fetched_in_backward(called: Sequence[LayerT], number: int, lowest: int) -> LayerT | None:
-    """The layer to upload while a layer computes in a backward sweep: the one that was called before it.
+def fetched_in_backward(
+    called: Sequence[LayerT], number: int, lowest: int, travels: Callable[[LayerT], bool] = lambda _: True
+) -> LayerT | None:
+    """The layer to upload while a layer computes in a backward sweep: the last one called before it that travels.
 
     Args:
         called: the layers that the forward has called so far, in that order.
         number: the number of the call, from 0.
         lowest: the number of the lowest call that the backward reaches; below it, nothing is trained.
+        travels: whether a layer is uploaded at all.
 
     Returns:
         The layer; None for the lowest call.
     """
-    return called[number - 1] if number > lowest else None
+    return next(filter(travels, (called[i] for i in range(number - 1, lowest - 1, -1))), None)

@@ -97,7 +97,7 @@ class WeightSlots:
         self.copies = copies
         self.lane = lane
         self._on_gradient = on_gradient
-        num_bytes = max(masters.unit(layer).layout.num_bytes for layer in masters.layers)
+        num_bytes = max(unit.layout.num_bytes for unit in masters.layer_units if not unit.place.is_resident)
         self.slots = [_WeightSlot(num_bytes, device, on_gradient) for _ in range(2)]
 
     def forget(self) -> None:
@@ -169,7 +169,7 @@ class LayerSums(NamedTuple):
     """Per parameter, its sum; None for a parameter without a gradient."""
     flat: torch.Tensor | None
     """The slot's memory (uint8, one dimension) for the sums of all trained parameters, in the unit's gradient layout;
-    None if the device shares the memory of the host."""
+    None if the sums are in memory of their own, since nothing of the layer travels."""
 
 
 class GradientSlots:
@@ -194,14 +194,15 @@ class GradientSlots:
         """True until the first gradient of the layer is added."""
 
     @contextmanager
-    def summing(self, weights: DeviceWeights) -> Iterator[LayerSums]:
-        """Inside, gradients of the leaves of `weights` are summed in a slot and not in `leaf.grad`.
+    def summing(self, weights: DeviceWeights, *, in_slot: bool) -> Iterator[LayerSums]:
+        """Inside, gradients of the leaves of `weights` are summed in a slot, or in memory of their own, and not in
+        `leaf.grad`.
 
         Yields the sums; after their downloads have been submitted, `leave` must be called.
         """
         slot, unit = self.slots[0], weights.unit
         self._views, flat = {}, None
-        if not stream.shares_host_memory(self.device):
+        if in_slot:
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
                 slot = self.slots[0] = _GradientSlot(unit.gradient_layout.num_bytes, self.device)
             self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
@@ -232,11 +233,11 @@ class GradientSlots:
             if total is not None:
                 total.add_(gradient)
                 return
-            if self._is_empty:
+            place = self._views.get(number)
+            if place is not None and self._is_empty:
                 self._is_empty = False
                 stream.wait(self.slots[0].freed, wait_reasons.GRADIENT_SLOT_FREE)
-            place = self._views.get(number)
-            if place is None:  # where memory is shared, there is no download: the sum itself becomes p.grad
+            if place is None:  # nothing is downloaded: the sum itself becomes p.grad
                 with without_interception():
                     place = torch.empty_like(self._unit.parameters[number], requires_grad=False)
             self._sums[number] = place.copy_(gradient)

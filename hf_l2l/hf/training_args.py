@@ -85,6 +85,7 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     l2l_host_copies: HostCopies = _as_configured("host_copies")
     l2l_nonfinite: Nonfinite = _as_configured("nonfinite")
     l2l_resident: Resident = _as_configured("resident")
+    l2l_resident_layers: int = _as_configured("resident_layers")
     l2l_chunked_loss: ChunkedLoss = _as_configured("chunked_loss")
     l2l_prefetch: bool = _as_configured("prefetch")
     l2l_gradient_slots: int = _as_configured("gradient_slots")

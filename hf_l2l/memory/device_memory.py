@@ -21,13 +21,14 @@ from hf_l2l.runtime import stream
 
 SHELL, SLOTS, STASH, BOUNDARY, MASK, INPUTS = "shell", "slots", "stash", "boundary", "mask", "inputs"
 EMBEDDING, WORKSPACE, HEAD, OPTIMIZER = "embedding", "workspace", "head", "optimizer transients"
+RESIDENT = "resident layers"
 
 Find = Callable[[], Iterable[torch.Tensor]]
 
-DEVICE_NAMES = (SHELL, SLOTS, WORKSPACE, BOUNDARY, EMBEDDING, STASH, MASK, HEAD, INPUTS, OPTIMIZER)
+DEVICE_NAMES = (SHELL, RESIDENT, SLOTS, WORKSPACE, BOUNDARY, EMBEDDING, STASH, MASK, HEAD, INPUTS, OPTIMIZER)
 """The names of all device memory, in the order in which they are shown."""
 
-_HELD = (SLOTS, SHELL, MASK, INPUTS, STASH, BOUNDARY)
+_HELD = (SLOTS, RESIDENT, SHELL, MASK, INPUTS, STASH, BOUNDARY)
 """Names that tensors are given. Memory with several counts for the first: an output that is stashed is stash."""
 
 _CALLS = 3
