@@ -133,6 +133,18 @@ class L2LConfig:
         "state, and are updated there: nothing of them travels in a step, and they compute while the others are "
         "updated and uploaded.",
     )
+    kept_weights: int = _described(
+        0,
+        "The weights of so many layers, the last ones that are not resident, stay on the device from their forward to "
+        "their backward, each in memory of its own: they are uploaded once in a step. Of the layers before them, the "
+        "last two stay anyway. Where layers run on the CPU, nothing travels.",
+    )
+    kept_graphs: int = _described(
+        0,
+        "The last so many layers keep the graph of each micro-batch from their forward to their backward, and are not "
+        "recomputed, which saves a quarter of their computation. Their weights stay, too, and nothing of them is "
+        "stashed.",
+    )
     chunked_loss: ChunkedLoss = _described(
         "auto",
         "Whether logits of a vocabulary are made for a chunk of tokens at a time, in the loss and once more in its "
@@ -265,7 +277,7 @@ class L2LConfig:
             )
 
 
-LAYER_COUNTS = ("resident_layers",)
+LAYER_COUNTS = ("resident_layers", "kept_weights", "kept_graphs")
 """Options that are a number of layers of the model, which has at least as many."""
 
 _CHOICES: dict[str, tuple[Any, str]] = {

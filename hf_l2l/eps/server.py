@@ -152,8 +152,8 @@ class EagerParamServer:
         with without_interception():
             found = [m for m in self.masters.all() if m.is_resident and (m.layer_number > 0) == in_layers]
             masters = {master.parameter for master in found}
-            gradients = [p.grad for p in masters if p.grad is not None]
-        return [*masters, *gradients, *(each for p, each in self._states() if p in masters)]
+            sums = [each for m in found for each in (m.parameter.grad, m.arriving) if each is not None]
+        return [*masters, *sums, *(each for p, each in self._states() if p in masters)]
 
     @property
     def lane(self) -> stream.Lane:

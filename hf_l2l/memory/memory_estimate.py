@@ -54,6 +54,8 @@ class MemoryEstimate:
     """Host: the 16-bit copies that are uploaded instead of the masters, if they are kept."""
     resident: int = 0
     """Device: weights, gradients and state of resident layers."""
+    kept_weights: int = 0
+    """Device: weights that layers keep from their forward to their backward."""
 
     @property
     def host_bytes(self) -> int:
@@ -63,7 +65,7 @@ class MemoryEstimate:
     @property
     def device_bytes(self) -> int:
         """Device memory that does not depend on the batch."""
-        return self.shell + self.resident + self.slots
+        return self.shell + self.resident + self.slots + self.kept_weights
 
 
 def estimate(
@@ -100,7 +102,8 @@ def estimate(
     moments = _moments(masters, on_host, optimizer, config.moment_dtype)
     travel = {p: packed[p] if p in packed else [sent[p]] for p in model.parameters()}
     streamed = [layer for layer, place in places.items() if not place.is_resident]
-    weights = [Layout(part for p in layer.parameters() for part in travel[p]).num_bytes for layer in streamed]
+    weights = {layer: Layout(p for each in layer.parameters() for p in travel[each]).num_bytes for layer in streamed}
+    in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
     rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
@@ -117,8 +120,9 @@ def estimate(
         resident=tensor_bytes(masters[p] for p in in_layers)
         + tensor_bytes(masters[p] for p in in_layers if p.requires_grad)
         + _moments(masters, in_layers, optimizer),
-        slots=2 * max(weights, default=0) + config.gradient_slots * max(gradients, default=0),
+        slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
+        kept_weights=sum(weights.values()) - sum(in_turn),
     )
 
 

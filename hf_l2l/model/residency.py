@@ -29,7 +29,16 @@ class LayerPlace:
     """What of one layer stays on the device, as the options say."""
 
     is_resident: bool = False
-    """Its weights, which are updated there."""
+    """Its weights with their gradients and state; they are updated there."""
+    keeps_weights: bool = False
+    """What is uploaded of it, from its forward to its backward. Of a resident one, nothing is uploaded."""
+    keeps_graph: bool = False
+    """The graph of its forward, until its backward."""
+
+    @property
+    def is_fetched_in_backward(self) -> bool:
+        """Whether its weights are uploaded for the backward, unless they happen to be there."""
+        return not (self.is_resident or self.keeps_weights)
 
 
 STREAMED = LayerPlace()
@@ -39,20 +48,29 @@ STREAMED = LayerPlace()
 def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.device) -> dict[nn.Module, LayerPlace]:
     """The place of each of `layers`, which are all layers of a model in its order.
 
-    Where the device shares the memory of the host, nothing is resident.
+    Where the device shares the memory of the host, weights do not travel, and only graphs are kept.
 
     Raises:
         ValueError: if an option is a number of more layers than there are.
     """
+    count = len(layers)
+    resident = count if config.resident == "all" else config.resident_layers
     for name in LAYER_COUNTS:
-        if getattr(config, name) > len(layers):
+        asked, most, which = getattr(config, name), count, "layers"
+        if name == "kept_weights":
+            most, which = count - resident, "layers that are not resident"
+        if asked > most:
             raise ValueError(
-                f"{option(name)} must be at most the number of layers of the model (got {getattr(config, name)} for "
-                f"a model of {len(layers)}); use {len(layers)} for all of them"
+                f"{option(name)} must be at most the number of {which} of the model (got {asked} for a model of "
+                f"{most} {which}); use {most} for all of them"
             )
-    moves = not stream.shares_host_memory(device)
-    resident = len(layers) if config.resident == "all" else config.resident_layers
-    return {layer: LayerPlace(is_resident=moves and number < resident) for number, layer in enumerate(layers)}
+    travels = not stream.shares_host_memory(device)
+    places: dict[nn.Module, LayerPlace] = {}
+    for number, layer in enumerate(layers):
+        is_resident, keeps_graph = number < resident, number >= count - config.kept_graphs
+        keeps_weights = not is_resident and (keeps_graph or number >= count - config.kept_weights)
+        places[layer] = LayerPlace(travels and is_resident, travels and keeps_weights, keeps_graph)
+    return places
 
 
 def refuse_misplaced(layer: str, place: LayerPlace, misplaced: Iterable[str]) -> None:

@@ -78,6 +78,8 @@ def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) 
         stays = " (stays there, with its optimizer state)" if config.resident != "none" else ""
         count = "all" if config.resident == "all" else f"the first {config.resident_layers}"
         layers = f" + {count} layers with their state {size_text(need.resident)}" if need.resident else ""
+        layers += f" + kept weights {size_text(need.kept_weights)}" if need.kept_weights else ""
+        layers += f" + graphs of {config.kept_graphs} layers" if config.kept_graphs else ""
         return (
             f"shell {size_text(need.shell)}{stays}{layers} + slots {size_text(need.slots)} (weights of 2 layers, "
             f"gradients of {config.gradient_slots}), and activations"

@@ -14,8 +14,8 @@ from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, estimate
 from hf_l2l.eps import updates
 from hf_l2l.model.stacks import parameter_bytes
-from hf_l2l.testing import sim_copies
 from training import SAVING, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
+from transit import Bytes
 from update_cases import OPTIMIZERS, Run, assert_same, raw_loop, toy, toy_under
 
 CLIPS = {"serial": 0.5, "deferred": 0.5, "eager": 0.0}
@@ -79,7 +79,8 @@ def test_every_family_has_the_gradients_of_streamed_layers(family, options):
     streamed = FAMILIES[family]()
     resident, batch = copy.deepcopy(streamed), batch_for(streamed)
     attached(streamed, device="sim", ubatch_size=3)
-    attached(resident, device="sim", ubatch_size=3, **options)._l2l.eps.wrap(torch.optim.SGD(resident.parameters()))
+    attached(resident, device="sim", ubatch_size=3, **options)
+    optimizer = resident._l2l.eps.wrap(torch.optim.SGD(resident.parameters(), lr=0.1))
     torch.sim.manual_seed(1)
     expected = train_once(streamed, batch)
     torch.sim.manual_seed(1)
@@ -91,23 +92,7 @@ def test_every_family_has_the_gradients_of_streamed_layers(family, options):
     assert all(p.grad is None or p.grad.device == p.device for p in resident.parameters())
     first = resident._l2l.stacks[0].layers[0]
     assert {p.device.type for p in first.parameters()} == {"sim"}
-
-
-class Bytes:
-    """Bytes that are uploaded from memory of masters, and downloaded."""
-
-    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.uploaded = self.downloaded = 0
-        self._masters = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type == "cpu"}
-        self._copy = sim_copies.copy
-        monkeypatch.setattr(sim_copies, "copy", self.count)
-
-    def count(self, source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
-        if source.device.type == "cpu" and source.untyped_storage().data_ptr() in self._masters:
-            self.uploaded += source.nbytes
-        if target.device.type == "cpu" and source.nbytes >= 64:  # numbers, such as norms, are smaller
-            self.downloaded += source.nbytes
-        self._copy(source, target, *rest)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("resident", [0, 1, 2, 4])
@@ -349,8 +334,10 @@ def test_bad_values(tmp_path):
         L2LConfig(resident="all", resident_layers=2)
     with pytest.raises(ValueError, match=r"l2l_resident_layers must be a whole number"):
         L2LTrainingArguments(tmp_path, l2l_resident_layers=True)
-    refused(toy(), r"resident_layers must be at most the number of layers of the model \(got 4 for a model of 3\)",
-            resident_layers=4)  # fmt: skip
+    most = r"must be at most the number of layers.* of the model \(got 4 for a model of 3 layers"
+    for name in ("resident_layers", "kept_weights", "kept_graphs"):
+        refused(toy(), f"{name} {most}", **{name: 4})
+    refused(toy(), r"kept_weights must be .*got 3 for a model of 2 layers that are", resident_layers=1, kept_weights=3)
 
 
 def test_a_weight_that_a_streamed_layer_has_too_is_refused():
