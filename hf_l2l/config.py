@@ -145,6 +145,12 @@ class L2LConfig:
         "recomputed, which saves a quarter of their computation. Their weights stay, too, and nothing of them is "
         "stashed.",
     )
+    device_stash: int = _described(
+        0,
+        "With a stash that is not on the device, the inputs of the last so many layers stay there all the same: the "
+        "backward needs them first. They do not pass through the host, whatever the boundary. Where layers run on the "
+        "CPU, it changes nothing.",
+    )
     chunked_loss: ChunkedLoss = _described(
         "auto",
         "Whether logits of a vocabulary are made for a chunk of tokens at a time, in the loss and once more in its "
@@ -265,6 +271,12 @@ class L2LConfig:
                 f"{option('spill_dir')}={self.spill_dir!r} with stash={self.stash!r}); set stash='disk', or leave "
                 f"{option('spill_dir')} out"
             )
+        if self.device_stash and self.stash == "device":
+            raise ValueError(
+                f"{option('device_stash')} is for layers whose inputs stay on the device while those of others leave "
+                f"(got {option('device_stash')}={self.device_stash} with stash='device', where all stay); set "
+                f"stash='host', or leave {option('device_stash')} out"
+            )
         if self.resident == "all" and self.resident_layers:
             raise ValueError(
                 f"{option('resident')}='all' has all layers (got {option('resident_layers')}={self.resident_layers} "
@@ -277,7 +289,7 @@ class L2LConfig:
             )
 
 
-LAYER_COUNTS = ("resident_layers", "kept_weights", "kept_graphs")
+LAYER_COUNTS = ("resident_layers", "kept_weights", "kept_graphs", "device_stash")
 """Options that are a number of layers of the model, which has at least as many."""
 
 _CHOICES: dict[str, tuple[Any, str]] = {

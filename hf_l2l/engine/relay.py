@@ -106,9 +106,8 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        tiers = Tiers(
-            config, device, eps.memory, layers=len(eps.masters.layers), bytes_to_come=eps.bytes_of_first_step
-        )
+        stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
+        tiers = Tiers(config, device, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
         self.stash = Stash(tiers, device)
         self.boundary = Boundary(config, device)
         self._slots: WeightSlots | None = None
@@ -161,8 +160,9 @@ class Relay:
         if torch.is_grad_enabled():
             order = self._last_time.get(root.module, self.eps.masters.layers)
             # What the program does with the last output is a use like those of the model.
-            is_last = fetched_in_forward(order, number, call.layer) is None
-            call.passing = self.boundary.after(call.layer, self.is_in_forward if not is_last else lambda: True)
+            after = fetched_in_forward(order, number, call.layer)
+            if after is None or not self.eps.masters.unit(after).place.keeps_input:
+                call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
                 tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
@@ -179,8 +179,8 @@ class Relay:
 
     def stashing(self, call: LayerCall, tensors: Tensors) -> AbstractContextManager[list[torch.Tensor]]:
         """Stash the tensor arguments of a call in the block; yields what is stashed, nothing if the graph is kept."""
-        if call.unit.place.keeps_graph:
-            return nullcontext([])
+        if call.unit.place.keeps_input:
+            return nullcontext([] if call.unit.place.keeps_graph else [host_of(t) for t in tensors])
         # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
         return self.stash.keeping(tensors, has_rows)

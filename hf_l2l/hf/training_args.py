@@ -88,6 +88,7 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     l2l_resident_layers: int = _as_configured("resident_layers")
     l2l_kept_weights: int = _as_configured("kept_weights")
     l2l_kept_graphs: int = _as_configured("kept_graphs")
+    l2l_device_stash: int = _as_configured("device_stash")
     l2l_chunked_loss: ChunkedLoss = _as_configured("chunked_loss")
     l2l_prefetch: bool = _as_configured("prefetch")
     l2l_gradient_slots: int = _as_configured("gradient_slots")

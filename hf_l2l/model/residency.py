@@ -34,6 +34,13 @@ class LayerPlace:
     """What is uploaded of it, from its forward to its backward. Of a resident one, nothing is uploaded."""
     keeps_graph: bool = False
     """The graph of its forward, until its backward."""
+    stashes_on_device: bool = False
+    """Its input, until its backward, though that of other layers may leave the device."""
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the device keeps its input, in the stash or in its graph."""
+        return self.keeps_graph or self.stashes_on_device
 
     @property
     def is_fetched_in_backward(self) -> bool:
@@ -69,7 +76,8 @@ def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.devi
     for number, layer in enumerate(layers):
         is_resident, keeps_graph = number < resident, number >= count - config.kept_graphs
         keeps_weights = not is_resident and (keeps_graph or number >= count - config.kept_weights)
-        places[layer] = LayerPlace(travels and is_resident, travels and keeps_weights, keeps_graph)
+        stashes_on_device = travels and number >= count - config.device_stash
+        places[layer] = LayerPlace(travels and is_resident, travels and keeps_weights, keeps_graph, stashes_on_device)
     return places
 
 

@@ -19,6 +19,7 @@ from update_cases import Run, assert_same, raw_loop, toy_under
 
 WEIGHTS: dict[str, Any] = {"kept_weights": 2}
 GRAPHS: dict[str, Any] = {"kept_graphs": 2}
+STASH: dict[str, Any] = {"device_stash": 2}
 BOTH: dict[str, Any] = {"resident_layers": 1, "kept_weights": 2, "kept_graphs": 1}
 ALL: dict[str, Any] = {"resident": "all", "kept_graphs": 3}
 
@@ -41,7 +42,7 @@ def assert_as_streamed(found: Run, expected: Run) -> None:
 def test_they_train_as_streamed_ones(mode, options):
     same = {"steps": 3, "accumulation": 2, "max_norm": 0.0 if mode == "eager" else 0.5, **options}
     streamed = raw_loop("sim", mode, "AdamW", **same)
-    for kept in (WEIGHTS, GRAPHS, BOTH, ALL):
+    for kept in (WEIGHTS, GRAPHS, BOTH, ALL, *([STASH] if "stash" in options else [])):
         assert_as_streamed(raw_loop("sim", mode, "AdamW", **same, **kept), streamed)
 
 
@@ -51,6 +52,7 @@ PLANS = st.fixed_dictionaries(
         "resident_layers": st.integers(0, 3),
         "kept_weights": st.integers(0, 3),
         "kept_graphs": st.integers(0, 3),
+        "device_stash": st.integers(0, 3),
     }
 ).filter(lambda plan: plan["resident_layers"] + plan["kept_weights"] <= 3)
 PROGRAMS = st.fixed_dictionaries(
@@ -59,7 +61,8 @@ PROGRAMS = st.fixed_dictionaries(
         "optimizer": st.sampled_from(["AdamW", "SGD", "LAMB"]),
         "accumulation": st.integers(1, 2),
         "cmp": st.sampled_from([None, "bf16"]),
-        "stash": st.sampled_from(["device", "host"]),
+        "stash": st.sampled_from(["host", "disk"]),
+        "boundary": st.sampled_from(["device", "host"]),
         "gradient_slots": st.integers(1, 2),
         "host_copies": st.sampled_from(["kept", "per_sweep"]),
     }
@@ -75,7 +78,7 @@ def check_plan(plan: dict[str, Any], program: dict[str, Any]) -> None:
 DRAWN = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(DRAWN, max_examples=6)
+@settings(DRAWN, max_examples=4)
 @given(PLANS, PROGRAMS)
 def test_any_plan_trains_as_streamed(plan, program):
     check_plan(plan, program)
@@ -95,8 +98,8 @@ def test_many_plans_train_as_streamed(plan, program):
 def test_every_family_has_the_gradients_of_recomputed_layers(family, kept):
     """Several micro-batches, an uneven last one, and the stash on the host.
 
-    With T5, whose mask requires a gradient, torch chooses another kernel of attention in grad mode, the mode of graphs:
-    the one of plain torch, which the forward of a recomputed layer does not take.
+    With T5, whose mask requires a gradient, torch chooses another kernel of attention in grad mode, where
+    graphs are made: the one of plain torch, which the forward of a recomputed layer does not take.
     """
     torch.manual_seed(0)
     streamed = FAMILIES[family]()
@@ -174,6 +177,30 @@ def test_nothing_of_them_is_stashed():
     loss = model(**batch).loss
     assert eps.memory_report()["host"]["stash"]["peak"] == 0
     loss.backward()
+
+
+@pytest.mark.parametrize("boundary", ["device", "host"])
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_inputs_that_stay_do_not_travel(kept, boundary, monkeypatch):
+    """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""
+    seen, width = [], 32
+    for on_device in (0, kept):
+        model = tiny_bert(layers=4, width=width)
+        batch = batch_for(model)
+        config = L2LConfig(device="sim", ubatch_size=2, stash="host", boundary=boundary, device_stash=on_device)
+        eps = attach_l2l(model, config)
+        for _ in range(2):
+            train_once(model, batch)
+        with monkeypatch.context() as patch:
+            moved = Bytes(model, patch)
+            loss = model(**batch).loss
+            stash = eps.memory_report()["device"]["stash"]["now"]
+            seen.append((moved.downloaded, stash))
+        loss.backward()
+    inputs = batch["input_ids"].numel() * width * 4
+    shared = seen[0][1]
+    assert seen[1][1] - shared == kept * inputs
+    assert seen[0][0] - seen[1][0] == kept * inputs
 
 
 @pytest.mark.parametrize("kept", [{}, GRAPHS, {"resident": "all", "kept_graphs": 3}], ids=str)
@@ -324,5 +351,7 @@ def test_the_trainer_takes_them(tmp_path):
     found = l2l_trainer(tmp_path / "kept", max_steps=3, ubatch_size=2, l2l_kept_weights=1, l2l_kept_graphs=2)
     found.train()
     assert logs(found) == logs(expected)
+    with pytest.raises(ValueError, match=r"device_stash is for layers .*got device_stash=1 with stash='device'"):
+        L2LConfig(device_stash=1)
     with pytest.raises(ValueError, match=r"l2l_kept_graphs must be a whole number of layers, at least 0 \(got -2\)"):
         L2LTrainingArguments(tmp_path, l2l_kept_graphs=-2)

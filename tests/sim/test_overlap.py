@@ -75,7 +75,7 @@ def of_two_layers(**options: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_copies_land_changes_no_bit(seed):
     on_host = {"ubatch_size": 4, "stash": "host", "accumulation": 2}
-    kept = {**on_host, "resident_layers": 1, "kept_weights": 1}
+    kept = {**on_host, "resident_layers": 1, "kept_weights": 1, "device_stash": 1}
     for options in ({"ubatch_size": 4}, on_host, {**on_host, "boundary": "host"}, kept, {**kept, "kept_graphs": 1}):
         expected = of_two_layers(**options)
         with sim_stream.random_landing(seed):

@@ -337,6 +337,7 @@ def test_bad_values(tmp_path):
     most = r"must be at most the number of layers.* of the model \(got 4 for a model of 3 layers"
     for name in ("resident_layers", "kept_weights", "kept_graphs"):
         refused(toy(), f"{name} {most}", **{name: 4})
+    refused(toy(), f"device_stash {most}", device_stash=4, stash="host")
     refused(toy(), r"kept_weights must be .*got 3 for a model of 2 layers that are", resident_layers=1, kept_weights=3)
 
 
