@@ -43,6 +43,12 @@ in_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 `torch.autograd._is_checkpoint_valid`, which reentrant checkpointing uses; else a flag set by the anchor node
 (`model_call`)."""
 
+graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward under way was called with `retain_graph=True`.
+
+`torch._C._autograd._get_current_graph_task_keep_graph`, which AOTAutograd uses; else graphs inside layers would stay
+until the graph around them is freed."""
+
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is inside of, -1 outside.
 

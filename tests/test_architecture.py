@@ -20,6 +20,7 @@ FLOORS: dict[str, set[str]] = {
     "compat": TORCH,
     "runtime": TORCH,
     "paths": set(),
+    "counts": set(),
     "config": TORCH,
     "rows": TORCH,
     "logits": TORCH,

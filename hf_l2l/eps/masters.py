@@ -5,7 +5,7 @@ A unit is a layer, or the non-layer modules of one call. Other parts of the EPS 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
 
@@ -15,6 +15,7 @@ from torch import nn
 from hf_l2l.compat import with_gradient_hooks, without_interception
 from hf_l2l.eps.pending import Pending, can_hold, let_go, let_go_all
 from hf_l2l.model.precision import Precision
+from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
@@ -76,7 +77,7 @@ class Master(Pending):
         """For a large one in no layer: how many layers the last forward had called at its first use; else inf."""
         self.can_be_held = can_hold(parameter)
         self.is_resident = parameter.device not in (stream.HOST, _META)
-        """Whether it is on the device, where it is updated: nothing of it travels. Only of non-layer modules."""
+        """Whether it is on the device, where it is updated: nothing of it travels."""
         self.dtype = parameter.dtype
         self.update: Update | None = None
         """Its update that is under way or has failed, or the eager update of this step."""
@@ -118,11 +119,6 @@ class Master(Pending):
 
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
-        if self.is_resident and layer_number:
-            raise ValueError(
-                f"weights of layers stay on the host (got {name} on {self.parameter.device}, which was put into a "
-                "layer after the model was attached); attach the model as it is to be trained, or use resident='none'"
-            )
         self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
         parts = parts_of(self.parameter)
         if len(parts) != len(self.parts) or any(new is not old for new, old in zip(parts, self.parts, strict=True)):
@@ -197,9 +193,12 @@ class MasterUnit(LayerUnit):
         name: str,
         precision: Precision,
         record: Callable[[torch.Tensor], Master],
+        place: LayerPlace = STREAMED,
     ) -> None:
-        """See `LayerUnit`; `record` gives the record of a parameter."""
+        """See `LayerUnit`; `record` gives the record of a parameter, and `place` says what of a layer stays on the
+        device."""
         super().__init__(module, modules, name, precision)
+        self.place = place
         self.masters = [record(p) for p in self.parameters]
         """In the order of `parameters`."""
         self.upload_block: Block | None = None
@@ -230,8 +229,16 @@ class MasterUnit(LayerUnit):
 class Masters:
     """The records of one model, and its units: layers, and the non-layer modules below each called module."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module] = (), precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module] = (),
+        precision: Precision | None = None,
+        places: Mapping[nn.Module, LayerPlace] | None = None,
+    ) -> None:
+        """`places` says what of each layer stays on the device; None: nothing."""
         self.model = model
+        self._places = places or {}
         self.precision = precision or Precision(model)
         self.layers = list(layers)
         self.changes = 0
@@ -306,6 +313,9 @@ class Masters:
         self._units = {module: unit for module, unit in before.items() if unit.is_current()}
         for module in (*self.layers, self.model):
             unit = self.unit(module)
+            if module in self.layer_names:
+                misplaced = (m.name for m in unit.masters if m.is_resident != unit.place.is_resident)
+                refuse_misplaced(unit.name, unit.place, misplaced)
             if module in before:
                 unit.drawing_modes = before[module].drawing_modes
 
@@ -322,7 +332,8 @@ class Masters:
             name = self.layer_names.get(module)
             modules = shell_modules(module, self.layers) if name is None else module.modules()
             record = self.of if self._units_of_call is None else self._of_call
-            unit = units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision, record)
+            place = self._places.get(module, STREAMED)
+            unit = units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision, record, place)
         return unit
 
     @property
@@ -385,5 +396,5 @@ class Masters:
 
     def release(self) -> None:
         """Forget all parameters: torch cannot swap a parameter while other objects refer to it."""
-        self._records, self._units, self.parameters, self.layers = {}, {}, [], []
+        self._records, self._units, self.parameters, self.layers, self._places = {}, {}, [], [], {}
         self.precision.release()
