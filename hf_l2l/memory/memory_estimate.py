@@ -69,7 +69,10 @@ class MemoryEstimate:
 
 
 def estimate(
-    model: nn.Module, config: L2LConfig | None = None, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    config: L2LConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory for training `model` layer to layer, from shapes alone; nothing is allocated.
 
@@ -78,13 +81,14 @@ def estimate(
         config: the options; None for the defaults.
         optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
             assumes two moments per trainable parameter.
+        device: the device that will train it, which this machine need not have; None takes that of `config`.
     """
     config = config or L2LConfig()
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
     shell = list(shell_modules(model, layers))
     shell_parameters = {p for m in shell for p in m._parameters.values() if p is not None}
     shell_buffers = {b for m in shell for b in m._buffers.values() if b is not None}
-    device = stream.execution_device(config.device)
+    device = device or stream.execution_device(config.device)
     dtype = computing_dtype(config.cmp, device)
     places = places_of(layers, config, device)
     moves_shell = config.resident != "none" and not stream.shares_host_memory(device)

@@ -7,66 +7,32 @@ peak. Names are those of `eps.memory_report()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from hf_l2l.config import L2LConfig
 from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import (
     BOUNDARY,
     EMBEDDING,
     HEAD,
     INPUTS,
+    KEPT_GRAPHS,
+    KEPT_WEIGHTS,
     MASK,
+    OPTIMIZER,
+    RESIDENT,
     SHELL,
     SLOTS,
     STASH,
     WORKSPACE,
 )
-from hf_l2l.model.precision import Precision
-from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.model.residency import LayerPlace
 from hf_l2l.plan.traced import Traced, TracedCall
-from hf_l2l.runtime.flat_memory import Layout
-from hf_l2l.runtime.tensors import on_meta
+from hf_l2l.plan.weights import ModelWeights, WeightBytes
 
 Bytes = dict[str, int]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Bytes of weights on the device, which do not depend on the batch."""
-
-    shell: int
-    slots: int
-    table_sums: int
-    """The sums of gradients (fp32) of tables of embeddings, to which micro-batches add rows."""
-    table_gradients: int
-    """Those sums in 16 bits, if the device computes in 16 bits; 0 otherwise."""
-
-    @classmethod
-    def of(cls, model: nn.Module, config: L2LConfig, precision: Precision) -> Weights:
-        """Of a model on any device."""
-        layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
-        shell = list(shell_modules(model, layers))
-        parameters = {p for m in shell for p in m._parameters.values() if p is not None}
-        buffers = {b: precision.of_buffer(m, n, b) for m in shell for n, b in m._buffers.items() if b is not None}
-        travel = [Layout(on_meta(p, precision.of(p)) for p in layer.parameters()).num_bytes for layer in layers]
-        sums = [
-            Layout(on_meta(p, torch.float32) for p in layer.parameters() if p.requires_grad).num_bytes
-            for layer in layers
-        ]
-        tables = {m.weight for m in shell if isinstance(m, nn.Embedding) and m.weight.requires_grad}
-        return cls(
-            shell=sum(p.numel() * precision.of(p).itemsize for p in parameters)
-            + sum(b.numel() * dtype.itemsize for b, dtype in buffers.items()),
-            slots=2 * max(travel, default=0) + config.gradient_slots * max(sums, default=0),
-            table_sums=sum(4 * t.numel() for t in tables),
-            table_gradients=sum(2 * t.numel() for t in tables if precision.of(t).itemsize == 2),
-        )
 
 
 class _Kept(NamedTuple):
@@ -82,17 +48,24 @@ class DeviceBytes:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: ModelWeights,
+        held: WeightBytes,
+        places: Sequence[LayerPlace],
         whole: Traced,
         part: Traced | None,
         *,
         stash: str,
         boundary: str,
         makes_all_logits: bool = False,
+        transients: int = 0,
     ) -> None:
-        """`part` is None if the device batch is one micro-batch."""
-        self.weights = weights
+        """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
+        is one micro-batch."""
+        self.weights, self.held = weights, held
+        self.places = [places[call.number] for call in whole.calls]
         self.makes_all_logits = makes_all_logits
+        self.transients = transients
+        """What the optimizer allocates for its step on the device."""
         self.whole, self.part = whole, part or whole
         self.is_split = part is not None
         self.by_rows = boundary == "host" and self.is_split
@@ -121,9 +94,34 @@ class DeviceBytes:
         before = part.pieces[0].backward_peak
         if self.by_rows:
             # While the last micro-batch is still there, the sums are converted.
-            before = self.weights.table_sums + max(before + 2 * rows, self.weights.table_gradients + 3 * rows)
+            sums, short = self.weights.table_sums, self.weights.table_gradients
+            before = sums + max(before + 2 * rows, short + 3 * rows)
         found = self._base() | {EMBEDDING: before, HEAD: whole.late, BOUNDARY: 0 if self.by_rows else rows}
-        yield "embedding", found
+        yield "embedding", self._with_gradients(found, 0)
+        if self.held.resident or self.held.shell_is_resident:
+            found = self._with_gradients(self._base() | {OPTIMIZER: self.transients}, 0)
+            found[SHELL] += self._late_gradients()
+            yield "update on the device", found
+
+    def _late_gradients(self) -> int:
+        """Of the resident shell: the gradients that come last, those of what is computed before the layers."""
+        if not self.held.shell_is_resident:
+            return 0
+        return self.weights.shell.gradients - self._early_gradients()
+
+    def _early_gradients(self) -> int:
+        """Of the resident shell: the gradients of what is computed after the layers alone."""
+        shell = self.weights.shell
+        if not (self.held.shell_is_resident and shell.travels):
+            return 0
+        return self.whole.of_last * shell.gradients // max(1, shell.sent_gradients)
+
+    def _with_gradients(self, found: Bytes, number: int) -> Bytes:
+        """And the gradients of what is resident, in the backward of call `number`, which makes its own."""
+        found[SHELL] += self._early_gradients()
+        for call, place in zip(self.whole.calls[number:], self.places[number:], strict=True):
+            found[RESIDENT] += self.weights.layers[call.number].gradients if place.is_resident else 0
+        return found
 
     def _has_rows(self, call: int, argument: int) -> bool:
         if not self.is_split:
@@ -138,19 +136,29 @@ class DeviceBytes:
         for i, argument in enumerate(arguments):
             uses = self._uses[argument.memory]
             rows = self._has_rows(number, i)
-            travels = self.leaves and rows and len(uses) == 1
-            if travels or (self.by_rows and rows and argument.needs_gradient):
+            travels = self.leaves and rows and len(uses) == 1 and not self.places[number].keeps_input
+            passes = self.by_rows and rows and argument.needs_gradient and not self.places[number].keeps_input
+            if travels or passes:
                 continue
             name = MASK if id(likes[i]) in masks else STASH
             yield argument.memory, _Kept(name, argument.num_bytes, min(uses))
 
     def _base(self) -> Bytes:
-        return {SHELL: self.weights.shell, SLOTS: self.weights.slots, INPUTS: self.whole.inputs}
+        held = self.held
+        return {
+            SHELL: held.shell,
+            RESIDENT: held.resident,
+            SLOTS: held.slots,
+            KEPT_WEIGHTS: held.kept,
+            INPUTS: self.whole.inputs,
+        }
 
     def _held(self, number: int) -> Bytes:
         """What is held in the backward of call `number`, besides what it computes with."""
         whole = self.whole
-        found = self._base() | {STASH: 0, MASK: 0}
+        found = self._base() | {STASH: 0, MASK: 0, KEPT_GRAPHS: self._graphs(number)}
+        if number < len(whole.calls):
+            found = self._with_gradients(found, number)
         for kept in self._kept.values():
             if kept.first <= number:
                 found[kept.name] += kept.num_bytes
@@ -161,6 +169,11 @@ class DeviceBytes:
         found[EMBEDDING] = min(left, max(0, whole.pieces[0].kept))
         return found | {HEAD: left - found[EMBEDDING]}
 
+    def _graphs(self, number: int) -> int:
+        """Graphs that are kept up to this call, of all rows."""
+        pairs = zip(self.whole.calls[: number + 1], self.places, strict=False)
+        return sum(call.layer.graph for call, place in pairs if place.keeps_graph)
+
     def _arguments_of_first(self) -> int:
         """Bytes of what the embedding gives to the first layer."""
         return sum(a.num_bytes for a in self.part.calls[0].arguments if a.needs_gradient)
@@ -169,6 +182,10 @@ class DeviceBytes:
         call, small = self.whole.calls[number], self.part.calls[number]
         found = self._held(number)
         found[WORKSPACE] = small.layer.backward_peak + self._uploaded(number)
+        if self.places[number].keeps_graph:
+            found[WORKSPACE] -= small.layer.graph
+        if self.places[number].is_resident:
+            found[WORKSPACE] += self.weights.layers[call.number].copies
         found[BOUNDARY] = self._boundary(number, call)
         if self.by_rows:
             found[WORKSPACE] += self._gradient_rows(call, small, number)
@@ -206,17 +223,21 @@ class DeviceBytes:
         return sum(
             2 * small.outputs[i].num_bytes
             for i in self._gradients_arrive(number, call)
-            if call.outputs[i].num_bytes != small.outputs[i].num_bytes
+            if self._passes(call, small, i)
         )
+
+    def _passes(self, call: TracedCall, small: TracedCall, i: int) -> bool:
+        """Whether output `i` passes through the host: it has rows, and no layer that takes it keeps it."""
+        has_rows = call.outputs[i].num_bytes != small.outputs[i].num_bytes
+        uses = self._uses.get(call.outputs[i].memory, ())
+        return self.by_rows and has_rows and not any(self.places[use].keeps_input for use in uses)
 
     def _boundary(self, number: int, call: TracedCall) -> int:
         small = self.part.calls[number]
         total = sum(
-            call.outputs[i].num_bytes
-            for i in self._gradients_arrive(number, call)
-            if not (self.by_rows and call.outputs[i].num_bytes != small.outputs[i].num_bytes)
+            call.outputs[i].num_bytes for i in self._gradients_arrive(number, call) if not self._passes(call, small, i)
         )
-        if self.is_split and not self.by_rows:
+        if self.is_split and (not self.by_rows or self.places[number].keeps_input):
             total += sum(
                 a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and self._has_rows(number, i)
             )

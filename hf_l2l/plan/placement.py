@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_l2l.config import L2LConfig
-from hf_l2l.plan.step_time import Cost
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -72,6 +72,8 @@ class Output:
 class TracedCall(NamedTuple):
     """A layer call."""
 
+    number: int
+    """Of the layer, in the order of the model."""
     layer: TracedLayer
     arguments: list[Argument]
     outputs: list[Output]
@@ -86,6 +88,8 @@ class Traced:
     than there are layer calls."""
     calls: list[TracedCall]
     """The layer calls in order; those of one kind have the same `layer`."""
+    of_last: int
+    """Bytes of the gradients of weights that the last piece alone reads."""
     late: int
     """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
     that both read, as a tied head."""
@@ -120,10 +124,12 @@ class Tracer:
             let_heads_return_fp32(self.model, self.layers)
         self._run: _Run | None = None
         self._apart = False
-        for layer in self.layers:
-            layer.forward = partial(self._layer, layer, layer.forward)
+        for number, layer in enumerate(self.layers):
+            layer.forward = partial(self._layer, number, layer, layer.forward)
         outside = set(shell_modules(self.model, self.layers))
         heads = {head for m in outside if (head := output_embedding(m, outside)) is not None}
+        self.has_head = bool(heads)
+        """Whether the model computes logits of a vocabulary."""
         self.makes_all_logits = bool(heads) and not chunked_loss
         """Whether logits of a vocabulary are made for all tokens at once."""
         if chunked_loss:
@@ -158,7 +164,7 @@ class Tracer:
                 loss = self.model(**given)["loss"]
             run.end(loss)
             self._run = None
-        return Traced(run.pieces, run.calls, run.late(), tensor_bytes(leaves_of(given)), run.left, run.head)
+        return Traced(run.pieces, run.calls, *run.gradients(), tensor_bytes(leaves_of(given)), run.left, run.head)
 
     def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._apart and len(args) == 1:
@@ -170,9 +176,9 @@ class Tracer:
         assert self._run is not None
         self._run.arrived(parameter)
 
-    def _layer(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._run is not None
-        return self._run.layer(layer, forward, args, kwargs)
+        return self._run.layer(number, layer, forward, args, kwargs)
 
 
 class _Plain:
@@ -237,13 +243,14 @@ class _Run:
             self._fired[-1][parameter] = parameter.grad.nbytes
         parameter.grad = None
 
-    def late(self) -> int:
-        """See `Traced.late`."""
+    def gradients(self) -> tuple[int, int]:
+        """`Traced.of_last` and `Traced.late`."""
         last, *earlier = self._fired
-        return sum(size for p, size in last.items() if any(p in each for each in earlier))
+        late = sum(size for p, size in last.items() if any(p in each for each in earlier))
+        return sum(last.values()) - late, late
 
-    def layer(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a layer."""
+    def layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of the layer of this number."""
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._end_piece(tensors)
@@ -256,7 +263,7 @@ class _Run:
         arguments = [Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad) for t in tensors]
         outputs: list[Output] = []
         returned = [self._returning(each, tensors, outputs) for each in results]
-        self.calls.append(TracedCall(traced, arguments, outputs))
+        self.calls.append(TracedCall(number, traced, arguments, outputs))
         self._begin_piece()
         return pytree.tree_unflatten(returned, out_spec)
 
