@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -19,8 +20,10 @@ TORCH, HF = {"torch"}, {"torch", "accelerate", "transformers"}
 FLOORS: dict[str, set[str]] = {
     "compat": TORCH,
     "runtime": TORCH,
+    "probe": TORCH,
     "paths": set(),
     "config": TORCH,
+    "model_source": {"torch", "transformers", "huggingface_hub"},
     "rows": TORCH,
     "logits": TORCH,
     "optim": TORCH,
@@ -89,6 +92,11 @@ def floor_of(file: Path) -> str:
 def test_everything_has_a_floor():
     top = {f.stem for f in PACKAGE.glob("*.py")} - {"__init__", *SHIMS}
     assert top | {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == {*FLOORS, *APART}
+
+
+def test_every_folder_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(".".join(f.parent.relative_to(ROOT).parts) for f in PACKAGE.rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("file", ENGINE, ids=named)
