@@ -110,10 +110,11 @@ def _why_no_config(given: str, file: Path | None, error: Exception) -> str:
             f"transformers must be able to make a config of {str(file)!r} (got {type(error).__name__}: {text}); "
             "correct the file, or install the transformers that knows its model_type"
         )
+    why = "HF_HUB_OFFLINE is set, and the cache has no such model" if _is_offline() else text
     return (
         f"MODEL must be a folder with a {CONFIG}, the path of one, or a name on the Hub that can be reached or is in "
-        f"its cache (got {given!r}: {'HF_HUB_OFFLINE is set, and it is not in the cache' if _is_offline() else text}); "
-        f"download it where there is a connection, with: hf download {given} {CONFIG}, or give a folder"
+        f"its cache (got {given!r}: {why}); download it where there is a connection, with: hf download {given} "
+        f"{CONFIG}, or give a folder"
     )
 
 

@@ -133,7 +133,7 @@ def test_a_folder_without_a_config(tmp_path):
 @pytest.mark.parametrize("source", ["bert-base-cased", "nobody/nothing"])
 def test_a_name_of_the_hub_offline(source):
     text = refused(source)
-    assert f"(got {source!r}: HF_HUB_OFFLINE is set, and it is not in the cache)" in text
+    assert f"(got {source!r}: HF_HUB_OFFLINE is set, and the cache has no such model)" in text
     assert f"hf download {source} config.json" in text
 
 

@@ -45,7 +45,7 @@ class HardwareFigures:
 
     @staticmethod
     def from_json(text: str) -> HardwareFigures:
-        """The figures that `to_json` has written.
+        """The figures that `to_json` has written, or that stand under "probe" in the JSON of `hf-l2l env --probe`.
 
         Raises:
             ValueError: if the text is not such an object: a field is missing, unknown, or of another kind.
@@ -56,6 +56,7 @@ class HardwareFigures:
             raise ValueError(f"figures of the hardware must be JSON (got {text[:40]!r}: {error}){REMEDY}") from error
         if not isinstance(found, dict):
             raise ValueError(f"figures of the hardware must be a JSON object (got {text[:40]!r}){REMEDY}")
+        found = found["probe"] if isinstance(found.get("probe"), dict) else found
         names = {each.name for each in fields(HardwareFigures)}
         if found.keys() != names:
             raise ValueError(

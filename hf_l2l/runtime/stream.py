@@ -45,7 +45,13 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         # check_available: a build of torch for an accelerator also runs on machines that have none.
         device = torch.accelerator.current_accelerator(check_available=True) or HOST
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:  # a word that torch does not know
+        raise ValueError(
+            f"the execution device must be of a type that torch knows (got {device!r}); use one such as 'cuda', "
+            "'cuda:1' or 'cpu'"
+        ) from error
     if device.type == "cpu":
         return HOST
     try:

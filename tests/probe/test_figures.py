@@ -30,6 +30,13 @@ def test_json_gives_the_same_figures(figures):
     assert HardwareFigures.from_json(figures.to_json()) == figures
 
 
+def test_the_output_of_env_is_read():
+    text = json.dumps({"versions": {}, "probe": json.loads(OF_A_GPU.to_json())})
+    assert HardwareFigures.from_json(text) == OF_A_GPU
+    with pytest.raises(ValueError, match="must have the fields"):  # of a run without --probe
+        HardwareFigures.from_json(json.dumps({"versions": {}, "probe": None}))
+
+
 def test_json_has_the_names_of_the_fields():
     assert list(json.loads(OF_A_GPU.to_json())) == [each.name for each in dataclasses.fields(HardwareFigures)]
 
