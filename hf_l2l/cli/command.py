@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,12 @@ def print_json(found: Mapping[str, Any]) -> None:
 
 
 def quiet() -> None:
-    """Let transformers log errors only, for this process."""
-    from transformers.utils import logging
+    """Let this package and transformers log errors only, for this process."""
+    from transformers.utils import logging as of_transformers
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.getLogger("hf_l2l").setLevel(logging.ERROR)
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
 
 
 def count_text(number: float) -> str:
