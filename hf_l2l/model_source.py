@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-CONFIG = "config.json"
+CONFIG, GGUF = "config.json", ".gguf"
 
 _FAILS = (
     ArithmeticError,
@@ -42,8 +42,8 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     """The config of a model (a `transformers.PreTrainedConfig`).
 
     Args:
-        source: a folder with a config.json, the path of such a file, or a name on the Hub, which needs no connection
-            where the file is in the Hub's cache.
+        source: a folder with a config.json, the path of such a file or of one in GGUF (which needs the package gguf),
+            or a name on the Hub, which needs no connection where the file is in the Hub's cache.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
@@ -57,13 +57,17 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
             f"MODEL must be a folder with a {CONFIG}, the path of one, or a name on the Hub (got {given!r}, and there "
             "is no such file or folder); check the path"
         )
-    stated = None if file is None else _read(file)
+    packed = file is not None and file.suffix == GGUF
+    stated = None if file is None or packed else _read(file)
     # A folder stands for itself: code that comes with a model lies there, too.
-    place = given if file is None or Path(given).is_dir() else str(file)
+    place = given if file is None or file.parent == Path(given).expanduser() else str(file)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if file is not None and packed:
+        place, options["gguf_file"] = str(file.parent), file.name
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        config: Any = AutoConfig.from_pretrained(place, **options)
     except _FAILS as error:
         raise ValueError(_why_no_config(given, file, error)) from error
     if stated is not None:

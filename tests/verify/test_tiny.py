@@ -77,6 +77,15 @@ def test_one_layer_of_each_kind():
     assert found.family.build().config.layer_types == ["full_attention", "sliding_attention"]
 
 
+def test_the_nearest_of_several_families():
+    sizes = {"d_model": 64, "num_heads": 8, "vocab_size": 100}
+    for words, family in (("relu", "t5"), ("gated-gelu", "t5-gated")):
+        config = transformers.T5Config(**sizes, feed_forward_proj=words, tie_word_embeddings=words == "relu")
+        assert copied(config, "T5ForConditionalGeneration").of_family == family
+    wav = transformers.Wav2Vec2Config(do_stable_layer_norm=True, feat_extract_norm="layer")
+    assert copied(wav, "Wav2Vec2ForSequenceClassification").of_family == "wav2vec2-stable"
+
+
 def test_what_does_not_fit_is_left_out():
     """Here a language without an adapter, and masks that are drawn at random."""
     config = transformers.XmodConfig(default_language="de_DE", languages=["de_DE"], hidden_act="relu")
@@ -235,6 +244,12 @@ def test_what_is_no_switch():
     given = {**tiny, "hidden_size": 1, "initializer_range": 1.0, "attention_dropout": 1.0, "pad_token_id": None}
     assert switches({**given, "unknown": True}, tiny) == {}
     assert switches({**given, "mlp_bias": True}, tiny) == {"mlp_bias": {"mlp_bias": True}}
+
+
+def test_of_numbers_whether_there_are_any_is_a_switch():
+    fields = {"shared_layers": 0, "other_layers": 20, "same": 7, "hidden_size": 64}
+    tiny = {"shared_layers": 2, "other_layers": 0, "same": 2, "hidden_size": 0}
+    assert switches(fields, tiny) == {"shared_layers": {"shared_layers": 0}, "other_layers": {"other_layers": 1}}
 
 
 def test_merged_keeps_what_is_not_given():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ def tiny_copy(config: Any, class_name: str) -> TinyCopy:
             was tried.
     """
     alike = [f for group in GROUPS.values() for f in group if f.config_class == type(config).__name__]
-    same = next((family for family in alike if family.model_class == class_name), None)
+    same = _nearest([family for family in alike if family.model_class == class_name], config)
     head = head_of(class_name, config)
     if same is not None:
         return _of_family(same, same.name, config, ())
@@ -70,6 +70,18 @@ def tiny_copy(config: Any, class_name: str) -> TinyCopy:
     )
 
 
+def _nearest(families: Sequence[Family], config: Any) -> Family | None:
+    """The family whose config is switched most like this one, the first of several; None without any."""
+    if len(families) < 2:
+        return families[0] if families else None
+    fields = fields_of(config)
+    return min(families, key=lambda family: len(switches(fields, fields_of(_config_of(family)))))
+
+
+def _config_of(family: Family) -> Any:
+    return class_named(family.config_class)(**copy.deepcopy(dict(family.sizes)))
+
+
 def _of_family(family: Family, name: str, config: Any, notes: tuple[str, ...]) -> TinyCopy:
     family = replace(family, refused="|".join(filter(None, (family.refused, REFUSALS))))
     plain = failure(family, may_draw=True)
@@ -79,8 +91,7 @@ def _of_family(family: Family, name: str, config: Any, notes: tuple[str, ...]) -
             f"not: {plain}); choose another class with --class"
         )
     draws = failure(family) is not None  # as much as the checks of families know
-    tiny = class_named(family.config_class)(**family.sizes)
-    found = switches(fields_of(config), fields_of(tiny))
+    found = switches(fields_of(config), fields_of(_config_of(family)))
     carried = dict(found)
     if failure(_with(family, found.values()), may_draw=draws) is not None:
         carried = {}
@@ -129,8 +140,7 @@ def failure(family: Family, *, may_draw: bool = False) -> str | None:
 
 
 def _tried(family: Family, may_draw: bool) -> str:
-    config = class_named(family.config_class)(**copy.deepcopy(dict(family.sizes)))
-    count = sum(p.numel() for p in shapes_of(config, model_class=family.model_class).parameters())
+    count = sum(p.numel() for p in shapes_of(_config_of(family), model_class=family.model_class).parameters())
     if count > MOST_PARAMETERS:
         return f"it still has {count} parameters"
     model = family.build(family.dtype)

@@ -140,9 +140,9 @@ def layers_kept(fields: Fields, depth: int) -> Sequence[int]:
 
 def switches(fields: Fields, tiny: Fields) -> dict[str, dict[str, Any]]:
     """What switches behaviour in `fields` and is otherwise in the tiny config `tiny`, as arguments of the config, by
-    what it is called in reports: truth values, words, factors, what is left out (None), positions, windows, kinds of
-    layers."""
-    given = {name: _switch(name, value) for name, value in fields.items() if name in tiny}
+    what it is called in reports: truth values, words, factors, what there is none of (None or 0), positions, windows,
+    kinds of layers."""
+    given = {name: _switch(name, value, tiny[name]) for name, value in fields.items() if name in tiny}
     found = {name: {name: value} for name, value in given.items() if value is not _NO and value != tiny[name]}
     found |= _kinds_of_layers(fields, tiny)
     for name, inner in fields.items():
@@ -156,14 +156,17 @@ _NO = object()
 _WITHOUT_EFFECT = re.compile("init|drop|jitter|_token|prob$")
 
 
-def _switch(name: str, value: Any) -> Any:
-    """What a tiny copy takes of this field; `_NO` if it is a size or without effect there."""
+def _switch(name: str, value: Any, tiny: Any) -> Any:
+    """What a tiny copy, which has `tiny` there, takes of this field; `_NO` if it is a size or without effect there. Of
+    a number it takes whether there are any."""
     if _WITHOUT_EFFECT.search(name) or name in SIZE_OF or name.startswith("_"):
         return _NO
     if value is None or isinstance(value, bool | str | float):
         return value
     if "window" in name and _is_number(value):
         return min(value, WINDOW)
+    if _is_number(value) and _is_number(tiny) and (value == 0) != (tiny == 0):
+        return min(value, 1)
     return value if name.startswith("rope") and isinstance(value, dict) else _NO
 
 
