@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _FAILS = (
     OSError,
     RuntimeError,
     StrictDataclassError,
+    struct.error,
     TypeError,
     ValueError,
 )
@@ -42,8 +44,8 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     """The config of a model (a `transformers.PreTrainedConfig`).
 
     Args:
-        source: a folder with a config.json, the path of such a file or of one in GGUF (which needs the package gguf),
-            or a name on the Hub, which needs no connection where the file is in the Hub's cache.
+        source: a folder with a config.json, the path of such a file or of one in GGUF, or a name
+            on the Hub, which needs no connection where the file is in the Hub's cache.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:

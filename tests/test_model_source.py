@@ -126,6 +126,13 @@ def test_paths_that_lead_nowhere(source):
     assert f"(got {source!r}, and there is no such file or folder); check the path" in refused(source)
 
 
+def test_a_broken_file_in_gguf(tmp_path):
+    """Or one that cannot be read without the package gguf."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert f"must be able to make a config of {str(file)!r} (got " in refused(str(file))
+
+
 def test_a_folder_without_a_config(tmp_path):
     assert "which has none" in refused(str(tmp_path))
 

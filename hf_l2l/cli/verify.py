@@ -31,9 +31,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if options.device == "sim":
-        from hf_l2l.testing import enable_simulated_accelerator
+        from hf_l2l import testing
 
-        enable_simulated_accelerator()  # before any backward
+        try:
+            testing.enable_simulated_accelerator()  # before any backward
+        except RuntimeError as error:  # there is another accelerator
+            raise ValueError(f"--device sim: {error}") from error
     from hf_l2l.runtime.stream import execution_device
 
     device = str(execution_device(options.device))

@@ -90,7 +90,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int] | None:
         return None
     try:
         stats = torch.accelerator.memory_stats(device)
-    except RuntimeError:  # an allocator that torch cannot ask
+    except (RuntimeError, ValueError):  # an allocator that torch cannot ask, or not of its accelerator
         return None
     return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("allocated_bytes.all.peak", 0))
 

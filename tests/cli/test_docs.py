@@ -40,11 +40,9 @@ def names_inside(found: object) -> set[str]:
     """The names of fields in objects and lists of objects."""
     if isinstance(found, list):
         return {name for each in found for name in names_inside(each)}
-    return (
-        {name for key, value in found.items() for name in {key, *names_inside(value)}}
-        if isinstance(found, dict)
-        else set()
-    )
+    if not isinstance(found, dict):
+        return set()
+    return {name for key, value in found.items() for name in {key, *names_inside(value)}}
 
 
 def test_the_fields_in_fields_are_told(tmp_path, capsys):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cli_models import LLAMA, ran, refused, written
+from hf_l2l import testing
 from hf_l2l.cli import verify as command
 from hf_l2l.cli.verify import _verdict
 from hf_l2l.engine.slots import GradientSlots
@@ -102,6 +103,15 @@ def test_what_is_taken_from_the_config_is_told(tmp_path, capsys, monkeypatch):
 )
 def test_bad_input(tmp_path, capsys, arguments, said):
     assert said in refused(capsys, "verify", written(tmp_path, LLAMA), *arguments)
+
+
+def test_the_simulated_accelerator_beside_another_one(tmp_path, capsys, monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError("the simulated accelerator must be the only one of the process (found cuda); hide it")
+
+    monkeypatch.setattr(testing, "enable_simulated_accelerator", refuse)
+    said = refused(capsys, "verify", written(tmp_path, LLAMA), "--device", "sim")
+    assert said.startswith("hf-l2l verify: --device sim: the simulated accelerator must be the only one")
 
 
 def test_a_model_without_a_batch(tmp_path, capsys):

@@ -13,6 +13,11 @@ def test_a_model_is_green_there(tmp_path, capsys):
     assert found.json["checks"]["generate"]["verdict"] in ("exact", "within tolerance")
 
 
+def test_the_cpu_is_there_beside_an_accelerator(tmp_path, capsys):
+    found = ran(capsys, "verify", written(tmp_path, LLAMA), "--json")
+    assert (found.status, found.json["device"], found.json["status"]) == (0, "cpu", "green")
+
+
 def test_layers_run_there(tmp_path, capsys, monkeypatch):
     seen = set()
     add = GradientSlots.add

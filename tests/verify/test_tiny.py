@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,11 @@ def test_configs_in_configs():
     assert "text_config.rms_norm_eps" in found.carried
     tiny = found.family.build().config.text_config
     assert (tiny.rms_norm_eps, tiny.hidden_size) == (0.1, 16)
+
+
+def test_exact_is_the_same_bits():
+    family = tiny_copy(transformers.LlamaConfig(**LARGE, attention_bias=True), "LlamaForCausalLM").family
+    assert family.tolerance == 1e-6 and replace(family, exact=True).tolerance == 0.0
 
 
 # ---- heads
