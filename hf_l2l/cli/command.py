@@ -70,9 +70,9 @@ def quiet() -> None:
     of_transformers.disable_progress_bar()
 
 
-def count_text(number: float) -> str:
-    """A number as text, such as "22.7 M"; in thousands, millions, billions."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+def count_text(number: float, billions: str = "B") -> str:
+    """A number as text, such as "22.7 M"; `billions` stands for 1e9: "B" for parameters, "G" in a rate."""
+    for unit, size in (("T", 1e12), (billions, 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:g}"

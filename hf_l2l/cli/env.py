@@ -97,7 +97,7 @@ def _pairs(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _rate(name: str, value: float) -> str:
     unit = {"adamw_by_threads": "parameters/s", "flops": "FLOP/s"}.get(name, "bytes/s")
-    return f"{count_text(value)} {unit}"
+    return f"{count_text(value, 'G')} {unit}"
 
 
 COMMAND = Command(

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from cli_models import LLAMA, T5, ran, refused, written
+from hf_l2l.cli.command import count_text
 from hf_l2l.cli.model_facts import facts_of
 
 
@@ -45,6 +46,10 @@ def test_the_text(tmp_path, capsys):
     assert "\n  lm_head: Linear, no parameters of its own, tied to model.embed_tokens.weight\n" in text
     assert "\nties: model.embed_tokens.weight = lm_head.weight\n" in text
     assert "rows of up to 128 tokens" in text and "refused" not in text and "note" not in text
+
+
+def test_large_numbers():
+    assert [count_text(n) for n in (7, 999, 1500, 22_700_000, 7e9)] == ["7", "999", "1.5 k", "22.7 M", "7.0 B"]
 
 
 def test_two_stacks_with_layers_of_two_kinds(tmp_path, capsys):
