@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import Field, dataclass, field, fields
@@ -326,17 +326,24 @@ EAGER_FP16 = (
 SHORT_NAMES = ("ubatch_size", "stash", "cmp", "eps_update")
 """Options that the Trainer's arguments call what `L2LConfig` calls them; the others begin with "l2l_" there."""
 
-_of_the_trainer: ContextVar[bool] = ContextVar("_of_the_trainer", default=False)
+_called: ContextVar[Callable[[str], str]] = ContextVar("_called", default=str)
+
+
+@contextmanager
+def options_called(named: Callable[[str], str]) -> Iterator[None]:
+    """Inside, errors name options as `named` does."""
+    before = _called.set(named)
+    try:
+        yield
+    finally:
+        _called.reset(before)
 
 
 @contextmanager
 def options_of_the_trainer() -> Iterator[None]:
     """Inside, errors name options as the Trainer's arguments do."""
-    before = _of_the_trainer.set(True)
-    try:
+    with options_called(argument):
         yield
-    finally:
-        _of_the_trainer.reset(before)
 
 
 def argument(name: str) -> str:
@@ -346,7 +353,7 @@ def argument(name: str) -> str:
 
 def option(name: str) -> str:
     """What the user called the option `name` of `L2LConfig`; every error about one says it so."""
-    return argument(name) if _of_the_trainer.get() else name
+    return _called.get()(name)
 
 
 def help_text(options: Iterable[Field[Any]]) -> str:

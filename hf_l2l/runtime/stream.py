@@ -45,7 +45,13 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         # check_available: a build of torch for an accelerator also runs on machines that have none.
         device = torch.accelerator.current_accelerator(check_available=True) or HOST
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:  # a word that torch does not know
+        raise ValueError(
+            f"the execution device must be of a type that torch knows (got {device!r}); use one such as 'cuda', "
+            "'cuda:1' or 'cpu'"
+        ) from error
     if device.type == "cpu":
         return HOST
     try:
@@ -84,7 +90,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int] | None:
         return None
     try:
         stats = torch.accelerator.memory_stats(device)
-    except RuntimeError:  # an allocator that torch cannot ask
+    except (RuntimeError, ValueError):  # an allocator that torch cannot ask, or not of its accelerator
         return None
     return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("allocated_bytes.all.peak", 0))
 
