@@ -131,6 +131,8 @@ class Relay:
             return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if root.is_plain:
+            return self.shell.run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))

@@ -221,9 +221,8 @@ class MasterUnit(LayerUnit):
 
     def wait(self) -> None:
         """Wait until no update of its masters is under way."""
-        for update in {m.update for m in self.masters}:
-            if update is not None:
-                update.wait()
+        for update in filter(None, {m.update for m in self.masters}):
+            update.wait()
 
 
 class Masters:
@@ -245,8 +244,10 @@ class Masters:
         """Counts changes of the model found by `refresh`: parameters, their shapes, or which of them are trained."""
         self.parameters: list[torch.Tensor] = []
         """The parameters, in the order of the model."""
-        self.has_resident = False
-        """Whether some of them are resident."""
+        self.has_resident, self.has_streamed = False, True
+        """Whether parameters are on the device, and whether some are on the host."""
+        self.runs_plainly = False
+        """Whether all parameters are resident, and layers compute with them and keep their graphs."""
         self._records: dict[torch.Tensor, Master] = {}
         self._units: dict[nn.Module, MasterUnit] = {}
         """The called module, which may be a layer -> its unit."""
@@ -285,11 +286,10 @@ class Masters:
         return self._units_of_call is not None
 
     def _refuse_replaced(self) -> None:
-        strange = [p for p in self.model.parameters() if not isinstance(p, nn.Parameter)]
-        if strange:
+        for strange in (p for p in self.model.parameters() if not isinstance(p, nn.Parameter)):
             raise ValueError(
                 "the weights of a model that trains under L2L must be its own parameters, where gradients arrive (got "
-                f"a {type(strange[0]).__name__} of shape {list(strange[0].shape)} in place of one); {FUNCTIONAL_CALL}"
+                f"a {type(strange).__name__} of shape {list(strange.shape)} in place of one); {FUNCTIONAL_CALL}"
             )
 
     def _rebuild(self) -> None:
@@ -298,16 +298,15 @@ class Masters:
         modules = {module: name for name, module in self.model.named_modules()}
         self.layer_names = {layer: modules.get(layer, type(layer).__name__) for layer in self.layers}
         self.parameters = list(self.model.parameters())
-        self.has_resident = False
         names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         numbers: dict[torch.Tensor, int] = {}
         for number, layer in enumerate(self.layers, start=1):
             for p in layer.parameters():
                 numbers.setdefault(p, number)  # a tied parameter belongs to its first layer
         for parameter, name in names.items():
-            master = self.of(parameter)
-            master.found_in_model(name, numbers.get(parameter, 0), self.precision)
-            self.has_resident |= master.is_resident
+            self.of(parameter).found_in_model(name, numbers.get(parameter, 0), self.precision)
+        residency = {master.is_resident for master in self.all()}
+        self.has_resident, self.has_streamed = True in residency, residency != {True}
         self._drop_unused()
         before = self._units
         self._units = {module: unit for module, unit in before.items() if unit.is_current()}
@@ -318,6 +317,8 @@ class Masters:
                 refuse_misplaced(unit.name, unit.place, misplaced)
             if module in before:
                 unit.drawing_modes = before[module].drawing_modes
+        keeps_graphs = all(unit.place.keeps_graph for unit in self.layer_units)
+        self.runs_plainly = keeps_graphs and not self.has_streamed and not self.precision.is_mixed
 
     def _drop_unused(self) -> None:
         """Drop the records of parameters that the model has no more, unless a step with them is under way."""
@@ -390,9 +391,8 @@ class Masters:
 
     def refuse_gradient_hooks(self) -> None:
         """Raise ValueError if a parameter has a gradient hook, which would never run."""
-        hooked = with_gradient_hooks(self.parameters)
-        if hooked:
-            raise ValueError(gradient_hook_error(self.of(hooked[0]).name))
+        for hooked in with_gradient_hooks(self.parameters):
+            raise ValueError(gradient_hook_error(self.of(hooked).name))
 
     def release(self) -> None:
         """Forget all parameters: torch cannot swap a parameter while other objects refer to it."""

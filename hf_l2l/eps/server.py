@@ -318,7 +318,7 @@ class EagerParamServer:
         norm = self.grad_norm()
         if self._vote(lambda: norm):
             # Gradients kept in 16 bits are scaled when the update converts them to fp32.
-            later = self.updates.mode == "deferred" or self.updates.in_parts
+            later = (self.updates.mode == "deferred" and self.masters.has_streamed) or self.updates.in_parts
             self.gradients.clip(norm, float(max_norm), later=later)
         return norm
 

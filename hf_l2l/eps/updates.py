@@ -112,9 +112,8 @@ class Updates:
         if optimizer in self._entries:
             self._retire_others(optimizer)
             return None
-        on_host = bool(self.masters.on_host())  # where nothing is, the optimizer's own step() updates all
-        is_mixed, is_eager = self.masters.has_resident and on_host, self.mode == "eager"
-        in_background = self.in_parts or is_eager or (self.mode == "deferred" and on_host)
+        is_mixed, is_eager = self.masters.has_resident and self.masters.has_streamed, self.mode == "eager"
+        in_background = self.in_parts or is_eager or (self.mode == "deferred" and self.masters.has_streamed)
         splits = (in_background or is_mixed) and can_split(
             optimizer, eager=is_eager, in_parts=self.in_parts, has_resident=is_mixed
         )

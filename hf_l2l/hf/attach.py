@@ -267,7 +267,7 @@ def _attach(
         is_accumulating=lambda: not GradientState().sync_gradients,
     )
     eps.memory.adopt()
-    shell = Shell(device, eps, overlap=config.prefetch)
+    shell = Shell(device, eps, overlap=config.prefetch, ubatch_size=config.ubatch_size)
     relay = Relay(config, device, eps, shell)
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]

@@ -194,7 +194,8 @@ def stop_half_way(model: nn.Module) -> None:
 def test_all_waits_are_listed(monkeypatch):
     waits = Waits(monkeypatch)
     everything()
-    assert waits.found == set(WAITS)
+    # The copy that follows this one makes the host wait by itself: the wait is there for the logs.
+    assert waits.found == {*WAITS, wait_reasons.NORMS_COMPUTED}
 
 
 class Log:
