@@ -34,6 +34,7 @@ FLOORS: dict[str, set[str]] = {
     "eps": TORCH,
     "stash": TORCH,
     "engine": TORCH,
+    "shapes": TORCH,
     "plan": TORCH,
     "hf": HF | {"tqdm"},
     "measure": HF | {"psutil"},

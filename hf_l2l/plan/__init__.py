@@ -1,7 +1,4 @@
-"""What a run will take, before it: bytes by name from shapes alone, and the time of a step by a cost model.
-
-A model runs on tensors without values, so that what each of its parts allocates is known; what the engine does with
-these parts is computed from that. Nothing of it is needed to train.
-"""
+"""What a run will take, before it: bytes by name from shapes alone, the time of a step by a cost model, and the plan
+that a budget of device memory allows. Nothing of it is needed to train without a budget."""
 
 from __future__ import annotations

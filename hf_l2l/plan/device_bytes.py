@@ -29,8 +29,8 @@ from hf_l2l.memory.device_memory import (
     WORKSPACE,
 )
 from hf_l2l.model.residency import LayerPlace
-from hf_l2l.plan.traced import Traced, TracedCall
 from hf_l2l.plan.weights import ModelWeights, WeightBytes
+from hf_l2l.shapes.traced import Traced, TracedCall
 
 Bytes = dict[str, int]
 

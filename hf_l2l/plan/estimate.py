@@ -17,11 +17,11 @@ from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MAST
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.plan.inputs import example_inputs
 from hf_l2l.plan.plain import PlainBytes
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
+from hf_l2l.shapes.inputs import example_inputs
 
 
 @dataclass(frozen=True)

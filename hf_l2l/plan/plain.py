@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_l2l.model.precision import Precision
-from hf_l2l.plan.traced import Tracer
 from hf_l2l.runtime.tensors import tensor_bytes
+from hf_l2l.shapes.traced import Tracer
 
 
 class PlainBytes:

@@ -16,9 +16,9 @@ from hf_l2l.model.residency import LayerPlace, places_of
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
 from hf_l2l.plan.step_time import Cost
-from hf_l2l.plan.traced import Traced, Tracer
 from hf_l2l.plan.weights import ModelWeights
 from hf_l2l.runtime import stream
+from hf_l2l.shapes.traced import Traced, Tracer
 from hf_l2l.stash.boundary import fewest_bytes_on_host
 from hf_l2l.stash.tiers import SHARE
 

@@ -1,4 +1,4 @@
-"""`MetaMemory`: runs code on tensors without values, and counts the memory that it would take.
+"""`FakeMemory`: runs code on tensors without values, and counts the memory that it would take.
 
 A fake tensor has a shape and no values. Its memory has the lifetime that it would have elsewhere, so what a forward
 keeps for its backward, and the most that exists at once, are found without any of it.
@@ -24,7 +24,7 @@ from hf_l2l.compat import FakeTensor, FakeTensorMode, fake_tensors_have_values
 aten = torch.ops.aten
 
 
-class MetaMemory(TorchDispatchMode):
+class FakeMemory(TorchDispatchMode):
     """Counts bytes of memory of fake tensors that are made inside, as long as it lives.
 
     What needs values gets an answer that is assumed: a condition is `true_or_false`, a number is 1, and a choice of
@@ -148,7 +148,7 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
 class _AsOnDevice(TorchFunctionMode):
     """Functions that torch composes on the host, as an accelerator computes them."""
 
-    def __init__(self, memory: MetaMemory, fuses: Callable[..., bool]) -> None:
+    def __init__(self, memory: FakeMemory, fuses: Callable[..., bool]) -> None:
         super().__init__()
         self._memory = memory
         self._fuses = fuses
@@ -195,12 +195,12 @@ class _AsOnDevice(TorchFunctionMode):
 
 
 @contextmanager
-def counted(fake: FakeTensorMode, fuses: Callable[..., bool], *, true_or_false: bool = True) -> Iterator[MetaMemory]:
+def counted(fake: FakeTensorMode, fuses: Callable[..., bool], *, true_or_false: bool = True) -> Iterator[FakeMemory]:
     """Inside, code runs on the tensors of `fake`; yields the account of its memory.
 
     `fuses` tells whether attention of (query, key, value, mask, dropout probability) is one kernel, which keeps its
     result and a number per query and head instead of a matrix of scores.
     """
-    memory = MetaMemory(true_or_false)
+    memory = FakeMemory(true_or_false)
     with fake_tensors_have_values(), fake, memory, _AsOnDevice(memory, fuses):
         yield memory

@@ -18,9 +18,9 @@ from hf_l2l.compat import FakeTensorMode
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
 from hf_l2l.model.precision import Precision, let_heads_return_fp32
 from hf_l2l.model.stacks import find_stacks, shell_modules
-from hf_l2l.plan.meta_memory import MetaMemory, counted
-from hf_l2l.plan.shadow import like, shadow
 from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
+from hf_l2l.shapes.fake_memory import FakeMemory, counted
+from hf_l2l.shapes.shadow import like, shadow
 
 
 @dataclass(eq=False)
@@ -209,7 +209,7 @@ class _TablesApart(TorchFunctionMode):
 class _Run:
     """One forward and backward."""
 
-    def __init__(self, memory: MetaMemory) -> None:
+    def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory
         self.pieces: list[Piece] = [Piece()]
         self.calls: list[TracedCall] = []
