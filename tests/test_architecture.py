@@ -40,7 +40,7 @@ FLOORS: dict[str, set[str]] = {
     "measure": HF | {"psutil"},
     "verify": HF | {"peft"},
     "glue": HF | {"datasets", "evaluate", "numpy", "scipy", "sklearn", "matplotlib"},
-    "cli": HF | {"psutil"},
+    "cli": HF | {"matplotlib", "psutil"},
 }
 """Folder, or file at the top -> what it may import beside the standard library. It imports none of those after it."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib import import_module
 from typing import NoReturn
 
 import hf_l2l
 from hf_l2l.cli.command import BAD_INPUT, GOOD, Command
 
-COMMANDS = ("inspect", "env", "verify")
+COMMANDS = ("estimate", "inspect", "env", "verify")
 """The modules of this folder that are commands; each has a `COMMAND`."""
 
 
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line; None for the process's own.
     """
     try:
-        options = _parser([import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS]).parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        commands = [import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS]
+        options = _parser(commands, set(given)).parse_args(given)
     except SystemExit as end:  # of --help, --version, or flags that argparse refuses
         return end.code if isinstance(end.code, int) else BAD_INPUT
     command: Command = options.command
@@ -44,7 +46,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+def _parser(commands: Sequence[Command], given: Container[str]) -> argparse.ArgumentParser:
+    """The parser; only commands that are `given` have their flags, which may take imports."""
     parser = _Parser(
         prog="hf-l2l",
         description="Look at a model and at this machine before training layer to layer.",
@@ -63,6 +66,7 @@ def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.add_flags(its)
+        if command.name in given:
+            command.add_flags(its)
         its.set_defaults(command=command)
     return parser

@@ -56,14 +56,15 @@ class DeviceBytes:
         *,
         stash: str,
         boundary: str,
-        makes_all_logits: bool = False,
+        head: Traced | None = None,
         transients: int = 0,
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
         is one micro-batch."""
         self.weights, self.held = weights, held
         self.places = [places[call.number] for call in whole.calls]
-        self.makes_all_logits = makes_all_logits
+        self.chunked_head = head
+        """Traced with all rows in host memory, if the boundary is there and logits are made in chunks."""
         self.transients = transients
         """What the optimizer allocates for its step on the device."""
         self.whole, self.part = whole, part or whole
@@ -88,7 +89,8 @@ class DeviceBytes:
         whole, part = self.whole, self.part
         calls = whole.calls
         for number in reversed(range(len(calls))):
-            yield f"backward of layer {number + 1}", self._layer(number)
+            if calls[number].in_graph:
+                yield f"backward of layer {number + 1}", self._layer(number)
         yield "head", self._head()
         rows = self._arguments_of_first()
         before = part.pieces[0].backward_peak
@@ -130,6 +132,8 @@ class DeviceBytes:
         return len(set(both)) == 2
 
     def _kept_of(self, number: int) -> Iterator[tuple[int, _Kept]]:
+        if not self.whole.calls[number].in_graph:
+            return
         arguments = self.whole.calls[number].arguments
         likes = [torch.empty(a.shape, device="meta") for a in arguments]
         masks = {id(each) for each in dense_masks(likes)}
@@ -258,10 +262,10 @@ class DeviceBytes:
 
     def _head(self) -> Bytes:
         found = self._held(len(self.whole.calls))
-        last = (self.part if self.by_rows else self.whole).pieces[-1]
-        peak = max(last.backward_peak, last.forward_peak)
-        if self.by_rows and not self.makes_all_logits:
-            found[HEAD] = peak - self.part.head
+        if self.chunked_head is not None:
+            last = self.chunked_head.pieces[-1]
+            # Gradients of hidden states go to the host.
+            found[HEAD] = max(last.backward_peak, last.forward_peak) - self.chunked_head.head
             return found
         last = self.whole.pieces[-1]
         peak = max(last.backward_peak, last.forward_peak)

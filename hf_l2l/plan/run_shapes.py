@@ -123,7 +123,8 @@ class RunShapes:
         part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
         shell = config.resident != "none"
         held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
-        all_logits = self._tracer.makes_all_logits
+        is_chunked = part is not None and boundary == "host" and self.has_chunked_head
+        head = self.traced(self.rows, by_rows=True) if is_chunked else None
         return DeviceBytes(
             self.weights,
             held,
@@ -132,19 +133,22 @@ class RunShapes:
             part,
             stash=stash,
             boundary=boundary,
-            makes_all_logits=all_logits,
+            head=head,
             transients=self._transients(places, shell),
         )
 
     def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:
-        """What the step of an optimizer that is not fused allocates on the device: three tensors for each that is
+        """What the step of an optimizer that is not fused allocates on the device: two tensors for each that is
         updated, if all are updated at once (`foreach`), else for the largest."""
         options = {} if self.optimizer is None else self.optimizer.param_groups[0]
         if self.optimizer is None or options.get("fused"):
             return 0
-        sizes = [unit.gradients for unit, place in zip(self.weights.layers, places, strict=True) if place.is_resident]
-        sizes += [self.weights.shell.gradients] if shell else []
-        return 3 * sum(sizes)
+        foreach = options.get("foreach")
+        units = [unit for unit, place in zip(self.weights.layers, places, strict=True) if place.is_resident]
+        units += [self.weights.shell] if shell else []
+        if self.device.type in _FUSING if foreach is None else foreach:
+            return 2 * sum(unit.gradients for unit in units)
+        return 2 * max((unit.largest for unit in units), default=0)
 
     def peak(self, config: L2LConfig) -> tuple[str, Bytes]:
         """What runs when the device holds most, and its bytes by name."""
@@ -163,7 +167,7 @@ class RunShapes:
             up = 0 if place.is_resident else weights.travels
             # Of what travels, the last two layers of the forward are still in their slots.
             up_again = up if place.is_fetched_in_backward and number < len(whole.calls) - 2 else 0
-            stashed = own if leaves and not place.keeps_input else 0
+            stashed = own if leaves and not place.keeps_input and call.in_graph else 0
             passing = own if by_rows and not place.keeps_input else 0
             layers.append(
                 Cost(

@@ -7,8 +7,13 @@ background before the next forward needs it. Steps follow one another until thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
+
+from hf_l2l.probe.figures import HardwareFigures
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,25 @@ class Rates:
     """Parameters/s that the device updates."""
     per_call: float = 0.0
     """Seconds that a micro-batch of a layer takes besides its operations, in each sweep."""
+
+    @classmethod
+    def of(cls, figures: HardwareFigures, dtype: torch.dtype | None) -> Rates:
+        """Of a machine that was probed, for layers that compute in `dtype` (None: float32).
+
+        Where host and device share memory, nothing travels. A device that has not been seen to update is taken to
+        update as fast as the host.
+        """
+        name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype or torch.float32, "fp32")
+        adamw = max(figures.adamw_by_threads.values())
+        # Both directions are in use at once.
+        up, down = figures.link_up_both or figures.link_up, figures.link_down_both or figures.link_down
+        return cls(
+            flops=figures.flops.get(name, max(figures.flops.values())),
+            link_up=up or math.inf,
+            link_down=down or math.inf,
+            adamw=adamw,
+            device_adamw=figures.device_adamw or adamw,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,10 +109,11 @@ class _Lane:
 class _Steps:
     """Steps of one training, one after the other."""
 
-    def __init__(self, layers: Sequence[Cost], shell: Cost, rates: Rates, ubatches: int) -> None:
+    def __init__(self, layers: Sequence[Cost], shell: Cost, rates: Rates, ubatches: int, sums: int) -> None:
         self.layers, self.shell, self.rates = layers, shell, rates
         self.lanes = {name: _Lane() for name in ("compute", "upload", "download", "update")}
         self.fixed = ubatches * rates.per_call
+        self.ubatches, self.sums = ubatches, sums
         self.updated = [0.0] * (len(layers) + 1)
         """When the masters of the shell, and of each layer, have been updated."""
         self.begin = 0.0
@@ -138,20 +163,30 @@ class _Steps:
     def backward(self, begin: float, *, overlaps: bool) -> float:
         """The backward sweep; returns the end of what it computes and sends."""
         done = self._compute(self.shell.backward_flops, 0.0, begin)
-        slots, sums = [begin] * _SLOTS, [begin] * _SLOTS
+        slots, sums = [begin] * _SLOTS, [begin] * self.sums
         last = self._down(self.shell.backward_down, done)
         for number, layer in enumerate(reversed(self.layers)):
-            turn = number % _SLOTS
+            turn, place = number % _SLOTS, number % self.sums
             there = self._up(layer.backward_up, slots[turn] if overlaps else done)
-            done = self._compute(layer.backward_flops, self.fixed, there, done, sums[turn])
+            # With one slot for sums, the first micro-batch is recomputed while those of the layer before leave.
+            early = layer.forward_flops / self.rates.flops / self.ubatches if self.sums == 1 else 0.0
+            free = sums[place] - early
+            done = self._compute(layer.backward_flops, self.fixed, there, done, free)
             slots[turn] = done
-            sums[turn] = self._down(layer.backward_down, done)
-            last = max(last, sums[turn])
+            sums[place] = self._down(layer.backward_down, done)
+            last = max(last, sums[place])
         return max(done, last)
 
 
 def step_time(
-    layers: Sequence[Cost], shell: Cost, rates: Rates, *, ubatches: int = 1, overlaps: bool = True, steps: int = 4
+    layers: Sequence[Cost],
+    shell: Cost,
+    rates: Rates,
+    *,
+    ubatches: int = 1,
+    gradient_slots: int = 2,
+    overlaps: bool = True,
+    steps: int = 4,
 ) -> StepTime:
     """The time of a step once steps repeat.
 
@@ -160,12 +195,13 @@ def step_time(
         shell: the other modules.
         rates: of the machine.
         ubatches: micro-batches of the device batch.
+        gradient_slots: slots for sums of gradients.
         overlaps: False for serial updates and no prefetching.
         steps: how many are run until they repeat.
     """
-    run = _Steps(layers, shell, rates, ubatches)
+    run = _Steps(layers, shell, rates, ubatches, gradient_slots)
     return [run.step(overlaps=overlaps) for _ in range(steps)][-1]
 
 
 _SLOTS = 2
-"""Slots for weights, and for sums of gradients."""
+"""Slots for weights."""

@@ -35,6 +35,9 @@ class HardwareFigures:
     "bf16", "fp16". A dtype in which the device multiplies no matrices is left out."""
     page_locked: bool | None = None
     """Whether host memory could be page-locked; None if host and device share memory."""
+    device_adamw: float | None = None
+    """Parameters/s that torch's AdamW (`foreach`) updates on the device; None if it shares the memory of the
+    host, or has too little."""
     pageable: Mapping[str, float] = field(default_factory=dict)
     """Bytes/s from and to pageable memory: "up", "down", "up_both", "down_both"; empty if host and device share
     memory."""
@@ -67,7 +70,7 @@ class HardwareFigures:
         return HardwareFigures(
             device_name=str(found["device_name"]),
             device_memory_bytes=_or_none(found, "device_memory_bytes", int),
-            **{name: _or_none(found, name, float) for name in LINK},
+            **{name: _or_none(found, name, float) for name in (*LINK, "device_adamw")},
             dram=_rate("dram", found["dram"]),
             adamw_by_threads=threads,
             flops={str(key): _rate("flops", value) for key, value in _object(found, "flops").items()},

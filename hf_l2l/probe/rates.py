@@ -70,6 +70,7 @@ def probe(device: torch.device | str | None = None, sizes: Sizes | None = None) 
         link_down_both=link.get("down_both"),
         dram=_dram(sizes, cores),
         adamw_by_threads={n: _adamw(sizes, n) for n in sorted({1, max(1, cores // 2), cores})},
+        device_adamw=None if stream.shares_host_memory(device) else _device_adamw(device, sizes),
         flops={name: rate for name, dtype in DTYPES.items() if (rate := _flops(device, dtype, sizes)) is not None},
         page_locked=page_locked,
         pageable=pageable,
@@ -184,6 +185,22 @@ def _adamw(sizes: Sizes, threads: int) -> float:
     optimizer = torch.optim.AdamW([p], lr=1e-3, fused=True)
     with _threads(threads):
         return sizes.parameters / _median(_timed(optimizer.step), sizes.seconds)
+
+
+def _device_adamw(device: torch.device, sizes: Sizes) -> float | None:
+    """Parameters/s of torch's AdamW on the device; None if it has not the memory."""
+    try:
+        p = torch.zeros(sizes.parameters, device=device).requires_grad_()
+        p.grad = torch.ones(sizes.parameters, device=device)
+        optimizer = torch.optim.AdamW([p], lr=1e-3, foreach=True)
+
+        def step() -> None:
+            optimizer.step()
+            stream.download(p.detach()[:1])  # returns once the step is done
+
+        return sizes.parameters / _median(_timed(step), sizes.seconds)
+    except torch.OutOfMemoryError:
+        return None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A model run on tensors without values, so that what each of its parts allocates and computes is known before the run.
+"""A model run on tensors without values, so that what each of its parts allocates and computes is known in advance.
 
 Nothing of the engine is needed for it, and nothing is decided here.
 """

@@ -77,6 +77,8 @@ class TracedCall(NamedTuple):
     layer: TracedLayer
     arguments: list[Argument]
     outputs: list[Output]
+    in_graph: bool
+    """Whether a backward reaches it: it trains, or something below it does."""
 
 
 @dataclass(eq=False)
@@ -262,18 +264,19 @@ class _Run:
         self._given.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors)
         arguments = [Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad) for t in tensors]
         outputs: list[Output] = []
-        returned = [self._returning(each, tensors, outputs) for each in results]
-        self.calls.append(TracedCall(number, traced, arguments, outputs))
+        in_graph = any(t.requires_grad for t in (*tensors, *layer.parameters()))
+        returned = [self._returning(each, tensors, outputs, in_graph) for each in results]
+        self.calls.append(TracedCall(number, traced, arguments, outputs, in_graph))
         self._begin_piece()
         return pytree.tree_unflatten(returned, out_spec)
 
-    def _returning(self, result: Any, tensors: list[torch.Tensor], outputs: list[Output]) -> Any:
+    def _returning(self, result: Any, tensors: list[torch.Tensor], outputs: list[Output], in_graph: bool) -> Any:
         """What the layer returns for `result` (see `_result`)."""
         if not isinstance(result, _Unchanged | torch.Tensor):
             return result
         is_new = isinstance(result, torch.Tensor)
         source = result if isinstance(result, torch.Tensor) else tensors[result.number].detach()
-        anchor = torch.empty(0, requires_grad=source.is_floating_point())
+        anchor = torch.empty(0, requires_grad=in_graph and source.is_floating_point())
         output = Output(0, source.nbytes, is_new)
         with self.memory.not_counting():
             tensor: torch.Tensor = _Returned.apply(output, source, anchor)  # type: ignore[no-untyped-call]

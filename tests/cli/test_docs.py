@@ -57,6 +57,6 @@ def test_the_fields_in_fields_are_told(tmp_path, capsys):
 def test_commands_are_understood(page):
     lines = re.findall(r"^hf-l2l (.*)$", (ROOT / page).read_text(), re.MULTILINE)
     assert len(lines) >= 3
-    parser = _parser([import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS])
+    parser = _parser([import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS], COMMANDS)
     for line in lines:
         parser.parse_args(shlex.split(line, comments=True))

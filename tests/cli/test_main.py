@@ -50,7 +50,7 @@ def test_examples_are_understood(name):
 
     commands = [import_module(f"hf_l2l.cli.{each}").COMMAND for each in COMMANDS]
     command = next(each for each in commands if each.name == name)
-    assert _parser(commands).parse_args(command.example.split()).command is command
+    assert _parser(commands, COMMANDS).parse_args(command.example.split()).command is command
 
 
 def test_python_m_runs_it_without_torch_and_transformers(tmp_path):

@@ -18,6 +18,7 @@ OF_A_GPU = HardwareFigures(
     link_down_both=3.5e10,
     dram=1e11,
     adamw_by_threads={1: 5e8, 8: 2e9},
+    device_adamw=6e10,
     flops={"fp32": 5e13, "bf16": 7e14},
     page_locked=True,
     pageable={"up": 5e9, "down": 4e9, "up_both": 3e9, "down_both": 3e9},

@@ -1,0 +1,257 @@
+"""`hf-l2l estimate MODEL`: the memory of a training, and with figures of a machine its time, before the run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_l2l.cli.command import GOOD, Command, add_json, flag, print_json, quiet
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_l2l.config import L2LConfig
+    from hf_l2l.plan.estimate import Estimate
+    from hf_l2l.plan.planner import Plan
+    from hf_l2l.plan.run_shapes import RunShapes
+    from hf_l2l.plan.step_time import Rates, StepTime
+
+ROWS = "per_device_train_batch_size"
+NUMBERS = ("params", "layers", "hidden", "vocab")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder with a config.json, the path of one, or a name on the Hub; or none, with --params, --layers, "
+        "--hidden and --vocab",
+    )
+    parser.add_argument("--class", dest="model_class", metavar="CLASS", help="the class of the model in transformers")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let code that comes with the model run")
+    for name in NUMBERS:
+        parser.add_argument(f"--{name}", type=_number, metavar="N", help=f"{name} of a decoder, such as 8e9 or 32")
+    _add(parser, ROWS, type=int, default=8, metavar="ROWS", help="rows of the device batch (default: 8)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a row; without it, at most 512")
+    parser.add_argument(
+        "--device-type", metavar="TYPE", help="the type of the device that will train it, such as cuda"
+    )
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="find the fastest options for so much device memory, such as 24GiB"
+    )
+    parser.add_argument("--probe", action="store_true", help="measure this machine for a few seconds, for the times")
+    parser.add_argument(
+        "--figures", metavar="FILE", help="the machine's figures, as `hf-l2l env --probe --json` prints"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
+    add_json(parser)
+    group = parser.add_argument_group("options of the training, as the Trainer's arguments call them")
+    for name, (where, text) in _options().items():
+        _add(group, where, dest=f"config_{name}", metavar="VALUE", help=text, nargs="+" if name in _LISTS else None)
+
+
+_LISTS = ("layer_classes",)
+
+
+def _add(parser: Any, name: str, **more: Any) -> None:
+    """A flag that may be written with underscores, as the Trainer's, or dashes."""
+    names = dict.fromkeys((f"--{name}", flag(name)))
+    parser.add_argument(*names, **more)
+
+
+def _options() -> dict[str, tuple[str, str]]:
+    """The options of `L2LConfig` by name: what the Trainer's arguments call them, and what they are."""
+    from dataclasses import fields
+
+    from hf_l2l.config import L2LConfig, argument
+
+    texts = {each.name: each.metadata["help"] for each in fields(L2LConfig) if each.name not in ("device", "trace")}
+    return {name: (argument(name), text.split(". ")[0].replace("%", "%%") + ".") for name, text in texts.items()}
+
+
+def _number(text: str) -> int:
+    return int(float(text))
+
+
+def _value(text: str) -> Any:
+    """The value of an option: a word, a number, True, False or None."""
+    known = {"none": None, "true": True, "false": False}
+    if text.lower() in known:
+        return known[text.lower()] if text != "none" else text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _config(options: argparse.Namespace) -> L2LConfig:
+    from hf_l2l.config import L2LConfig
+
+    given: dict[str, Any] = {
+        name.removeprefix("config_"): [*value] if isinstance(value, list) else _value(value)
+        for name, value in vars(options).items()
+        if name.startswith("config_") and value is not None
+    }
+    if "layer_classes" in given:
+        given["layer_classes"] = tuple(given["layer_classes"])
+    return L2LConfig(**given)
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    numbers = {name: getattr(options, name) for name in NUMBERS}
+    given = [name for name, value in numbers.items() if value is not None]
+    if (options.model is None) != (len(given) == len(NUMBERS)) or (options.model is not None and given):
+        missing = ", ".join(f"--{name}" for name in NUMBERS if name not in given)
+        got = options.model or (", ".join(f"--{name}" for name in given) or "neither")
+        raise ValueError(
+            f"a model is given by MODEL, or by --params, --layers, --hidden and --vocab together (got {got}"
+            f"{f', without {missing}' if options.model is None and given else ''}); give one of them"
+        )
+    if options.model is None:
+        return _of_numbers(**numbers)
+    from hf_l2l.model_source import load_shapes
+
+    return load_shapes(options.model, model_class=options.model_class, trust_remote_code=options.trust_remote_code)
+
+
+def _of_numbers(params: int, layers: int, hidden: int, vocab: int) -> nn.Module:
+    """A decoder with gated layers, of so many parameters in all."""
+    import torch
+    import transformers
+
+    inner = (params - 2 * vocab * hidden - 4 * layers * hidden**2) // (3 * layers * hidden)
+    if inner < 1 or hidden % 64:
+        raise ValueError(
+            "--params must be more than embedding, head and attention take, and --hidden a multiple of 64 (got "
+            f"--params {params} --layers {layers} --hidden {hidden} --vocab {vocab}); check the numbers"
+        )
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        intermediate_size=inner,
+        vocab_size=vocab,
+    )
+    with torch.device("meta"):
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def _rates(options: argparse.Namespace, run: RunShapes) -> Rates | None:
+    from hf_l2l.plan.step_time import Rates
+    from hf_l2l.probe.figures import HardwareFigures
+    from hf_l2l.probe.rates import probe
+
+    if options.figures:
+        figures = HardwareFigures.from_json(Path(options.figures).read_text(encoding="utf-8"))
+    elif options.probe:
+        figures = probe()
+    else:
+        return None
+    return Rates.of(figures, run.dtype)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hf_l2l.config import options_of_the_trainer
+    from hf_l2l.plan.estimate import estimate_of
+    from hf_l2l.plan.planner import make_plan, parse_budget, time_of
+    from hf_l2l.plan.run_shapes import RunShapes
+    from hf_l2l.shapes.inputs import example_inputs
+
+    quiet()
+    budget = None if options.budget is None else parse_budget(options.budget)
+    import torch
+
+    with options_of_the_trainer():
+        config = _config(options)
+        model = _model(options)
+        rows = getattr(options, ROWS)
+        if rows < 1:
+            raise ValueError(f"--{ROWS} must be at least 1 (got {rows}); give the rows of a batch")
+        device = None if options.device_type is None else torch.device(options.device_type)
+        run = RunShapes(
+            model, config, example_inputs(model, rows, options.tokens), device=device, device_memory=budget
+        )
+        rates = _rates(options, run)
+        if budget is not None and rates is None:
+            raise ValueError(
+                "--budget finds the fastest options, for which the machine's figures are needed (got neither --probe "
+                "nor --figures); give one of them"
+            )
+        plan = None if budget is None or rates is None else make_plan(run, budget, rates)
+        config = config if plan is None else plan.config
+        found = estimate_of(run, config)
+        time = None if rates is None else time_of(run, config, rates)
+        _show(options, found, time, plan)
+    return GOOD
+
+
+def _show(options: argparse.Namespace, found: Estimate, time: StepTime | None, plan: Plan | None) -> None:
+    from hf_l2l.runtime.tensors import size_text
+
+    assert found.report is not None
+    if options.plot:
+        _plot(options.plot, found)
+    if options.json:
+        print_json(
+            {
+                "model": options.model,
+                "rows": getattr(options, ROWS),
+                "device": found.report["device"],
+                "host": found.report["host"],
+                "phase": found.phase,
+                "plain": found.plain,
+                "plain_checkpointing": found.plain_checkpointing,
+                "chosen": None if plan is None else plan.chosen,
+                "seconds_per_step": None if time is None else time.seconds,
+                "bound": None if time is None else time.bound,
+                "busy": None if time is None else time.busy,
+            }
+        )
+        return
+    print(found)
+    print(
+        f"Plain training would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with activation "
+        "checkpointing, all on the device."
+    )
+    if plan is not None:
+        print(plan)
+    elif time is not None:
+        busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
+        print(f"A step takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
+
+
+def _plot(file: str, found: Estimate) -> None:
+    """A bar of the device memory by name, and those of plain training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    assert found.report is not None
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    below = 0.0
+    for name, size in found.report["device"].items():
+        if name != "total" and size["peak"]:
+            axes.bar("L2L", size["peak"] / 2**30, bottom=below, label=name)
+            below += size["peak"] / 2**30
+    axes.bar("plain, checkpointing", found.plain_checkpointing / 2**30, color="lightgray")
+    axes.bar("plain", found.plain / 2**30, color="gray")
+    axes.set_ylabel("device memory at the peak (GiB)")
+    axes.legend(fontsize="small")
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+COMMAND = Command(
+    "estimate",
+    "the memory of a training before the run, and with figures of a machine its time and the best options",
+    "estimate meta-llama/Llama-3.1-8B --per_device_train_batch_size 8 --tokens 4096 --cmp bf16",
+    _add_flags,
+    _run,
+)

@@ -1,0 +1,225 @@
+"""The plan: what stays on the device within a budget of its memory, and the time of a step that is expected of it.
+
+A plan begins with the least that the device must hold. Then the choice that saves most seconds per byte is made, as
+long as it fits, and what bounds the step is looked at again after each choice, since it changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hf_l2l.config import L2LConfig, option
+from hf_l2l.plan.device_bytes import Bytes
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.plan.step_time import Rates, StepTime, step_time
+from hf_l2l.runtime.tensors import size_text
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+_AT_ONCE = 16
+"""First, choices are made for one part in so many of the layers at once; at last, layer by layer."""
+_WORTH = 1e-3
+"""A choice is made if it saves this share of the time of a step."""
+
+
+def parse_budget(text: str) -> int:
+    """Bytes of a budget such as "8GiB" (2**30 bytes each) or "8GB" (10**9).
+
+    Raises:
+        ValueError: if it is no size.
+    """
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    count = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
+    if count <= 0:
+        raise ValueError(
+            f"a budget of device memory must be a size with its unit, such as '8GiB' or '7500MB' (got {text!r}); give "
+            "one, or leave it out"
+        )
+    return count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, and what is expected of it."""
+
+    config: L2LConfig
+    """The options, with those that were chosen."""
+    chosen: dict[str, Any]
+    """The options that were chosen, by name."""
+    budget: int
+    phase: str
+    """What runs when the device holds most."""
+    peak: Bytes
+    """Its bytes then, by name."""
+    time: StepTime
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the device at the peak."""
+        return sum(self.peak.values())
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{option(name)}={value!r}" for name, value in self.chosen.items())
+        return (
+            f"plan for {size_text(self.budget)} of device memory: {names or 'the options as they are'}; expected: "
+            f"{size_text(self.peak_bytes)} at the peak (in the {self.phase}), {self.time.seconds:.3g} s per step, "
+            f"bound by {self.time.bound}"
+        )
+
+
+class BudgetError(ValueError):
+    """A budget that no choice can meet."""
+
+    def __init__(self, budget: int, smallest: int, config: L2LConfig) -> None:
+        self.smallest = smallest
+        """Bytes of the smallest budget that can be met."""
+        chosen = " ".join(f"{option(name)}={value}" for name, value in _least(config).items())
+        super().__init__(
+            f"the device must hold what one micro-batch of one row needs (a budget of {size_text(budget)}, and "
+            f"{size_text(smallest)} needed at least, with {chosen}); give at least that, or shorter rows"
+        )
+
+
+def _is_set(config: L2LConfig, name: str) -> bool:
+    """Whether the user has set an option: it binds the plan."""
+    default = next(each.default for each in fields(L2LConfig) if each.name == name)
+    return bool(getattr(config, name) != default)
+
+
+def _least(config: L2LConfig) -> dict[str, Any]:
+    """The options with which the device holds least, of those that the user has not set."""
+    wanted = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
+    found = {name: value for name, value in wanted.items() if not _is_set(config, name)}
+    if _is_set(config, "stash") and config.stash == "device":
+        found.pop("boundary", None)
+    return found
+
+
+def make_plan(run: RunShapes, budget: int, rates: Rates) -> Plan:
+    """The fastest options within `budget` bytes of device memory.
+
+    Args:
+        run: the model and its device batch, with the options of the user, which bind the plan.
+        budget: bytes.
+        rates: of the machine.
+
+    Raises:
+        BudgetError: if the device would need more than the budget whatever is chosen.
+    """
+    config = run.config
+    floor = _at_floor(run)
+    least = sum(run.peak(floor)[1].values())
+    if least > budget:
+        raise BudgetError(budget, least, config)
+    search = _Search(run, budget, rates)
+    found = [search.best(start) for start in _starts(run, floor) if search.fits(start)]
+    time, peak, best = min(found or [search.best(floor)], key=lambda each: (each[0].seconds, each[1]))
+    chosen = {
+        each.name: getattr(best, each.name)
+        for each in fields(L2LConfig)
+        if getattr(best, each.name) != getattr(config, each.name)
+    }
+    phase, names = run.peak(best)
+    return Plan(best, chosen, budget, phase, names, time)
+
+
+def _at_floor(run: RunShapes) -> L2LConfig:
+    return replace(run.config, **_least(run.config))
+
+
+def _starts(run: RunShapes, floor: L2LConfig) -> Iterator[L2LConfig]:
+    """The options to begin with: for each size of micro-batch, with the stash on the host and on the device."""
+    sizes = [floor.ubatch_size]
+    if not _is_set(run.config, "ubatch_size"):
+        sizes = [*_powers(run.rows)]
+    slots = [floor.gradient_slots] if _is_set(run.config, "gradient_slots") else [2, 1]
+    for size in sizes:
+        for count in slots:
+            start = replace(floor, ubatch_size=size, gradient_slots=count)
+            yield start
+            if not _is_set(run.config, "boundary") and floor.stash != "device":
+                yield replace(start, boundary="device")
+            if not (_is_set(run.config, "stash") or _is_set(run.config, "boundary")):
+                yield replace(start, stash="device", boundary="auto")
+
+
+def _powers(rows: int) -> list[int]:
+    """1, 2, 4, ... and `rows`."""
+    return [1 << n for n in range(rows.bit_length()) if 1 << n < rows] + [rows]
+
+
+class _Search:
+    """Choices for one run and budget."""
+
+    def __init__(self, run: RunShapes, budget: int, rates: Rates) -> None:
+        self.run, self.budget, self.rates = run, budget, rates
+        self.count = len(run.layers)
+
+    def bytes(self, config: L2LConfig) -> int:
+        """Of the device at the peak."""
+        return sum(self.run.peak(config)[1].values())
+
+    def fits(self, config: L2LConfig) -> bool:
+        """Whether the budget is enough."""
+        return self.bytes(config) <= self.budget
+
+    def time(self, config: L2LConfig) -> StepTime:
+        """The time of a step."""
+        return time_of(self.run, config, self.rates)
+
+    def best(self, config: L2LConfig) -> tuple[StepTime, int, L2LConfig]:
+        """The time, the bytes, and the options after all choices that are worth it."""
+        time, held = self.time(config), self.bytes(config)
+        for at_once in sorted({max(1, self.count // _AT_ONCE), 1}, reverse=True):
+            while (found := self._next(config, time, held, at_once)) is not None:
+                time, held, config = found
+        return time, held, config
+
+    def _next(
+        self, config: L2LConfig, time: StepTime, held: int, at_once: int
+    ) -> tuple[StepTime, int, L2LConfig] | None:
+        best, most = None, 0.0
+        for each in self._moves(config, at_once):
+            size = self.bytes(each)
+            if size > self.budget:
+                continue
+            after = self.time(each)
+            saved = (time.seconds - after.seconds) / max(1, size - held)
+            if after.seconds < time.seconds * (1 - _WORTH / self.count) and saved > most:
+                best, most = (after, size, each), saved
+        return best
+
+    def _moves(self, config: L2LConfig, at_once: int) -> Iterator[L2LConfig]:
+        """What can be chosen next."""
+        user = self.run.config
+        if config.resident == "none" and not _is_set(user, "resident"):
+            yield replace(config, resident="shell")
+        streamed = self.count - config.resident_layers
+        counts = {
+            "resident_layers": self.count,
+            "kept_weights": streamed,
+            "kept_graphs": self.count,
+            "device_stash": 0 if config.stash == "device" else self.count,
+        }
+        for name, most in counts.items():
+            now = getattr(config, name)
+            if now < most and not _is_set(user, name) and config.resident != "all":
+                more = {name: min(most, now + at_once)}
+                if name == "resident_layers":
+                    more["kept_weights"] = min(config.kept_weights, self.count - more[name])
+                yield replace(config, **more)
+
+
+def time_of(run: RunShapes, config: L2LConfig, rates: Rates) -> StepTime:
+    """The time of a step with these options."""
+    costs = run.costs(config)
+    overlaps = config.eps_update != "serial" and config.prefetch
+    slots = config.gradient_slots
+    return step_time(
+        costs.layers, costs.shell, rates, ubatches=costs.ubatches, gradient_slots=slots, overlaps=overlaps
+    )

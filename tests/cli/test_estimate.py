@@ -1,0 +1,125 @@
+"""`hf-l2l estimate`: bytes by name, times with figures, a plan for a budget, and bad input in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_models import LLAMA, Ran, ran, written
+from hf_l2l.memory.device_memory import DEVICE_NAMES
+from hf_l2l.memory.ledger import HOST_NAMES
+from hf_l2l.probe.figures import HardwareFigures
+
+MACHINE = HardwareFigures(
+    device_name="a device",
+    device_memory_bytes=2**34,
+    link_up=2e10,
+    link_down=2e10,
+    link_up_both=1e10,
+    link_down_both=1e10,
+    dram=1e11,
+    adamw_by_threads={1: 1e9, 8: 4e9},
+    device_adamw=5e10,
+    flops={"fp32": 1e13, "bf16": 1e14},
+    page_locked=True,
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    file = tmp_path / "machine.json"
+    file.write_text(MACHINE.to_json())
+    return str(file)
+
+
+def estimated(capsys: pytest.CaptureFixture[str], tmp_path: Path, *flags: str) -> Ran:
+    return ran(capsys, "estimate", written(tmp_path / "model", LLAMA), "--tokens", "64", *flags)
+
+
+def test_bytes_by_name(tmp_path, capsys):
+    found = estimated(capsys, tmp_path, "--per_device_train_batch_size", "4", "--json").json
+    assert set(found["device"]) == {*DEVICE_NAMES, "total"} and set(found["host"]) == {*HOST_NAMES, "total"}
+    assert found["rows"] == 4 and found["seconds_per_step"] is found["chosen"] is found["bound"] is None
+    names = {name: size["peak"] for name, size in found["device"].items()}
+    assert names.pop("total") == sum(names.values()) > 0
+    assert found["plain"] > found["plain_checkpointing"] > 0
+
+
+def test_options_of_the_trainer_are_flags(tmp_path, capsys):
+    """They may be written with dashes, too."""
+    whole = estimated(capsys, tmp_path, "--json").json["device"]
+    parts = estimated(capsys, tmp_path, "--json", "--ubatch_size", "1", "--stash", "host").json["device"]
+    host = estimated(capsys, tmp_path, "--json", "--ubatch-size", "1", "--stash", "host", "--l2l-boundary", "host")
+    assert whole["workspace"]["peak"] > parts["workspace"]["peak"]
+    assert whole["stash"]["peak"] > parts["stash"]["peak"]
+    assert parts["total"]["peak"] > host.json["device"]["total"]["peak"]
+    short = estimated(capsys, tmp_path, "--json", "--cmp", "bf16").json
+    assert short["device"]["shell"]["peak"] < whole["shell"]["peak"] and short["host"]["copies"]["peak"] > 0
+
+
+def test_the_text_and_the_picture(tmp_path, capsys):
+    picture = tmp_path / "memory.png"
+    found = estimated(capsys, tmp_path, "--plot", str(picture))
+    assert "slots" in found.out and "Plain training would need" in found.out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_times_of_a_machine(tmp_path, capsys, machine):
+    found = estimated(capsys, tmp_path, "--figures", machine, "--json").json
+    assert found["seconds_per_step"] > 0 and found["bound"] in found["busy"]
+    slower = json.loads(MACHINE.to_json()) | {"link_up_both": 1e6}
+    Path(machine).write_text(json.dumps(slower))
+    assert estimated(capsys, tmp_path, "--figures", machine, "--json").json["bound"] == "upload"
+
+
+def test_a_plan_keeps_within_the_budget(tmp_path, capsys, machine):
+    found = estimated(capsys, tmp_path, "--figures", machine, "--budget", "300KB", "--json").json
+    assert found["device"]["total"]["peak"] <= 300_000 and found["chosen"]["ubatch_size"] >= 1
+    bound = estimated(capsys, tmp_path, "--figures", machine, "--budget", "1GB", "--ubatch_size", "2", "--json").json
+    assert "ubatch_size" not in bound["chosen"] and bound["seconds_per_step"] <= found["seconds_per_step"]
+
+
+def test_a_model_of_numbers(capsys):
+    found = ran(capsys, "estimate", "--params", "1e6", "--layers", "2", "--hidden", "64", "--vocab", "1e3", "--json")
+    parameters = found.json["host"]["masters"]["peak"] / 4
+    assert found.json["model"] is None and 0.97e6 < parameters < 1.03e6
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--budget", "8 bananas"], "a budget of device memory must be a size with its unit"),
+        (["--budget", "8GiB"], "got neither --probe nor --figures"),
+        (["--stash", "nowhere"], "stash must be one of 'device', 'host', 'disk', 'auto' (got 'nowhere')"),
+        (["--l2l_boundary", "host"], "l2l_boundary='host' passes what is in the stash"),
+        (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
+        (["--params", "1e9"], "a model is given by MODEL, or by --params"),
+        (["--class", "AutoModel"], "takes no labels"),
+        (["--figures", "/nowhere.json"], "No such file"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags, said, tmp_path, capsys):
+    found = estimated(capsys, tmp_path, *flags)
+    assert found.status == 2 and found.err.startswith("hf-l2l estimate: ") and found.err.count("\n") == 1
+    assert said in found.err
+
+
+def test_a_budget_that_is_too_small_names_the_smallest(tmp_path, capsys, machine):
+    found = estimated(capsys, tmp_path, "--figures", machine, "--budget", "10KB")
+    assert found.status == 2 and "needed at least, with stash=host l2l_boundary=host ubatch_size=1" in found.err
+
+
+def test_numbers_that_make_no_model(capsys):
+    flags = {"params": "1e3", "layers": "2", "hidden": "64", "vocab": "1e3"}
+    found = ran(capsys, "estimate", *(part for name, value in flags.items() for part in (f"--{name}", value)))
+    assert found.status == 2 and "--params must be more than embedding, head and attention take" in found.err
+
+
+def test_the_figures_are_those_that_env_prints(tmp_path, capsys):
+    whole: dict[str, Any] = {"versions": {}, "probe": json.loads(MACHINE.to_json())}
+    file = tmp_path / "env.json"
+    file.write_text(json.dumps(whole))
+    assert estimated(capsys, tmp_path, "--figures", str(file), "--json").json["seconds_per_step"] > 0

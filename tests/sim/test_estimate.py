@@ -1,0 +1,188 @@
+"""The memory report before the run against the one after it: on a device whose bytes are counted one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
+from hf_l2l.plan.planner import BudgetError, make_plan
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.plan.step_time import Rates
+from training import settled_memory
+
+ROWS, TOKENS, WIDTH = 8, 128, 128
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+}
+TEXT = {**SIZES, "vocab_size": 2000}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def bert(dropout: float = 0.0) -> nn.Module:
+    config = hf.BertConfig(**TEXT, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return hf.BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": WIDTH, "n_layer": 4, "n_head": 4, "vocab_size": 2000}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, num_key_value_heads=2))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": WIDTH, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "d_ff": 512}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+def vit() -> nn.Module:
+    return hf.ViTForImageClassification(hf.ViTConfig(**SIZES, image_size=32, patch_size=4, **NO_DROPOUT))
+
+
+def mixtral() -> nn.Module:
+    sizes = {**TEXT, "intermediate_size": 256}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": bert,
+    "gpt2": gpt2,
+    "llama": llama,
+    "t5": t5,
+    "vit": vit,
+    "mixtral": mixtral,
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "device stash": {"stash": "device", "ubatch_size": 2},
+    "host stash": {"stash": "host", "boundary": "device", "ubatch_size": 2},
+    "host boundary": {"stash": "host", "boundary": "host", "ubatch_size": 2},
+    "whole batch": {"stash": "device"},
+    "bf16": {"stash": "host", "boundary": "host", "cmp": "bf16", "ubatch_size": 2},
+    "bf16 on the device": {"stash": "device", "cmp": "bf16", "ubatch_size": 4},
+    "one slot, all logits": {
+        "stash": "host",
+        "boundary": "host",
+        "gradient_slots": 1,
+        "ubatch_size": 2,
+        "chunked_loss": "off",
+    },
+    "resident shell": {"stash": "host", "boundary": "device", "resident": "shell", "ubatch_size": 2},
+    "resident layers": {"stash": "host", "boundary": "device", "resident_layers": 2, "ubatch_size": 2},
+    "kept weights": {"stash": "device", "kept_weights": 3, "ubatch_size": 2},
+    "kept graphs": {"stash": "device", "kept_graphs": 2, "ubatch_size": 2},
+    "inputs of the last layers": {"stash": "host", "boundary": "host", "device_stash": 2, "ubatch_size": 2},
+    "uneven micro-batches": {"stash": "host", "boundary": "device", "ubatch_size": 3},
+}
+FAST = {"bert": ("host boundary", "resident layers"), "llama": ("device stash", "bf16"), "t5": ("whole batch",)}
+CASES = [
+    pytest.param(model, setting, marks=() if setting in FAST.get(model, ()) else pytest.mark.slow)
+    for model in MODELS
+    for setting in SETTINGS
+]
+
+
+def inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    name = type(model).__name__
+    if "ViT" in name:
+        return {"pixel_values": torch.zeros(ROWS, 3, 32, 32), "labels": torch.zeros(ROWS, dtype=torch.long)}
+    ids = torch.randint(5, 1990, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids[:, 0] % 2 if "Sequence" in name else ids.clone()}
+
+
+def measured(model: nn.Module, config: L2LConfig, steps: int = 3) -> Any:
+    """The report after a few steps; the model is an ordinary one again."""
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(_adamw(model))
+    batch = inputs(model)
+    for _ in range(steps):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = eps.memory_report()
+    detach_l2l(model)
+    return report
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def expected(model: nn.Module, config: L2LConfig) -> Any:
+    found = estimate(model.train(), config, _adamw(model), inputs=inputs(model))
+    assert found.report is not None
+    return found.report
+
+
+@pytest.mark.parametrize(("model", "setting"), CASES)
+def test_the_device_holds_what_was_expected(model, setting):
+    made, config = MODELS[model]().train(), L2LConfig(**SETTINGS[setting])
+    before, after = expected(made, config)["device"], measured(made, config)["device"]
+    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
+
+
+@pytest.mark.parametrize("model", ["bert", "llama", "gpt2", "vit"])
+def test_names_are_those_of_the_run(model):
+    """Each within a tenth, or within a hundredth of the total."""
+    made, config = MODELS[model]().train(), L2LConfig(stash="device", ubatch_size=2)
+    before, after = expected(made, config)["device"], measured(made, config)["device"]
+    assert set(before) == set(after)
+    for name, size in after.items():
+        allowed = max(0.1 * size["peak"], 0.01 * after["total"]["peak"])
+        assert abs(before[name]["peak"] - size["peak"]) <= allowed, name
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cmp": "bf16"}, {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}], ids=str
+)
+def test_the_host_holds_what_was_expected(options):
+    model, config = llama().train(), L2LConfig(stash="host", boundary="host", ubatch_size=2, **options)
+    before, after = expected(model, config)["host"], measured(model, config)["host"]
+    for name in ("masters", "gradients", "moments", "copies", "stash"):
+        assert before[name]["peak"] == pytest.approx(after[name]["peak"], rel=0.01), name
+
+
+def test_dropout_is_counted():
+    """A mask of a byte per element, and attention in pieces where the device's kernel has no dropout."""
+    made, config = bert(0.1).train(), L2LConfig(stash="device", ubatch_size=2)
+    before, after = expected(made, config)["device"], measured(made, config)["device"]
+    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
+
+
+def test_frozen_weights_have_no_sums():
+    model = llama().train()
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.3" in name)
+    config = L2LConfig(stash="device", ubatch_size=2)
+    before, after = expected(model, config)["device"], measured(model, config)["device"]
+    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
+
+
+RATES = Rates(flops=1e12, link_up=1e9, link_down=1e9, adamw=1e8, device_adamw=1e9, per_call=1e-5)
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+@pytest.mark.parametrize("megabytes", [9, 16, 40])
+def test_a_plan_keeps_within_its_budget(model, megabytes):
+    made, budget = MODELS[model]().train(), megabytes * 10**6
+    run = RunShapes(made, L2LConfig(), inputs(made), optimizer=_adamw(made))
+    try:
+        plan = make_plan(run, budget, RATES)
+    except BudgetError as error:
+        assert error.smallest > budget
+        plan = make_plan(run, error.smallest, RATES)
+        budget = error.smallest
+    assert measured(made, plan.config)["device"]["total"]["peak"] <= 1.03 * budget
