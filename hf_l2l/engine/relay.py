@@ -34,6 +34,7 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import BOUNDARY, MASK, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
+from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.caches import without_caches
 from hf_l2l.rows.host_rows import HostRows, host_of, made_real
 from hf_l2l.runtime import compute_state, stream
@@ -116,7 +117,8 @@ class Relay:
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
-        self.splitter = Splitter(config.ubatch_size, device)
+        self.cuts = RowCuts(config.ubatch_size)
+        self.splitter = Splitter(self.cuts, device)
         shell.call_at_start(self._start_forward)
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
         eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
