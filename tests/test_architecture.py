@@ -30,6 +30,7 @@ FLOORS: dict[str, set[str]] = {
     "eps": TORCH,
     "stash": TORCH,
     "engine": TORCH,
+    "accumulation": TORCH,
     "hf": HF | {"tqdm"},
     "measure": HF | {"psutil"},
     "verify": HF | {"peft"},
