@@ -57,7 +57,8 @@ def step_of(trainer: Any, eps: EagerParamServer, cuts: RowCuts, train: Callable[
 
 def _pad_token_of(trainer: Any) -> int | None:
     """The id of the padding token, of the processing class or else of the model's config; None if none is known."""
-    tokens, config = getattr(trainer, "processing_class", None), getattr(trainer.model, "config", None)
+    tokens: Any = getattr(trainer, "processing_class", None)
+    config: Any = getattr(trainer.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for holder in (tokens, getattr(tokens, "tokenizer", None), config, text):
         found = getattr(holder, "pad_token_id", None)

@@ -101,7 +101,8 @@ def _norm(gradient: torch.Tensor | None) -> float:
 
 
 def _half_of_the_digits(step: Step) -> float:
-    """Half the digits of the least precise dtype must agree: for another number of rows, kernels add in another order."""
+    """The tolerance: half the digits of the least precise dtype, since kernels add other numbers of rows in another
+    order."""
     precision = step.eps.masters.precision
     dtypes = {p.dtype for p in step.model.parameters() if p.is_floating_point()} | {precision.dtype or torch.float32}
     if step.autocast or precision.gradients == "16bit":

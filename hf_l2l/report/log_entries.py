@@ -49,8 +49,10 @@ class TokenCount:
     def add(self, inputs: Any, name: str) -> None:
         """Count those of a batch whose tokens are called `name`."""
         tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers get lists of rows
-        is_tokens = isinstance(tokens, torch.Tensor) and not tokens.is_floating_point()
-        self.count = self.count + tokens.numel() if is_tokens and self.count is not None else None
+        if self.count is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
+            self.count += tokens.numel()
+        else:
+            self.count = None
 
     def restart(self) -> None:
         """Begin anew."""

@@ -79,7 +79,7 @@ REFUSED = {
         "its batches are sequences packed into one row",
     ),
     "positions": ([{"input_ids": IDS, "position_ids": IDS}] * 2, "position_ids without an attention_mask"),
-    "no rows": ([{"input_ids": IDS, "scale": torch.tensor(1.0)}] * 2, r"no common number of rows \(input_ids \[2, 3\]"),
+    "no rows": ([{"input_ids": IDS, "scale": torch.tensor(1.0)}] * 2, r"no common number of rows \(input_ids \[2,"),
     "one row for all": ([{"input_ids": IDS, "bias": IDS[:1]}] * 2, r"no common number of rows .*bias \[1, 3\]"),
     "no tensors": ([{"return_loss": True}] * 2, r"no common number of rows \(no tensors\)"),
     "list": ([{"input_ids": IDS, "texts": ["a", "b"]}] * 2, "texts is a list, whose rows are unknown"),

@@ -11,9 +11,8 @@ import transformers as hf
 from torch import nn
 
 from families import VOCAB
-from hf_l2l import L2LTrainer
+from hf_l2l import L2LTrainer, L2LTrainingArguments
 from training import arguments
-from hf_l2l import L2LTrainingArguments
 
 PAD = 0
 
