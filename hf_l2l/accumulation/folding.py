@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_l2l.accumulation.merging import Batch, CannotMerge, merge
-from hf_l2l.accumulation.step import Step
+from hf_l2l.accumulation.step import NO_ROOM, Step
 from hf_l2l.accumulation.trial import disagreement
 from hf_l2l.model.batch_dims import NotCut
 from hf_l2l.runtime import compute_state
@@ -33,7 +33,9 @@ class Folding:
         self._kept: list[Batch] = []
         """The batches of the step so far."""
         self._items: Any = None
-        """What the Trainer divides their losses by; an object for each step."""
+        """What the Trainer divides their losses by."""
+        self._adds = False
+        """Whether there are gradients already, of a step that was given up."""
 
     def start(self, reason: str | None, say: Callable[[str], None]) -> None:
         """A training begins.
@@ -51,7 +53,7 @@ class Folding:
         """The training is over, or has failed: forget what it has left."""
         self._reason, self._say = "no training runs", lambda reason: None
         self._compared.clear()
-        self._kept, self._items = [], None
+        self._kept, self._items, self._adds = [], None, False
 
     def step(self, batch: Any, items: Any, count: int, step: Step) -> torch.Tensor:
         """Train with one of the `count` batches of a step, now or with the last of them.
@@ -66,16 +68,14 @@ class Folding:
             the loss, detached, on the device: that of the whole step with its last batch, and 0 with the others; or
             of this batch, if it runs by itself.
         """
-        late = None if items is self._items else self.finish(step)
         if self._reason is None and items is None and count > 1:
             self._refuse("its losses are means over each batch: without labels there is no num_items_in_batch")
         if self._reason is not None or count == 1:
-            loss = step.train(batch, items)
-        else:
-            self._kept.append(batch)
-            self._items = items
-            loss = torch.zeros((), device=step.device) if len(self._kept) < count else self._all(step)
-        return loss if late is None else loss + late
+            self._adds = not step.is_last
+            return step.train(batch, items)
+        self._kept.append(batch)
+        self._items = items
+        return torch.zeros((), device=step.device) if len(self._kept) < count else self._all(step)
 
     def finish(self, step: Step) -> torch.Tensor | None:
         """Train with the batches of a step that has been given up, whose gradients stay; the loss, None without any.
@@ -88,41 +88,41 @@ class Folding:
             return self._all(step)
 
     def _all(self, step: Step) -> torch.Tensor:
-        batches, items = self._kept, self._items
+        batches, items, adds = self._kept, self._items, self._adds
         self._kept, self._items = [], None
+        # Without a step, what comes next adds to the gradients.
+        self._adds = not step.is_last
         before = compute_state.get_rng_state(step.device)
-        if len(batches) > 1:
-            try:
-                loss = self._at_once(step, batches, items)
-                if loss is not None:
-                    return loss
-            except (CannotMerge, NotCut) as reason:
-                # A call that cannot be cut is found in the forward, before there are any gradients.
-                compute_state.set_rng_state(before, step.device)
-                self._refuse(str(reason))
+        try:
+            loss = self._at_once(step, batches, items, adds=adds) if len(batches) > 1 else None
+            if loss is not None:
+                return loss
+        except (CannotMerge, NotCut) as reason:
+            # A call that cannot be cut is found in the forward, before there are any gradients.
+            self._refuse(str(reason))
+        except torch.OutOfMemoryError as error:
+            if adds or step.eps.updates.mode == "eager":  # gradients that cannot be made again may be lost, or used
+                error.add_note("l2l_merge_accumulation='off' runs accumulated batches one by one")
+                raise
+            step.model.zero_grad()
+            self._refuse(NO_ROOM)
+        compute_state.set_rng_state(before, step.device)
         return _one_by_one(step, batches, items)
 
-    def _at_once(self, step: Step, batches: Sequence[Batch], items: Any) -> torch.Tensor | None:
+    def _at_once(self, step: Step, batches: Sequence[Batch], items: Any, *, adds: bool) -> torch.Tensor | None:
         """Train with all batches as one. The loss; None if they must run one by one."""
         merged = merge(batches, step.pad_token)
         if merged.is_padded not in self._compared:
-            if any(p.grad is not None for p in step.model.parameters()):
-                return None  # those of a step that was given up; the next step will tell
-            try:
-                differs = disagreement(step, batches, merged, items)
-            except torch.OutOfMemoryError:
-                differs = "the device has no room for the rows of all batches at once"
+            if adds:
+                return None  # the comparison would drop what is there; the next step will tell
+            differs = disagreement(step, batches, merged, items)
             if differs:
                 self._refuse(differs)
             if differs != "":
                 return None
             self._compared.add(merged.is_padded)
-        try:
-            with step.cuts.between(merged.rows):
-                return step.train(merged.inputs, items)
-        except torch.OutOfMemoryError as error:
-            error.add_note("l2l_merge_accumulation='off' runs accumulated batches one by one")
-            raise
+        with step.cuts.between(merged.rows):
+            return step.train(merged.inputs, items)
 
     def _refuse(self, reason: str) -> None:
         self._reason = reason

@@ -12,6 +12,8 @@ from torch import nn
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.model.batch_dims import RowCuts
 
+NO_ROOM = "the device has no room for the rows of all batches at once"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -23,6 +25,8 @@ class Step:
     cuts: RowCuts
     autocast: bool
     """Whether the Trainer computes under autocast."""
+    is_last: bool
+    """Whether the optimizer's step follows this batch."""
     pad_token: int | None
     """The id of the padding token, if it is known."""
     train: Callable[[Any, Any], torch.Tensor]
@@ -48,6 +52,7 @@ def step_of(trainer: Any, eps: EagerParamServer, cuts: RowCuts, train: Callable[
         eps=eps,
         cuts=cuts,
         autocast=bool(trainer.args.bf16),
+        is_last=trainer.accelerator.sync_gradients,
         pad_token=_pad_token_of(trainer),
         train=train,
         loss=loss,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from hf_l2l.accumulation.merging import Batch, Merged
-from hf_l2l.accumulation.step import Step
-from hf_l2l.engine.splitting import buffers_kept
+from hf_l2l.accumulation.step import NO_ROOM, Step
+from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
+from hf_l2l.model.batch_dims import NotCut
 from hf_l2l.runtime import compute_state
 
 
@@ -30,9 +31,16 @@ def disagreement(step: Step, batches: Sequence[Batch], merged: Merged, items: An
         if reason is not None:
             return reason
         expected = {name: _norm(p.grad) for name, p in parameters.items()}
-        with step.cuts.between(merged.rows):
-            loss, _ = step.loss(merged.inputs, items)
-            step.backward(-loss)
+        try:
+            with step.cuts.between(merged.rows):
+                loss, _ = step.loss(merged.inputs, items)
+                step.backward(-loss)
+        except NotCut:
+            raise
+        except torch.OutOfMemoryError:
+            return NO_ROOM
+        except (*ERRORS_OF_MODELS, MemoryError, OSError) as error:
+            return f"all rows at once cannot be run ({error})"
         rest = {name: _norm(p.grad) for name, p in parameters.items()}
         found = loss.detach()
     tolerance = _half_of_the_digits(step)

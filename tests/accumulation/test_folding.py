@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import transformers as hf
@@ -323,35 +325,70 @@ def test_what_the_first_step_finds(tmp_path, kind, reason):
     assert reason in said
 
 
-def test_a_device_without_room_for_all_rows(tmp_path, monkeypatch):
-    def run(**options):
-        model = tiny_llama()
-        made = accumulated.made(tmp_path, model=model, **options)
+class OutOfRoom:
+    """Lets the device run out of memory for many rows, in the forward or in the backward, after `steps`."""
 
-        def refuse(module, args, kwargs):
-            if len(kwargs["input_ids"]) > 4:
-                raise torch.OutOfMemoryError("too much")
+    def __init__(self, made: hf.Trainer, where: str, steps: int) -> None:
+        self.is_on = lambda rows: rows > 4 and made.state.global_step >= steps
+        self.where = where
+        made.model.model.layers[0].register_forward_hook(self.after_first_layer)
 
-        model.register_forward_pre_hook(refuse, with_kwargs=True)
-        return made, train(made)
+    def after_first_layer(self, module, args, out):
+        def fail(gradient):
+            torch.rand(1)
+            raise torch.OutOfMemoryError("too much")
 
-    tried, [said] = run()
+        if torch.is_grad_enabled() and self.is_on(len(out)):
+            if self.where == "forward":
+                fail(None)
+            out.register_hook(fail)  # after the gradients of the layers above have arrived
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_a_device_without_room_for_all_rows(tmp_path, where, steps, mode):
+    """In the first step, or later, when rows are longer: that step and those after it run batch by batch."""
+    made = accumulated.made(tmp_path, eps_update=mode, max_steps=4)
+    seen = forwards(made)
+    OutOfRoom(made, where, steps)
+    [said] = train(made)
     assert "the device has no room for the rows of all batches at once" in said
-    apart, _ = run(l2l_merge_accumulation="off")
-    assert_equal(tried, apart)
+    assert seen == [2, 2, 2, 2, 8] + steps * [8] + ([8] if steps else []) + (4 - steps) * [2, 2, 2, 2]
+    apart = accumulated.made(tmp_path, l2l_merge_accumulation="off", eps_update=mode, max_steps=4)
+    train(apart)
+    if steps:
+        assert_same(made, apart)
+    else:
+        assert_equal(made, apart)
 
 
-def test_a_later_lack_of_room_names_the_remedy(tmp_path):
+@pytest.mark.parametrize("case", ["eager", "gradients of a step that was given up"])
+def test_a_lack_of_room_that_costs_gradients_names_the_remedy(tmp_path, case):
+    if case == "eager":
+        made = accumulated.made(tmp_path, eps_update="eager", max_grad_norm=0.0)
+    else:
+        made = stopping(tmp_path, "epoch", "auto", max_steps=-1, num_train_epochs=2, data=ragged(24))
+    OutOfRoom(made, "backward", 1)
+    with pytest.raises(torch.OutOfMemoryError) as error, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.train()
+    assert "l2l_merge_accumulation='off' runs accumulated batches one by one" in error.value.__notes__
+
+
+def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path):
     made = accumulated.made(tmp_path)
 
     def refuse(module, args, kwargs):
-        if made.state.global_step == 1:
-            raise torch.OutOfMemoryError("too much")
+        if len(kwargs["input_ids"]) > 4:
+            raise ValueError("an attention mask of these rows has 80 GiB")
 
     made.model.register_forward_pre_hook(refuse, with_kwargs=True)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        made.train()
-    assert "l2l_merge_accumulation='off' runs accumulated batches one by one" in error.value.__notes__
+    [said] = train(made)
+    assert "all rows at once cannot be run (an attention mask of these rows has 80 GiB)" in said
+    apart = accumulated.made(tmp_path, l2l_merge_accumulation="off")
+    train(apart)
+    assert_equal(made, apart)
 
 
 @pytest.mark.parametrize("late", ["different inputs", "cannot be cut"])
