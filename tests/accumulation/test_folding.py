@@ -11,6 +11,7 @@ import transformers as hf
 import accumulated
 from accumulated import forwards, ragged, tiny_llama, train
 from hf_l2l import L2LTrainer
+from hf_l2l.model.batch_dims import NotCut
 from training import SAVING, logs, stopped_at_two
 
 CLOSE = 1e-6
@@ -96,6 +97,19 @@ def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
         assert ours == theirs
     if "l2l_loss_scale_init" in options:
         assert folded.state.log_history[-2]["skipped_steps"] > 3
+
+
+@pytest.mark.parametrize(("size", "seen_by_layers"), [(None, [3, 3, 3, 1]), (2, [2, 1, 2, 1, 2, 1, 1])])
+def test_layers_see_one_batch_at_a_time(tmp_path, size, seen_by_layers):
+    """Also where the last batch of an epoch has fewer rows."""
+    made = accumulated.made(
+        tmp_path, data=ragged(10), per_device_train_batch_size=3, ubatch_size=size, max_steps=3, num_train_epochs=3
+    )
+    seen: list[int] = []
+    made.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    assert train(made) == []
+    count = len(seen_by_layers)
+    assert seen[-2 * count :] == 2 * seen_by_layers, "a forward, and the recompute"
 
 
 def test_rows_of_one_length_are_merged_without_padding(tmp_path):
@@ -269,6 +283,26 @@ def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
     assert_equal(compared, run())
 
 
+class Counting(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def test_the_comparison_leaves_buffers_as_they_were(tmp_path):
+    model = tiny_llama()
+    model.model.embed_tokens = Counting(model.model.embed_tokens)
+    made = accumulated.made(tmp_path, model=model)
+    assert train(made) == []
+    assert model.model.embed_tokens.calls == 3
+
+
 def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path):
     """transformers' loss of this model does not use num_items_in_batch, though its forward takes it."""
 
@@ -413,8 +447,6 @@ def test_batches_that_later_cannot_be_merged_run_one_by_one(tmp_path, late, monk
         def refuse(module, args, kwargs):
             if len(kwargs["input_ids"]) > 4 and tried.state.global_step == 2:
                 torch.rand(1)
-                from hf_l2l.model.batch_dims import NotCut
-
                 raise NotCut("calls of LlamaDecoderLayer cannot be cut into micro-batches")
 
         tried.model.register_forward_pre_hook(refuse, with_kwargs=True)
@@ -424,6 +456,22 @@ def test_batches_that_later_cannot_be_merged_run_one_by_one(tmp_path, late, monk
     apart = run(l2l_merge_accumulation="off")
     train(apart)
     assert_same(tried, apart)
+
+
+def test_random_numbers_that_a_failed_attempt_drew_are_drawn_again(tmp_path):
+    def run(draws: int) -> hf.Trainer:
+        made = accumulated.made(tmp_path, model=tiny_llama(attention_dropout=0.3))
+
+        def refuse(module, args, kwargs):
+            if len(kwargs["input_ids"]) > 4 and made.state.global_step == 1:
+                torch.rand(draws)
+                raise NotCut("so")
+
+        made.model.register_forward_pre_hook(refuse, with_kwargs=True)
+        assert len(train(made)) == 1
+        return made
+
+    assert_equal(run(0), run(3))
 
 
 def test_without_labels_the_losses_are_means(tmp_path):
