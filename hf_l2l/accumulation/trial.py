@@ -19,7 +19,7 @@ def disagreement(step: Step, batches: Sequence[Batch], merged: Merged, items: An
     """What differs if `batches` run as `merged`; "" if nothing does but rounding, None if this step cannot tell.
 
     Loss and gradients of both are compared; a model that draws random numbers is compared in evaluation mode, where
-    it draws none. Random numbers, buffers, modes and gradients (there are none before) are then what they were.
+    it draws none. Random numbers, buffers and gradients (there are none before) are then what they were.
     Of the second run, the gradients are subtracted from those of the first: so the host needs no second room for them.
 
     Raises:
@@ -84,12 +84,10 @@ def _batch_by_batch(step: Step, batches: Sequence[Batch], items: Any) -> tuple[t
 
 @contextmanager
 def _as_it_was(step: Step) -> Iterator[None]:
-    """Train in the block; after it, only the step's own forward and backward will have happened."""
-    modules = list(step.model.modules())
-    modes = [module.training for module in modules]
+    """Train in the block; what it changes is as before it, but for the modes of modules, which each step sets."""
     with (
         compute_state.rng_state_kept(step.device),
-        buffers_kept(modules),
+        buffers_kept(list(step.model.modules())),
         step.eps.accumulate(),  # no layer is updated in these backwards
     ):
         try:
@@ -97,8 +95,6 @@ def _as_it_was(step: Step) -> Iterator[None]:
             yield
         finally:
             step.model.zero_grad()
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
 
 
 def _norm(gradient: torch.Tensor | None) -> float:
