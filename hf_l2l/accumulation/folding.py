@@ -82,10 +82,7 @@ class Folding:
 
         transformers does the same with a step that a callback ends, or the end of the data.
         """
-        if not self._kept:
-            return None
-        with step.eps.accumulate():
-            return self._all(step)
+        return self._all(step) if self._kept else None
 
     def _all(self, step: Step) -> torch.Tensor:
         batches, items, adds = self._kept, self._items, self._adds

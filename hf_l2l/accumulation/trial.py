@@ -44,13 +44,11 @@ def disagreement(step: Step, batches: Sequence[Batch], merged: Merged, items: An
         rest = {name: _norm(p.grad) for name, p in parameters.items()}
         found = loss.detach()
     tolerance = _half_of_the_digits(step)
-    if not bool(torch.stack([total, found]).isfinite().all()):
+    norms, differences = torch.tensor(list(expected.values())), torch.tensor(list(rest.values()))
+    if not all(bool(numbers.isfinite().all()) for numbers in (total, found, norms, differences)):
         return None  # as a first step in fp16, whose loss scale is still too large
     if abs(float(total - found)) > tolerance * abs(float(total)):
         return f"its loss would be {float(found):.6g} for all rows at once, and is {float(total):.6g} batch by batch"
-    norms, differences = torch.tensor(list(expected.values())), torch.tensor(list(rest.values()))
-    if not bool(norms.isfinite().all() and differences.isfinite().all()):
-        return None
     # A gradient that is zero but for rounding (of the bias of keys, for example) is compared with all of them.
     excess = differences - tolerance * (norms + 0.01 * norms.norm())
     if norms.numel() and bool(excess.max() > 0):

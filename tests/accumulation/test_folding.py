@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import transformers as hf
 import accumulated
 from accumulated import forwards, ragged, tiny_llama, train
 from hf_l2l import L2LTrainer
+from hf_l2l.accumulation.folding import Folding
 from hf_l2l.model.batch_dims import NotCut
 from training import SAVING, logs, stopped_at_two
 
@@ -217,12 +219,13 @@ def stopping(folder, what, value, **options):
     )
 
 
+@pytest.mark.parametrize("mode", [{}, {"eps_update": "eager", "max_grad_norm": 0.0}], ids=str)
 @pytest.mark.parametrize(("what", "step"), [("training", 0), ("training", 1), ("epoch", 1)])
-def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what, step):
+def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what, step, mode):
     """transformers leaves its gradients: to nobody, or to the next epoch."""
     runs = []
     for value in ("auto", "off"):
-        made = stopping(tmp_path, what, value, max_steps=-1, num_train_epochs=2, data=ragged(24))
+        made = stopping(tmp_path, what, value, max_steps=-1, num_train_epochs=2, data=ragged(24), **mode)
         made.callback_handler.callbacks[-1].step = step
         train(made)
         runs.append(made)
@@ -251,6 +254,60 @@ def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path, what):
     fresh = accumulated.made(tmp_path)
     train(fresh)
     assert_equal(made, fresh)
+
+
+def test_gradients_of_a_step_that_was_given_up_outlive_the_comparison_of_a_later_one(tmp_path):
+    """The next epoch begins with them, and with the first step whose batches have different lengths."""
+    runs = []
+    for value in ("auto", "off"):
+        calls = []
+
+        def collate(rows, calls=calls):
+            calls.append(1)
+            longer = len(calls) > 8 and len(calls) % 2 == 1
+            filler = {"input_ids": accumulated.PAD, "attention_mask": 0, "labels": -100}
+            batch = accumulated.padded(rows)
+            return {k: torch.nn.functional.pad(v, (0, longer), value=filler[k]) for k, v in batch.items()}
+
+        of_trainer = {"callbacks": [StopInStep("epoch")], "data_collator": collate}
+        data = ragged(24, longest=5, shortest=5)
+        made = accumulated.made(
+            tmp_path, l2l_merge_accumulation=value, max_steps=-1, num_train_epochs=2, data=data, of_trainer=of_trainer
+        )
+        runs.append(made)
+        seen = forwards(made)
+        train(made)
+        if value == "auto":
+            # Compared, one step, two batches that are given up; a step that is not compared, compared, two steps.
+            assert seen == [2, 2, 2, 2, 8, 8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 8, 8, 8]
+    assert_same(*runs, rel=1e-5)
+
+
+def test_a_training_begins_without_batches_of_another():
+    """transformers begins anew by itself with `auto_find_batch_size`."""
+    folding, step = Folding(), SimpleNamespace(device=torch.device("cpu"))
+    for _ in range(2):
+        folding.start(None, lambda reason: None)
+        assert folding.finish(step) is None
+        assert folding.step({"input_ids": torch.ones(1, 1)}, torch.tensor(1), 2, step) == 0
+
+
+def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
+    """Without labels that count, the loss is not a number."""
+
+    def run(**options):
+        data = [{**row, "labels": [-100] * len(row["labels"])} for row in ragged(8)] + ragged(24)
+        made = accumulated.made(
+            tmp_path, data=data, train_sampling_strategy="sequential", l2l_nonfinite="skip", max_steps=4, **options
+        )
+        return made, forwards(made), train(made)
+
+    folded, seen, said = run()
+    assert said == []
+    assert seen == [2, 2, 2, 2, 8] + [2, 2, 2, 2] + [2, 2, 2, 2, 8] + [8, 8, 8]
+    apart, _, _ = run(l2l_merge_accumulation="off")
+    assert [e.get("skipped_steps") for e in folded.state.log_history[:-1]] == [1, 1, 1, 1]
+    assert_same(folded, apart)
 
 
 def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tmp_path):
@@ -303,7 +360,8 @@ def test_the_comparison_leaves_buffers_as_they_were(tmp_path):
     assert model.model.embed_tokens.calls == 3
 
 
-def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path):
+@pytest.mark.parametrize("mode", [{}, {"eps_update": "eager", "max_grad_norm": 0.0}], ids=str)
+def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path, mode):
     """transformers' loss of this model does not use num_items_in_batch, though its forward takes it."""
 
     def run(**options):
@@ -313,7 +371,7 @@ def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path):
             model = hf.BertForSequenceClassification(hf.BertConfig(vocab_size=60, **config))
         data = [{**row, "labels": sum(row["input_ids"]) % 2} for row in ragged()]
         of_trainer = {"data_collator": classified}
-        made = accumulated.made(tmp_path, model=model, data=data, of_trainer=of_trainer, **options)
+        made = accumulated.made(tmp_path, model=model, data=data, of_trainer=of_trainer, **mode, **options)
         return made, forwards(made), train(made)
 
     tried, seen, [said] = run()
