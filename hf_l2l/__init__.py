@@ -28,22 +28,19 @@ def _check_versions(supported: dict[str, tuple[str, str]]) -> None:
             )
 
 
-_check_versions(_SUPPORTED)
-
-from hf_l2l.config import L2LConfig  # noqa: E402  # an unsupported torch is to be refused before it is used
-from hf_l2l.eps.nonfinite import NonFiniteError  # noqa: E402
-from hf_l2l.eps.server import EagerParamServer  # noqa: E402
-from hf_l2l.hf.attach import attach_l2l, detach_l2l  # noqa: E402
-from hf_l2l.memory.memory_estimate import estimate  # noqa: E402
-from hf_l2l.model.precision import copy_as  # noqa: E402
-from hf_l2l.optim.lamb import Lamb  # noqa: E402
-from hf_l2l.runtime.worker import EngineFailedError  # noqa: E402
-
 if TYPE_CHECKING:
+    from hf_l2l.config import L2LConfig
+    from hf_l2l.eps.nonfinite import NonFiniteError
+    from hf_l2l.eps.server import EagerParamServer
+    from hf_l2l.hf.attach import attach_l2l, detach_l2l
     from hf_l2l.hf.callback import L2LCallback
     from hf_l2l.hf.trainer import L2LTrainer, L2LTrainerMixin
     from hf_l2l.hf.training_args import L2LArgumentsMixin, L2LTrainingArguments
     from hf_l2l.hf.variants import make_l2l_arguments, make_l2l_trainer
+    from hf_l2l.model.precision import copy_as
+    from hf_l2l.optim.lamb import Lamb
+    from hf_l2l.plan.estimate import estimate
+    from hf_l2l.runtime.worker import EngineFailedError
 
 __all__ = [
     "EagerParamServer",
@@ -65,19 +62,31 @@ __all__ = [
 ]
 
 
-_WITH_TRAINER = {
-    "L2LArgumentsMixin": "training_args",
-    "L2LCallback": "callback",
-    "L2LTrainer": "trainer",
-    "L2LTrainerMixin": "trainer",
-    "L2LTrainingArguments": "training_args",
-    "make_l2l_arguments": "variants",
-    "make_l2l_trainer": "variants",
+_PLACES = {
+    "EagerParamServer": "eps.server",
+    "EngineFailedError": "runtime.worker",
+    "L2LArgumentsMixin": "hf.training_args",
+    "L2LCallback": "hf.callback",
+    "L2LConfig": "config",
+    "L2LTrainer": "hf.trainer",
+    "L2LTrainerMixin": "hf.trainer",
+    "L2LTrainingArguments": "hf.training_args",
+    "Lamb": "optim.lamb",
+    "NonFiniteError": "eps.nonfinite",
+    "attach_l2l": "hf.attach",
+    "copy_as": "model.precision",
+    "detach_l2l": "hf.attach",
+    "estimate": "plan.estimate",
+    "make_l2l_arguments": "hf.variants",
+    "make_l2l_trainer": "hf.variants",
 }
-"""Names -> their files in `hf_l2l.hf`. Programs that do not use transformers' Trainer need not wait for its import."""
+"""Names -> their modules, which are imported when a name is first used: programs that do not use transformers' Trainer
+need not wait for its import, and the commands `hf-l2l --help` and `hf-l2l env` for none."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WITH_TRAINER:
-        return getattr(import_module(f"hf_l2l.hf.{_WITH_TRAINER[name]}"), name)
+    if name in _PLACES:
+        _check_versions(_SUPPORTED)  # an unsupported torch is to be refused before it is used
+        globals()[name] = found = getattr(import_module(f"hf_l2l.{_PLACES[name]}"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
+
+FakeTensor: Any = fake_tensor.FakeTensor
+FakeTensorMode: Any = fake_tensor.FakeTensorMode
+"""Tensors without values, on any device, and the mode that makes them.
+
+`torch._subclasses.fake_tensor`, which `torch.export` and torch's own estimates of memory use; else tensors on the meta
+device, which know no other device and not all operations."""
 
 without_interception: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Inside, operations on tensors of a subclass run without its `__torch_function__`.
@@ -34,6 +42,12 @@ in_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 `torch.autograd._is_checkpoint_valid`, which reentrant checkpointing uses; else a flag set by the anchor node
 (`model_call`)."""
+
+graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward under way was called with `retain_graph=True`.
+
+`torch._C._autograd._get_current_graph_task_keep_graph`, which AOTAutograd uses; else graphs inside layers would stay
+until the graph around them is freed."""
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is inside of, -1 outside.
@@ -145,6 +159,25 @@ def mask_functions() -> Any:
     """
     module = sys.modules.get("transformers.masking_utils")
     return None if module is None else getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+
+
+@contextmanager
+def fake_tensors_have_values() -> Iterator[None]:
+    """Inside, transformers asks fake tensors for values, as it asks others, instead of assuming the worst.
+
+    `transformers.utils.import_utils.is_fake_tensor`; without it, models on fake tensors would make attention masks
+    that they do not need.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before
 
 
 def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import Field, dataclass, field, fields
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hf_l2l.counts import check_layer_count, check_num_threads, check_ubatch_size, is_whole_number
 from hf_l2l.paths import check_folder_path, check_trace_path
 from hf_l2l.runtime import stream
 
@@ -27,7 +28,7 @@ GradDtype = Literal["fp32", "16bit"]
 MomentDtype = Literal["fp32", "bf16"]
 HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
-Resident = Literal["none", "shell"]
+Resident = Literal["none", "shell", "all"]
 ChunkedLoss = Literal["auto", "off"]
 BoundaryPlace = Literal["auto", "device", "host"]
 
@@ -120,10 +121,35 @@ class L2LConfig:
     )
     resident: Resident = _described(
         "none",
-        'Weights that stay on the device with their gradients and optimizer state, and are updated there: "none", or '
-        '"shell", those in no layer (embeddings, heads), whose update would hold up the start of every step. With '
-        "AdamW they take 16 bytes per parameter of device memory. The optimizer must be wrapped, and must update "
-        "parameters one by one. Where layers run on the CPU, nothing moves.",
+        'Weights that stay on the device with their gradients and optimizer state, and are updated there: "none", '
+        '"shell", those in no layer (embeddings, heads), whose update would hold up the start of every step, or '
+        '"all", those of all layers, too. With AdamW they take 16 bytes per parameter of device memory. The optimizer '
+        "must be wrapped, and must update parameters one by one unless all are resident. Where layers run on the CPU, "
+        "nothing moves.",
+    )
+    resident_layers: int = _described(
+        0,
+        "So many layers, the first ones of the model, stay on the device, too, with their gradients and optimizer "
+        "state, and are updated there: nothing of them travels in a step, and they compute while the others are "
+        "updated and uploaded.",
+    )
+    kept_weights: int = _described(
+        0,
+        "The weights of so many layers, the last ones that are not resident, stay on the device from their forward to "
+        "their backward, each in memory of its own: they are uploaded once in a step. Of the layers before them, the "
+        "last two stay anyway. Where layers run on the CPU, nothing travels.",
+    )
+    kept_graphs: int = _described(
+        0,
+        "The last so many layers keep the graph of each micro-batch from their forward to their backward, and are not "
+        "recomputed, which saves a quarter of their computation. Their weights stay, too, and nothing of them is "
+        "stashed.",
+    )
+    device_stash: int = _described(
+        0,
+        "With a stash that is not on the device, the inputs of the last so many layers stay there all the same: the "
+        "backward needs them first. They do not pass through the host, whatever the boundary. Where layers run on the "
+        "CPU, it changes nothing.",
     )
     chunked_loss: ChunkedLoss = _described(
         "auto",
@@ -188,18 +214,20 @@ class L2LConfig:
                 f"{option('prefetch')} must be True or False (got {self.prefetch!r}); False is for measuring what it "
                 "is worth"
             )
-        if not (_is_whole_number(self.gradient_slots) and self.gradient_slots in (1, 2)):
+        if not (is_whole_number(self.gradient_slots) and self.gradient_slots in (1, 2)):
             raise ValueError(
                 f"{option('gradient_slots')} must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory "
                 "is short"
             )
+        for name in LAYER_COUNTS:
+            check_layer_count(getattr(self, name), option(name))
         if self.trace is not None:
             check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
         if self.spill_dir is not None:
             check_folder_path(self.spill_dir, option("spill_dir"))
             object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
-        _check_num_threads(self.num_threads)
+        check_num_threads(self.num_threads, option("num_threads"))
         if self.device is not None:
             _check_device(self.device)
         if self.layer_classes is not None:
@@ -211,7 +239,7 @@ class L2LConfig:
         for name, (low, high, rule) in _LOSS_SCALE.items():
             value, usual = getattr(self, name), defaults[name]
             whole = name == "loss_scale_interval"
-            if not (_is_whole_number(value) or (isinstance(value, float) and not whole)):
+            if not (is_whole_number(value) or (isinstance(value, float) and not whole)):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"{option(name)} must be {kind} (got {value!r}); leave it out for torch's value")
             if not low < value < high:
@@ -243,12 +271,26 @@ class L2LConfig:
                 f"{option('spill_dir')}={self.spill_dir!r} with stash={self.stash!r}); set stash='disk', or leave "
                 f"{option('spill_dir')} out"
             )
+        if self.device_stash and self.stash == "device":
+            raise ValueError(
+                f"{option('device_stash')} is for layers whose inputs stay on the device while those of others leave "
+                f"(got {option('device_stash')}={self.device_stash} with stash='device', where all stay); set "
+                f"stash='host', or leave {option('device_stash')} out"
+            )
+        if self.resident == "all" and self.resident_layers:
+            raise ValueError(
+                f"{option('resident')}='all' has all layers (got {option('resident_layers')}={self.resident_layers} "
+                f"with it); leave {option('resident_layers')} out, or use {option('resident')}='shell'"
+            )
         if self.host_copies == "per_sweep" and self.cmp is None:
             raise ValueError(
                 f"{option('host_copies')} is about the 16-bit copies of cmp (got {option('host_copies')}='per_sweep' "
                 "with cmp=None, where the masters themselves travel); leave it out, or set cmp"
             )
 
+
+LAYER_COUNTS = ("resident_layers", "kept_weights", "kept_graphs", "device_stash")
+"""Options that are a number of layers of the model, which has at least as many."""
 
 _CHOICES: dict[str, tuple[Any, str]] = {
     "stash": (StashPlace, "use 'auto' when the layer inputs do not fit the device"),
@@ -284,17 +326,24 @@ EAGER_FP16 = (
 SHORT_NAMES = ("ubatch_size", "stash", "cmp", "eps_update")
 """Options that the Trainer's arguments call what `L2LConfig` calls them; the others begin with "l2l_" there."""
 
-_of_the_trainer: ContextVar[bool] = ContextVar("_of_the_trainer", default=False)
+_called: ContextVar[Callable[[str], str]] = ContextVar("_called", default=str)
+
+
+@contextmanager
+def options_called(named: Callable[[str], str]) -> Iterator[None]:
+    """Inside, errors name options as `named` does."""
+    before = _called.set(named)
+    try:
+        yield
+    finally:
+        _called.reset(before)
 
 
 @contextmanager
 def options_of_the_trainer() -> Iterator[None]:
     """Inside, errors name options as the Trainer's arguments do."""
-    before = _of_the_trainer.set(True)
-    try:
+    with options_called(argument):
         yield
-    finally:
-        _of_the_trainer.reset(before)
 
 
 def argument(name: str) -> str:
@@ -304,7 +353,7 @@ def argument(name: str) -> str:
 
 def option(name: str) -> str:
     """What the user called the option `name` of `L2LConfig`; every error about one says it so."""
-    return argument(name) if _of_the_trainer.get() else name
+    return _called.get()(name)
 
 
 def help_text(options: Iterable[Field[Any]]) -> str:
@@ -314,37 +363,6 @@ def help_text(options: Iterable[Field[Any]]) -> str:
 
 
 L2LConfig.__doc__ = f"{L2LConfig.__doc__}\n{help_text(fields(L2LConfig))}\n"
-
-
-def check_ubatch_size(ubatch_size: int | None) -> None:
-    """Raise ValueError unless `ubatch_size` is None or a whole number of at least 1."""
-    if ubatch_size is None:
-        return
-    if not _is_whole_number(ubatch_size) or ubatch_size < 1:
-        raise ValueError(
-            f"ubatch_size must be a whole number of at least 1, or None for the whole device batch (got "
-            f"{ubatch_size!r}); set it to the rows that fit through one layer at once"
-        )
-
-
-def _is_whole_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_num_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    name, cores = option("num_threads"), os.cpu_count() or 1
-    if not _is_whole_number(threads) or threads < 1:
-        raise ValueError(
-            f"{name} must be a whole number of at least 1, or None for all cores but one (got {threads!r}); it counts "
-            "the threads of an update in the background"
-        )
-    if threads > cores:  # torch itself does not survive very many
-        raise ValueError(
-            f"{name} must be at most the {cores} cores of this machine (got {threads}); leave it out for all cores "
-            "but one"
-        )
 
 
 def _check_device(device: torch.device | str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -19,8 +20,11 @@ TORCH, HF = {"torch"}, {"torch", "accelerate", "transformers"}
 FLOORS: dict[str, set[str]] = {
     "compat": TORCH,
     "runtime": TORCH,
+    "probe": TORCH,
     "paths": set(),
+    "counts": set(),
     "config": TORCH,
+    "model_source": {"torch", "transformers", "huggingface_hub"},
     "rows": TORCH,
     "logits": TORCH,
     "optim": TORCH,
@@ -30,11 +34,14 @@ FLOORS: dict[str, set[str]] = {
     "eps": TORCH,
     "stash": TORCH,
     "engine": TORCH,
+    "shapes": TORCH,
+    "plan": TORCH,
     "accumulation": TORCH,
     "hf": HF | {"tqdm"},
     "measure": HF | {"psutil"},
     "verify": HF | {"peft"},
     "glue": HF | {"datasets", "evaluate", "numpy", "scipy", "sklearn", "matplotlib"},
+    "cli": HF | {"psutil"},
 }
 """Folder, or file at the top -> what it may import beside the standard library. It imports none of those after it."""
 
@@ -42,6 +49,9 @@ SHIMS = ("hooks", "training_args")
 """Files at the top that only name what lives in a folder, for the paths in pickles."""
 
 APART = ("testing", "demo")
+PROGRAMS = {"cli"}
+"""Floors that nothing else imports. They may import the package itself, and the simulated accelerator to run on."""
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 ENGINE = [f for f in FILES if f.relative_to(PACKAGE).parts[0].removesuffix(".py") in FLOORS]
 OURS = [*FILES, *sorted(p for p in (ROOT / "tests").rglob("*.py"))]
@@ -76,7 +86,8 @@ def own_imports(tree: ast.AST) -> set[str]:
 
 def forbidden_imports(floor: str, tree: ast.AST) -> set[str]:
     order = list(FLOORS)
-    return own_imports(tree) - set(order[: order.index(floor) + 1])
+    below = order[: order.index(floor) + 1]
+    return own_imports(tree) - {*below, *(("testing", "hf_l2l") if floor in PROGRAMS else ())}
 
 
 def third_party(tree: ast.AST) -> set[str]:
@@ -88,8 +99,13 @@ def floor_of(file: Path) -> str:
 
 
 def test_everything_has_a_floor():
-    top = {f.stem for f in PACKAGE.glob("*.py")} - {"__init__", *SHIMS}
+    top = {f.stem for f in PACKAGE.glob("*.py")} - {"__init__", "__main__", *SHIMS}
     assert top | {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == {*FLOORS, *APART}
+
+
+def test_every_folder_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(".".join(f.parent.relative_to(ROOT).parts) for f in PACKAGE.rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("file", ENGINE, ids=named)
@@ -309,6 +325,8 @@ def test_checks_let_pass(check, source):
         ("engine", "def f():\n    from hf_l2l.hf.attach import attach_l2l", {"hf"}),
         ("engine", "from hf_l2l.testing import sim_device", {"testing"}),
         ("hf", "from hf_l2l.hooks import attach_l2l", {"hooks"}),
+        ("cli", "import hf_l2l\nfrom hf_l2l.testing import sim_device", set()),
+        ("cli", "from hf_l2l.demo import demo_files", {"demo"}),
     ],
 )
 def test_arrows_up_are_found(floor, source, forbidden):

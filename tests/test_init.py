@@ -76,7 +76,28 @@ def test_importing_the_package_is_light():
     assert run(code) == "[]"
 
 
+def test_the_package_alone_imports_nothing():
+    """So that `hf-l2l env` says what is installed, whatever of it is broken."""
+    code = (
+        "import sys, hf_l2l; print([name for name in ('torch', 'transformers', 'accelerate') if name in sys.modules])"
+    )
+    assert run(code) == "[]"
+
+
 # ---- versions
+
+
+def test_versions_are_checked_when_a_name_is_first_used():
+    code = """
+import sys, hf_l2l
+hf_l2l._SUPPORTED = {"torch": ("98", "99")}
+try:
+    from hf_l2l import L2LConfig
+except ImportError as error:
+    print(error, "torch" in sys.modules)
+"""
+    assert run(code).startswith("hf_l2l 0.1.0 needs torch of at least 98 and below 99 (found ")
+    assert run(code).endswith(" False")
 
 
 def test_supported_versions_pass():

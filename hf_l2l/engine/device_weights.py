@@ -7,7 +7,7 @@ layers, whose copies `slots` makes, and `shell` for the non-layer modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class DeviceWeights:
     """
 
     def __init__(
-        self, unit: MasterUnit, leaves: list[torch.Tensor], device: torch.device, precision: Precision
+        self, unit: MasterUnit, leaves: Sequence[torch.Tensor], device: torch.device, precision: Precision
     ) -> None:
         """`leaves` has one leaf per parameter of `unit`, in the order of the unit."""
         self.unit = unit

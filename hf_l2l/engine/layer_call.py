@@ -70,6 +70,8 @@ class LayerCall:
     """Per ubatch, the state of the generators before it ran; None if it drew no random numbers."""
     versions: list[int] = field(default_factory=list)
     """Versions of the layer's parameters at its forward."""
+    graph: Any = None
+    """The graph of its forward, until the node of the call takes it."""
     captured_keys: tuple[str, ...] | None = None
     passing: Passing | None = None
     """How its output passes through host memory; None: it stays on the device."""

@@ -100,6 +100,8 @@ class ModelCall:
     """The layer calls made so far."""
     enclosing: list[EnclosingCall] = field(default_factory=list)
     """The calls that the program is inside of now: this one, and those nested in it."""
+    is_plain: bool = False
+    """Whether it runs as without L2L: with the parameters themselves, to which autograd adds gradients."""
     at_end: Callable[[ModelCall], None] | None = None
     """Called when the call has returned or failed."""
     replay: Replay | None = None

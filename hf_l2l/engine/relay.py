@@ -14,27 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from hf_l2l.compat import in_whole_backward, without_interception
+from hf_l2l.compat import graph_is_retained, in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.engine.device_weights import DeviceWeights, uploaded
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.shell import Shell
-from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots
+from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots, fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.splitting import Splitter
-from hf_l2l.engine.sweeps import InputGradients, Tensors, backward_sweep, forward_sweep
+from hf_l2l.engine.sweeps import InputGradients, KeptGraph, Tensors, backward_of_graph, backward_sweep, forward_sweep
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.dense_masks import dense_masks
-from hf_l2l.memory.device_memory import BOUNDARY, MASK, SLOTS, STASH
+from hf_l2l.memory.device_memory import BOUNDARY, KEPT_GRAPHS, KEPT_WEIGHTS, MASK, RESIDENT, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
-from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.caches import without_caches
 from hf_l2l.rows.host_rows import HostRows, host_of, made_real
 from hf_l2l.runtime import compute_state, stream
@@ -43,8 +42,6 @@ from hf_l2l.runtime.tensors import flatten, is_cache
 from hf_l2l.stash.boundary import Boundary
 from hf_l2l.stash.stash import Stash
 from hf_l2l.stash.tiers import Tiers
-
-LayerT = TypeVar("LayerT")
 
 
 def _versions(tensors: Tensors) -> list[int]:
@@ -61,9 +58,7 @@ class _RelayNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.from_host = [host_of(t) is not t for t in tensors]
         ctx.call, ctx.relay = call, relay
-        # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
-        has_rows = [call.split is None or dim is not None for dim in call.input_dims]
-        with relay.stash.keeping(tensors, has_rows) as kept:
+        with relay.stashing(call, tensors) as kept:
             call.remember(kept)
             relay.eps.ledger.on_device.holds(STASH, made_real(kept))
             ctx.save_for_backward(*kept)
@@ -72,6 +67,7 @@ class _RelayNode(torch.autograd.Function):
             given = [t for t in tensors if t.is_floating_point() and not t.requires_grad]
             before = _versions(given)
             outputs = relay.forward(call, tensors, for_backward=True)
+            ctx.graph, call.graph = call.graph, None
             ctx.has_changed_arguments = _versions(given) != before
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
@@ -95,7 +91,9 @@ class _RelayNode(torch.autograd.Function):
             inputs = InputGradients(
                 ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.from_host, gradients
             )
-            ctx.relay.backward(ctx.call, inputs, gradients)
+            graph = ctx.graph
+            ctx.graph = graph if graph_is_retained() else None
+            ctx.relay.backward(ctx.call, inputs, gradients, graph)
             memory.holds(BOUNDARY, made_real(inputs.total))
         return None, None, None, *inputs.total
 
@@ -108,19 +106,19 @@ class Relay:
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
-        tiers = Tiers(
-            config, device, eps.memory, layers=len(eps.masters.layers), bytes_to_come=eps.bytes_of_first_step
-        )
+        stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
+        tiers = Tiers(config, device, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
         self.stash = Stash(tiers, device)
         self.boundary = Boundary(config, device)
         self._slots: WeightSlots | None = None
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
-        self.cuts = RowCuts(config.ubatch_size)
+        self.cuts = shell.cuts
         self.splitter = Splitter(self.cuts, device)
         shell.call_at_start(self._start_forward)
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
+        eps.ledger.on_device.finds(KEPT_WEIGHTS, self._kept_memory)
         eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
         eps.ledger.counts(COPIES, self._staged_bytes)
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
@@ -134,6 +132,8 @@ class Relay:
             return self.shell.leaving(self._run(root, layer, forward, root.args, root.kwargs))
 
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if root.is_plain:
+            return self.shell.run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
@@ -158,14 +158,14 @@ class Relay:
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         number, called = len(root.layer_calls), root.layer_calls
-        fetched = fetched_in_forward(self._last_time.get(root.module, ()), number, call.unit.module)
-        call.fetched_in_forward = None if fetched is None else self.eps.masters.unit(fetched)
+        call.fetched_in_forward = self._fetched_after(self._last_time.get(root.module, ()), number, call.layer)
         call.before = called[-1] if called else None
         if torch.is_grad_enabled():
             order = self._last_time.get(root.module, self.eps.masters.layers)
             # What the program does with the last output is a use like those of the model.
-            is_last = fetched_in_forward(order, number, call.layer) is None
-            call.passing = self.boundary.after(call.layer, self.is_in_forward if not is_last else lambda: True)
+            after = fetched_in_forward(order, number, call.layer)
+            if after is None or not self.eps.masters.unit(after).place.keeps_input:
+                call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
                 tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
@@ -174,11 +174,19 @@ class Relay:
             return self.forward(call, tensors, for_backward=False)
         # No backward reaches a layer below the lowest one that trains.
         lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
-        below = fetched_in_backward(called, number, lowest)
+        below = fetched_in_backward(called, number, lowest, lambda each: each.unit.place.is_fetched_in_backward)
         call.fetched_in_backward = None if below is None else below.unit
         # An output must require a gradient even if no input does (frozen embeddings, LoRA), hence the anchor as input.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
+
+    def stashing(self, call: LayerCall, tensors: Tensors) -> AbstractContextManager[list[torch.Tensor]]:
+        """Stash the tensor arguments of a call in the block; yields what is stashed, nothing if the graph is kept."""
+        if call.unit.place.keeps_input:
+            return nullcontext([] if call.unit.place.keeps_graph else [host_of(t) for t in tensors])
+        # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
+        has_rows = [call.split is None or dim is not None for dim in call.input_dims]
+        return self.stash.keeping(tensors, has_rows)
 
     def is_in_forward(self) -> bool:
         """Whether the model is running, and not the program."""
@@ -186,15 +194,20 @@ class Relay:
 
     def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
         """Run the forward of one layer, overlapped with the upload of the next one."""
-        as_recomputed = for_backward and call.draws
+        keeps_graph = for_backward and call.unit.place.keeps_graph
+        as_recomputed = for_backward and call.draws and not keeps_graph
         with (
             RaisedIn("the forward of", call.unit.name),
             self.shell.one_thread.in_layer(),
-            self._weights(call.unit, requires_grad=as_recomputed) as weights,
+            self._weights(call.unit, requires_grad=as_recomputed or keeps_graph) as weights,
             self._prefetching(call.fetched_in_forward),
             self.eps.timeline.computes("forward", call.unit.module),
         ):
-            if for_backward and not as_recomputed:
+            if keeps_graph:
+                call.graph = KeptGraph(weights)
+                outputs = forward_sweep(call, tensors, weights, self.stash, for_backward=True, graph=call.graph)
+                self.eps.ledger.on_device.enter(KEPT_GRAPHS)
+            elif for_backward and not as_recomputed:
                 outputs = self._forward_that_may_draw(call, tensors, weights)
             else:
                 outputs = forward_sweep(
@@ -202,6 +215,8 @@ class Relay:
                 )
         if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(tensors)
+        if keeps_graph and call.unit.keeps.places:
+            call.warn_of_what_it_keeps()
         return outputs
 
     def _forward_that_may_draw(self, call: LayerCall, tensors: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:
@@ -228,21 +243,31 @@ class Relay:
                 call, tensors, leaves, self.stash, for_backward=True, as_recomputed=True, keep_buffers=False
             )
 
-    def backward(self, call: LayerCall, inputs: InputGradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the backward of one layer, overlapped with the upload of the previous layer, and with the download of
-        the gradients of the following one."""
+    def backward(
+        self,
+        call: LayerCall,
+        inputs: InputGradients,
+        gradients: Sequence[torch.Tensor | None],
+        graph: KeptGraph | None,
+    ) -> None:
+        """Run the backward of one layer, overlapped with the upload of a layer before, and with the download of the
+        gradients of the following one; through `graph` if the layer has kept it."""
         call.check_weights_unchanged()
         # A backward to an intermediate result ends above the layer before.
         fetched = call.fetched_in_backward if any(inputs.needed) else None
         with (
             RaisedIn("the backward of", call.unit.name),
             self.shell.one_thread.in_layer(),
-            self._weights(call.unit, requires_grad=True) as weights,
+            self._weights(call.unit, requires_grad=True, graph=graph) as weights,
             self._prefetching(fetched),
             self._summing(weights) as sums,
             self.eps.timeline.computes("backward", call.unit.module),
         ):
-            backward_sweep(call, inputs, gradients, weights)
+            if graph is None:
+                backward_sweep(call, inputs, gradients, weights)
+            else:
+                backward_of_graph(call, inputs, gradients, graph, keep=graph_is_retained())
+                self.eps.ledger.on_device.enter(KEPT_GRAPHS)
             pairs = zip(call.unit.masters, sums.totals, strict=False)
             summed = [(master, total) for master, total in pairs if total is not None]
             received = [*summed, *weights.take_gradients()]
@@ -254,7 +279,7 @@ class Relay:
                 # Sums that are in the slot, of every parameter that trains.
                 in_slot = len(received) == len(summed) == len(call.unit.trained)
                 self.eps.receive(received, call.unit, sums.flat if in_slot else None)
-            if summed and not stream.shares_host_memory(self.device):
+            if summed and sums.flat is not None:
                 self._gradient_slots.leave(self.eps.lane)
 
     def _start_forward(self, root: ModelCall) -> None:
@@ -262,7 +287,8 @@ class Relay:
         root.at_end = self._end_forward
         self.stash.start_forward()
         root.weights.upload_first()
-        first = next((self.eps.masters.unit(layer) for layer in self._last_time.get(root.module, ())), None)
+        units = map(self.eps.masters.unit, self._last_time.get(root.module, ()))
+        first = next((unit for unit in units if not unit.place.is_resident), None)
         if self._slots is not None:
             self._slots.forget()
             if self.prefetch and first is not None and not first.is_updating:
@@ -281,26 +307,49 @@ class Relay:
         return [slot.memory for slot in (*weights, *self._gradient_slots.slots)]
 
     def _staged_bytes(self) -> int:
-        """Bytes of host memory for 16-bit copies that are made for each upload."""
-        return 0 if self._slots is None else sum(slot.stage.num_bytes for slot in self._slots.slots)
+        return 0 if self._slots is None else self._slots.staged_bytes
+
+    def _kept_memory(self) -> list[torch.Tensor]:
+        return [] if self._slots is None else self._slots.kept_memory()
 
     def _settle(self) -> None:
         self.stash.settle()
         if self._slots is not None:
             self._slots.settle()
 
-    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
-        if stream.shares_host_memory(self.device) and not self.eps.copies.precision.is_mixed:
-            # Autograd sums the gradients in the leaves, which are in host memory already.
-            return nullcontext(LayerSums([], None))
-        return self._gradient_slots.summing(weights)
+    def _fetched_after(self, order: Sequence[nn.Module], number: int, layer: nn.Module) -> MasterUnit | None:
+        """The layer to upload while `layer` computes in a forward sweep. It may be updated as long as resident layers
+        compute: only the last one before it waits for the update."""
+        unit = self.eps.masters.unit
+        fetched = fetched_in_forward(order, number, layer, lambda each: not unit(each).place.is_resident)
+        if fetched is None or (unit(fetched).is_updating and fetched_in_forward(order, number, layer) is not fetched):
+            return None
+        return unit(fetched)
 
-    def _weights(self, unit: MasterUnit, *, requires_grad: bool) -> AbstractContextManager[DeviceWeights]:
+    def _stays(self, unit: MasterUnit) -> bool:
+        """Whether the masters of `unit` are where it runs: nothing of it travels."""
+        return unit.place.is_resident or stream.shares_host_memory(self.device)
+
+    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
+        stays = self._stays(weights.unit)
+        if stays and not self.eps.copies.precision.is_mixed:
+            # Autograd sums the gradients in the leaves, which are where the masters are.
+            return nullcontext(LayerSums([], None))
+        return self._gradient_slots.summing(weights, in_slot=not stays)
+
+    def _weights(
+        self, unit: MasterUnit, *, requires_grad: bool, graph: KeptGraph | None = None
+    ) -> AbstractContextManager[DeviceWeights]:
+        """The weights of `unit` on the device, in the block; those of a `graph` are leaves of it."""
         copies = self.eps.copies
         on_gradient = self._gradient_slots.add
-        if stream.shares_host_memory(self.device):
+        if self._stays(unit) and graph is not None:
+            return nullcontext(graph.weights)
+        if self._stays(unit):
             hook = on_gradient if copies.precision.is_mixed else None
-            return nullcontext(uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook))
+            weights = uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook)
+            self.eps.ledger.on_device.holds(RESIDENT, weights.leaves)
+            return nullcontext(weights)
         if self._slots is None:
             self._slots = WeightSlots(self.eps.masters, self.device, copies, on_gradient, self.shell.lane)
         return self._slots.weights(unit, requires_grad=requires_grad)
@@ -321,35 +370,3 @@ class Relay:
             self._slots.prefetch(unit)
         if first:
             yield
-
-
-def fetched_in_forward(last_time: Sequence[LayerT], number: int, layer: LayerT) -> LayerT | None:
-    """The layer to upload while `layer` computes in a forward sweep: the one that followed it in the last forward.
-
-    It is a hint only: a layer that was not prefetched is uploaded when it is called.
-
-    Args:
-        last_time: the layers that the model called in the last forward, in that order.
-        number: the number of the call of `layer` in this forward, from 0.
-        layer: the layer that computes.
-
-    Returns:
-        The layer; None after the last one, and after a layer that was not called in the last forward.
-    """
-    if not (number < len(last_time) and last_time[number] is layer):  # some models drop layers at random
-        number = next((i for i, each in enumerate(last_time) if each is layer), len(last_time))
-    return last_time[number + 1] if number + 1 < len(last_time) else None
-
-
-def fetched_in_backward(called: Sequence[LayerT], number: int, lowest: int) -> LayerT | None:
-    """The layer to upload while a layer computes in a backward sweep: the one that was called before it.
-
-    Args:
-        called: the layers that the forward has called so far, in that order.
-        number: the number of the call, from 0.
-        lowest: the number of the lowest call that the backward reaches; below it, nothing is trained.
-
-    Returns:
-        The layer; None for the lowest call.
-    """
-    return called[number - 1] if number > lowest else None

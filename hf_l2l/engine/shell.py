@@ -27,8 +27,8 @@ from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.dense_masks import impossible_masks_refused
-from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, SHELL
-from hf_l2l.model.batch_dims import batch_rows
+from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, KEPT_GRAPHS, SHELL
+from hf_l2l.model.batch_dims import RowCuts, batch_rows
 from hf_l2l.model.caches import warn_of_cache, without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
@@ -198,9 +198,12 @@ class Shell:
     the weight is tied or used.
     """
 
-    def __init__(self, device: torch.device, eps: EagerParamServer, *, overlap: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, eps: EagerParamServer, *, overlap: bool = True, cuts: RowCuts | None = None
+    ) -> None:
         """Without `overlap`, uploads run on the compute stream, in program order."""
         self.device = device
+        self.cuts = cuts or RowCuts(None)
         self.eps = eps
         self.lane = stream.Lane(device, "upload", beside=overlap)
         """The lane that uploads weights, those of layers, too."""
@@ -282,8 +285,11 @@ class Shell:
         masks = impossible_masks_refused(inputs, self.device, memory.capacity)
         with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks:
             self.eps.start_forward()
+            # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
+            rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
+            is_plain = self._is_plain(rows)
             # Before `placed`, inside which device copies replace the masters.
-            anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() else None
+            anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() and not is_plain else None
             if torch.is_grad_enabled():
                 warn_of_cache(module, args, kwargs)
                 args, kwargs = without_use_cache(module, args, kwargs)
@@ -294,19 +300,17 @@ class Shell:
                 if scale is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
-            weights = self._upload(module)
+            weights = self._plain_weights(module) if is_plain else self._upload(module)
             memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
-            # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
-            rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
-            call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor)
+            call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor, is_plain=is_plain)
             try:
                 with weights.placed():  # buffers are uploaded here, before the weights
                     memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
-                    memory.enter(EMBEDDING)
-                    at_start = self._at_start() if self._at_start is not None else None
+                    memory.enter(KEPT_GRAPHS if is_plain else EMBEDDING)
+                    at_start = self._at_start() if self._at_start is not None and not is_plain else None
                     if at_start is not None:
                         at_start(call)
                     self._settle_own(module)
@@ -319,6 +323,30 @@ class Shell:
                 call.args, call.kwargs, call.enclosing = (), {}, []
                 weights.settle()
                 self.eps.masters.end_call()
+
+    def _is_plain(self, rows: int | None) -> bool:
+        """Whether a call with so many rows, None if they are not known, runs as without L2L: as one ubatch through
+        resident weights, whose layers keep their graphs."""
+        is_one = rows is None or len(self.cuts.of(rows)) < 2
+        return is_one and self.eps.masters.runs_plainly and not self.eps.masters.is_changed_for_call
+
+    def _plain_weights(self, module: nn.Module) -> DeviceWeights:
+        """The parameters of the non-layer modules themselves, to which autograd adds gradients."""
+        if torch.is_grad_enabled():
+            self.eps.vote.reset()
+            with without_interception():
+                for p in self.eps.masters.parameters:
+                    if p.grad is not None:  # autograd adds to it without asking what is pending for it
+                        settle(p.grad)
+        unit = self.eps.masters.non_layer_unit(module)
+        return DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision)
+
+    def run_plainly(self, unit: MasterUnit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the forward of a layer as without L2L, with its buffers on the device."""
+        if not unit.with_buffers:
+            return forward(*args, **kwargs)
+        with DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision).placed():
+            return forward(*args, **kwargs)
 
     @contextmanager
     def resumed(self, call: ModelCall) -> Iterator[None]:

@@ -7,10 +7,11 @@ while another layer computes; gradient sums are downloaded on a second lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,8 @@ from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
 from hf_l2l.runtime.tensors import with_own_version
+
+LayerT = TypeVar("LayerT")
 
 
 class _Slot:
@@ -82,11 +85,12 @@ class _WeightSlot(_Slot):
 
 
 class WeightSlots:
-    """Two slots for weights: one holds the layer that computes, the next layer is uploaded into the other.
+    """Two slots for weights: one holds the layer that computes, the next layer is uploaded into the other. And one for
+    each layer that keeps its weights.
 
     Prefetching is a hint: a layer that was not prefetched is uploaded when its call needs it. Weights in a slot are
     reused as long as their masters have not changed, so the last two layers of the forward sweep are not uploaded
-    again for the backward sweep. Each slot has the size of the largest layer.
+    again for the backward sweep. Each of the two has the size of the largest layer that uses them.
     """
 
     def __init__(
@@ -97,19 +101,36 @@ class WeightSlots:
         self.copies = copies
         self.lane = lane
         self._on_gradient = on_gradient
-        num_bytes = max(masters.unit(layer).layout.num_bytes for layer in masters.layers)
-        self.slots = [_WeightSlot(num_bytes, device, on_gradient) for _ in range(2)]
+        in_turn = [unit for unit in masters.layer_units if unit.place.is_fetched_in_backward]
+        num_bytes = max([unit.layout.num_bytes for unit in in_turn], default=0)
+        self.slots = [_WeightSlot(num_bytes, device, on_gradient) for _ in range(2 if in_turn else 0)]
+        self._kept: WeakKeyDictionary[MasterUnit, _WeightSlot] = WeakKeyDictionary()
+        """The slots of the layers that keep their weights."""
+        self._stage_of_kept = Stage()
+        for unit in masters.layer_units:
+            if unit.place.keeps_weights:
+                self._own_slot(unit)
 
     def forget(self) -> None:
         """Never reuse the weights in the slots: the masters may have been written in a way that no version shows."""
-        for slot in self.slots:
+        for slot in (*self.slots, *self._kept.values()):
             slot.unit = None
+
+    def kept_memory(self) -> list[torch.Tensor]:
+        """The memory of weights that are kept."""
+        return [slot.memory for slot in self._kept.values()]
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of host memory for 16-bit copies that are made for each upload."""
+        return sum(stage.num_bytes for stage in (*(slot.stage for slot in self.slots), self._stage_of_kept))
 
     @contextmanager
     def weights(self, unit: MasterUnit, *, requires_grad: bool) -> Iterator[DeviceWeights]:
         """The device weights of `unit`, which stay in their slot during the block."""
         slot = self._holding(unit) or self._fill(unit)
-        self.slots = [slot, *(other for other in self.slots if other is not slot)]  # the slot in use comes first
+        if slot in self.slots:  # the slot in use comes first
+            self.slots = [slot, *(other for other in self.slots if other is not slot)]
         stream.wait(slot.uploaded, wait_reasons.WEIGHTS_UPLOADED)
         leaves = slot.leaves_of(unit)
         try:
@@ -125,17 +146,25 @@ class WeightSlots:
 
     def settle(self) -> None:
         """Make the host wait until all uploads have finished."""
-        for slot in self.slots:
+        for slot in (*self.slots, *self._kept.values()):
             stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
 
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
-        for slot in self.slots:
+        for slot in [self._own_slot(unit)] if unit.place.keeps_weights else self.slots:
             if slot.unit is unit and slot.is_current():
                 return slot
         return None
 
+    def _own_slot(self, unit: MasterUnit) -> _WeightSlot:
+        """The slot of a layer that keeps its weights, which is made if the layer has become another one."""
+        slot = self._kept.get(unit)
+        if slot is None:
+            slot = self._kept[unit] = _WeightSlot(unit.layout.num_bytes, self.device, self._on_gradient)
+            slot.stage = self._stage_of_kept
+        return slot
+
     def _fill(self, unit: MasterUnit) -> _WeightSlot:
-        slot = self.slots[-1]
+        slot = self._own_slot(unit) if unit.place.keeps_weights else self.slots[-1]
         # First: this waits for an update of the masters, before the lane gets any work.
         sources = self.copies.of_unit(unit, slot.stage)
         if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters, for example
@@ -169,7 +198,7 @@ class LayerSums(NamedTuple):
     """Per parameter, its sum; None for a parameter without a gradient."""
     flat: torch.Tensor | None
     """The slot's memory (uint8, one dimension) for the sums of all trained parameters, in the unit's gradient layout;
-    None if the device shares the memory of the host."""
+    None if the sums are in memory of their own, since nothing of the layer travels."""
 
 
 class GradientSlots:
@@ -194,14 +223,15 @@ class GradientSlots:
         """True until the first gradient of the layer is added."""
 
     @contextmanager
-    def summing(self, weights: DeviceWeights) -> Iterator[LayerSums]:
-        """Inside, gradients of the leaves of `weights` are summed in a slot and not in `leaf.grad`.
+    def summing(self, weights: DeviceWeights, *, in_slot: bool) -> Iterator[LayerSums]:
+        """Inside, gradients of the leaves of `weights` are summed in a slot, or in memory of their own, and not in
+        `leaf.grad`.
 
         Yields the sums; after their downloads have been submitted, `leave` must be called.
         """
         slot, unit = self.slots[0], weights.unit
         self._views, flat = {}, None
-        if not stream.shares_host_memory(self.device):
+        if in_slot:
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
                 slot = self.slots[0] = _GradientSlot(unit.gradient_layout.num_bytes, self.device)
             self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
@@ -232,11 +262,11 @@ class GradientSlots:
             if total is not None:
                 total.add_(gradient)
                 return
-            if self._is_empty:
+            place = self._views.get(number)
+            if place is not None and self._is_empty:
                 self._is_empty = False
                 stream.wait(self.slots[0].freed, wait_reasons.GRADIENT_SLOT_FREE)
-            place = self._views.get(number)
-            if place is None:  # where memory is shared, there is no download: the sum itself becomes p.grad
+            if place is None:  # nothing is downloaded: the sum itself becomes p.grad
                 with without_interception():
                     place = torch.empty_like(self._unit.parameters[number], requires_grad=False)
             self._sums[number] = place.copy_(gradient)
@@ -263,3 +293,41 @@ class _GradientSlot(_Slot):
         if views is None:
             views = self._views[unit] = dict(zip(unit.trained, unit.gradient_layout.views(self.memory), strict=True))
         return views
+
+
+def fetched_in_forward(
+    last_time: Sequence[LayerT], number: int, layer: LayerT, travels: Callable[[LayerT], bool] = lambda _: True
+) -> LayerT | None:
+    """The layer to upload while `layer` computes in a forward sweep: the next one that travels.
+
+    It is a hint only: a layer that was not prefetched is uploaded when it is called.
+
+    Args:
+        last_time: the layers that the model called in the last forward, in that order.
+        number: the number of the call of `layer` in this forward, from 0.
+        layer: the layer that computes.
+        travels: whether a layer is uploaded at all.
+
+    Returns:
+        The layer; None after the last one, and after a layer that was not called in the last forward.
+    """
+    if not (number < len(last_time) and last_time[number] is layer):  # some models drop layers at random
+        number = next((i for i, each in enumerate(last_time) if each is layer), len(last_time))
+    return next(filter(travels, islice(last_time, number + 1, None)), None)
+
+
+def fetched_in_backward(
+    called: Sequence[LayerT], number: int, lowest: int, travels: Callable[[LayerT], bool] = lambda _: True
+) -> LayerT | None:
+    """The layer to upload while a layer computes in a backward sweep: the last one called before it that travels.
+
+    Args:
+        called: the layers that the forward has called so far, in that order.
+        number: the number of the call, from 0.
+        lowest: the number of the lowest call that the backward reaches; below it, nothing is trained.
+        travels: whether a layer is uploaded at all.
+
+    Returns:
+        The layer; None for the lowest call.
+    """
+    return next(filter(travels, (called[i] for i in range(number - 1, lowest - 1, -1))), None)

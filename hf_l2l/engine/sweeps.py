@@ -30,8 +30,9 @@ def forward_sweep(
     for_backward: bool,
     as_recomputed: bool = False,
     keep_buffers: bool = True,
+    graph: KeptGraph | None = None,
 ) -> list[torch.Tensor]:
-    """Run one layer on every ubatch; no graph is left.
+    """Run one layer on every ubatch; no graph is left, except in `graph`.
 
     Args:
         call: the layer call.
@@ -41,6 +42,7 @@ def forward_sweep(
         for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
         as_recomputed: run in grad mode, with tensors that require gradients where those of the recompute do.
         keep_buffers: keep what the layer writes into its buffers.
+        graph: takes the graph of each ubatch, for a layer that is not to be recomputed.
 
     Returns:
         The layer's tensor outputs, with all rows; what passes to the next layer is in host memory if the call says so.
@@ -54,16 +56,20 @@ def forward_sweep(
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
     needed = [t.requires_grad for t in tensors]
     sources = [host_of(t).detach() for t in tensors]
-    grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.no_grad()
+    grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.set_grad_enabled(graph is not None)
     with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:
         for turn, ubatch in enumerate(call.ubatches):
-            before = compute_state.get_rng_state(call.device) if for_backward else None
+            before = compute_state.get_rng_state(call.device) if for_backward and graph is None else None
             rows = [stash.fetch(t) for t in call.input_rows(sources, ubatch)]
             stash.fetch_ahead(call.rows_of_turn(sources, turn + 1))
-            if as_recomputed:
+            if as_recomputed or graph is not None:
                 rows = [t.detach().requires_grad_(each) for t, each in zip(rows, needed, strict=True)]
+            if graph is not None:
+                rows = graph.leaves(rows, call.input_dims)
             outputs = call.execute(rows)
-            if as_recomputed:
+            if graph is not None:
+                graph.ubatches.append((rows, outputs))
+            if as_recomputed or graph is not None:
                 outputs = [out.detach() for out in outputs]
             if before is not None:
                 call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
@@ -72,6 +78,33 @@ def forward_sweep(
             call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
             joined.add(call.split, outputs, ubatch)
     return joined.tensors
+
+
+class KeptGraph:
+    """The graph of one layer call, from its forward to its backward: of each ubatch, its leaves and its outputs."""
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        """`weights` are leaves of the graph, too."""
+        self.weights = weights
+        self.ubatches: list[tuple[Tensors, Tensors]] = []
+        self.shared: dict[int, torch.Tensor] = {}
+        """Arguments without rows, by their number: each is one leaf for all ubatches."""
+
+    def leaves(self, rows: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
+        """The tensor arguments of a ubatch as leaves, of which `rows` are fresh ones."""
+        leaves = enumerate(zip(rows, dims, strict=True))
+        return [self.shared.setdefault(i, row) if dim is None else row for i, (row, dim) in leaves]
+
+    def take(self, turn: int, *, keep: bool) -> tuple[Tensors, Tensors]:
+        """Leaves, whose gradients are gone, and outputs of ubatch number `turn`; unless `keep`, nothing else has them
+        afterwards."""
+        leaves, outputs = self.ubatches[turn]
+        if not keep:
+            self.ubatches[turn] = [], []
+        for i, leaf in enumerate(leaves):
+            if i not in self.shared:
+                leaf.grad = None  # of an earlier backward
+        return leaves, outputs
 
 
 class _Joined:
@@ -140,12 +173,36 @@ def backward_sweep(
             del leaves, outputs  # so that the device holds the activations of one ubatch at a time
 
 
+def backward_of_graph(
+    call: LayerCall,
+    inputs: InputGradients,
+    gradients: Sequence[torch.Tensor | None],
+    graph: KeptGraph,
+    *,
+    keep: bool,
+) -> None:
+    """`backward_sweep` of a layer that keeps its graph: nothing is recomputed. With `keep`, the graph stays."""
+    inputs.shared = graph.shared
+    for leaf in (*graph.shared.values(), *graph.weights.leaves):
+        leaf.grad = None  # of an earlier backward
+    # Code of the layer runs only if it recomputes a part of itself.
+    with torch.enable_grad(), graph.weights.placed(keep_buffers=False):
+        for turn, ubatch in enumerate(call.ubatches):
+            inputs.fetch_after(turn)
+            leaves, outputs = graph.take(turn, keep=keep)
+            _backward(call, outputs, gradients, ubatch, inputs.stash, keep=keep)
+            inputs.collect(leaves, ubatch)
+            del leaves, outputs  # so that the memory of each ubatch is freed
+
+
 def _backward(
     call: LayerCall,
     outputs: Tensors,
     gradients: Sequence[torch.Tensor | None],
     ubatch: Ubatch | None,
     stash: Stash,
+    *,
+    keep: bool = False,
 ) -> None:
     """Run backward from the outputs of one ubatch, with the rows of `gradients` that belong to it."""
     call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
@@ -158,7 +215,7 @@ def _backward(
             roots.append(output)
             root_gradients.append(stash.fetch(rows))
     if roots:
-        torch.autograd.backward(roots, root_gradients)
+        torch.autograd.backward(roots, root_gradients, retain_graph=keep)
 
 
 class InputGradients:
@@ -173,15 +230,15 @@ class InputGradients:
         from_host: Sequence[bool],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """`kept` are the tensor arguments in the stash, of which some are `needed` and some came `from_host`, where
-        their gradients go, too; `gradients` are those of the outputs."""
+        """`kept` are the tensor arguments in the stash (none of a call that keeps its graph), of which some are
+        `needed` and some came `from_host`, where their gradients go, too; `gradients` are those of the outputs."""
         self.call = call
         self.from_host = from_host
         self.gradients = gradients
         self.stash = stash
         self.kept = kept
         self.needed = needed
-        self.total: list[torch.Tensor | None] = [None] * len(kept)
+        self.total: list[torch.Tensor | None] = [None] * len(call.input_dims)
         # An argument without rows is one leaf for all ubatches: autograd sums its gradient.
         self.shared = {i: self._leaf(t, i) for i, t in enumerate(kept) if call.input_dims[i] is None}
 
@@ -233,12 +290,12 @@ class InputGradients:
     def _collect_rows(self, i: int, leaf: torch.Tensor, split: Split, ubatch: Ubatch) -> None:
         whole = self.total[i]
         if whole is None and self.from_host[i]:
-            whole = self.total[i] = self.stash.rows_like(leaf, self.kept[i].shape[0])
+            whole = self.total[i] = self.stash.rows_like(leaf, self.call.input_shapes[i][0])
             for earlier in split.ubatches[: split.ubatches.index(ubatch)]:
                 rows = split.rows_of_input(host_of(whole), i, earlier)
                 self.stash.send(torch.zeros(rows.shape, dtype=leaf.dtype, device=leaf.device), rows)
         elif whole is None:
-            whole = self.total[i] = torch.zeros(self.kept[i].shape, dtype=leaf.dtype, device=leaf.device)
+            whole = self.total[i] = torch.zeros(self.call.input_shapes[i], dtype=leaf.dtype, device=leaf.device)
         rows = split.rows_of_input(host_of(whole), i, ubatch)
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         if isinstance(whole, HostRows):

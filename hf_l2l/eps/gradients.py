@@ -22,7 +22,7 @@ from hf_l2l.eps.pending import (
     Pending,
     PendingSum,
     can_hold,
-    current_norm,
+    current_norms,
     downloaded,
     hold,
     hold_all,
@@ -366,13 +366,11 @@ class Gradients:
         It is the norm of the norms of the single gradients, stacked in the order of the model. Gradients that eager
         updates have already used are included.
         """
-        norms: list[torch.Tensor] = []
         with without_interception():
-            for master in self.masters.all():
-                if master.taken_norm is not None:
-                    norms.append(master.taken_norm)
-                elif (grad := master.parameter.grad) is not None:
-                    norms.append(current_norm(grad, master.dtype))
+            masters = [m for m in self.masters.all() if m.taken_norm is not None or m.parameter.grad is not None]
+            given = [(m.parameter.grad, m.dtype) for m in masters if m.taken_norm is None]
+            current = iter(current_norms([(grad, dtype) for grad, dtype in given if grad is not None]))
+            norms = [next(current) if m.taken_norm is None else m.taken_norm for m in masters]
         return torch.linalg.vector_norm(torch.stack(downloaded(norms))) if norms else torch.tensor(0.0)
 
     def clip(self, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
@@ -383,11 +381,9 @@ class Gradients:
         factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
         if factor == 1.0:
             return  # nan does not return here
+        there: list[torch.Tensor] = []
         with without_interception(), torch.no_grad():
-            for p in self.masters.parameters:
-                grad = p.grad
-                if grad is None:
-                    continue
+            for grad in [p.grad for p in self.masters.parameters if p.grad is not None]:
                 pending = grad.__dict__.get("_l2l_pending")
                 if later and isinstance(pending, PendingSum) and pending.may_be_scaled:
                     pending.norm, pending.factor, pending.may_be_scaled = None, factor, False
@@ -395,5 +391,9 @@ class Gradients:
                 settle(grad)
                 if later and can_hold(grad):
                     hold(grad, PendingSum(factor=factor))
+                elif grad.device != stream.HOST:
+                    there.append(grad)
                 else:
                     grad.mul_(factor)
+            if there:  # one kernel for all
+                torch._foreach_mul_(there, factor.item())

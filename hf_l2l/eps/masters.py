@@ -5,7 +5,7 @@ A unit is a layer, or the non-layer modules of one call. Other parts of the EPS 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
 
@@ -15,6 +15,7 @@ from torch import nn
 from hf_l2l.compat import with_gradient_hooks, without_interception
 from hf_l2l.eps.pending import Pending, can_hold, let_go, let_go_all
 from hf_l2l.model.precision import Precision
+from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
@@ -76,7 +77,7 @@ class Master(Pending):
         """For a large one in no layer: how many layers the last forward had called at its first use; else inf."""
         self.can_be_held = can_hold(parameter)
         self.is_resident = parameter.device not in (stream.HOST, _META)
-        """Whether it is on the device, where it is updated: nothing of it travels. Only of non-layer modules."""
+        """Whether it is on the device, where it is updated: nothing of it travels."""
         self.dtype = parameter.dtype
         self.update: Update | None = None
         """Its update that is under way or has failed, or the eager update of this step."""
@@ -118,11 +119,6 @@ class Master(Pending):
 
     def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
         """The model has the parameter under this name; its shape, dtype or strides may have changed."""
-        if self.is_resident and layer_number:
-            raise ValueError(
-                f"weights of layers stay on the host (got {name} on {self.parameter.device}, which was put into a "
-                "layer after the model was attached); attach the model as it is to be trained, or use resident='none'"
-            )
         self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
         parts = parts_of(self.parameter)
         if len(parts) != len(self.parts) or any(new is not old for new, old in zip(parts, self.parts, strict=True)):
@@ -197,9 +193,12 @@ class MasterUnit(LayerUnit):
         name: str,
         precision: Precision,
         record: Callable[[torch.Tensor], Master],
+        place: LayerPlace = STREAMED,
     ) -> None:
-        """See `LayerUnit`; `record` gives the record of a parameter."""
+        """See `LayerUnit`; `record` gives the record of a parameter, and `place` says what of a layer stays on the
+        device."""
         super().__init__(module, modules, name, precision)
+        self.place = place
         self.masters = [record(p) for p in self.parameters]
         """In the order of `parameters`."""
         self.upload_block: Block | None = None
@@ -222,24 +221,33 @@ class MasterUnit(LayerUnit):
 
     def wait(self) -> None:
         """Wait until no update of its masters is under way."""
-        for update in {m.update for m in self.masters}:
-            if update is not None:
-                update.wait()
+        for update in filter(None, {m.update for m in self.masters}):
+            update.wait()
 
 
 class Masters:
     """The records of one model, and its units: layers, and the non-layer modules below each called module."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module] = (), precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module] = (),
+        precision: Precision | None = None,
+        places: Mapping[nn.Module, LayerPlace] | None = None,
+    ) -> None:
+        """`places` says what of each layer stays on the device; None: nothing."""
         self.model = model
+        self._places = places or {}
         self.precision = precision or Precision(model)
         self.layers = list(layers)
         self.changes = 0
         """Counts changes of the model found by `refresh`: parameters, their shapes, or which of them are trained."""
         self.parameters: list[torch.Tensor] = []
         """The parameters, in the order of the model."""
-        self.has_resident = False
-        """Whether some of them are resident."""
+        self.has_resident, self.has_streamed = False, True
+        """Whether parameters are on the device, and whether some are on the host."""
+        self.runs_plainly = False
+        """Whether all parameters are resident, and layers compute with them and keep their graphs."""
         self._records: dict[torch.Tensor, Master] = {}
         self._units: dict[nn.Module, MasterUnit] = {}
         """The called module, which may be a layer -> its unit."""
@@ -278,11 +286,10 @@ class Masters:
         return self._units_of_call is not None
 
     def _refuse_replaced(self) -> None:
-        strange = [p for p in self.model.parameters() if not isinstance(p, nn.Parameter)]
-        if strange:
+        for strange in (p for p in self.model.parameters() if not isinstance(p, nn.Parameter)):
             raise ValueError(
                 "the weights of a model that trains under L2L must be its own parameters, where gradients arrive (got "
-                f"a {type(strange[0]).__name__} of shape {list(strange[0].shape)} in place of one); {FUNCTIONAL_CALL}"
+                f"a {type(strange).__name__} of shape {list(strange.shape)} in place of one); {FUNCTIONAL_CALL}"
             )
 
     def _rebuild(self) -> None:
@@ -291,23 +298,27 @@ class Masters:
         modules = {module: name for name, module in self.model.named_modules()}
         self.layer_names = {layer: modules.get(layer, type(layer).__name__) for layer in self.layers}
         self.parameters = list(self.model.parameters())
-        self.has_resident = False
         names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         numbers: dict[torch.Tensor, int] = {}
         for number, layer in enumerate(self.layers, start=1):
             for p in layer.parameters():
                 numbers.setdefault(p, number)  # a tied parameter belongs to its first layer
         for parameter, name in names.items():
-            master = self.of(parameter)
-            master.found_in_model(name, numbers.get(parameter, 0), self.precision)
-            self.has_resident |= master.is_resident
+            self.of(parameter).found_in_model(name, numbers.get(parameter, 0), self.precision)
+        residency = {master.is_resident for master in self.all()}
+        self.has_resident, self.has_streamed = True in residency, residency != {True}
         self._drop_unused()
         before = self._units
         self._units = {module: unit for module, unit in before.items() if unit.is_current()}
         for module in (*self.layers, self.model):
             unit = self.unit(module)
+            if module in self.layer_names:
+                misplaced = (m.name for m in unit.masters if m.is_resident != unit.place.is_resident)
+                refuse_misplaced(unit.name, unit.place, misplaced)
             if module in before:
                 unit.drawing_modes = before[module].drawing_modes
+        keeps_graphs = all(unit.place.keeps_graph for unit in self.layer_units)
+        self.runs_plainly = keeps_graphs and not self.has_streamed and not self.precision.is_mixed
 
     def _drop_unused(self) -> None:
         """Drop the records of parameters that the model has no more, unless a step with them is under way."""
@@ -322,7 +333,8 @@ class Masters:
             name = self.layer_names.get(module)
             modules = shell_modules(module, self.layers) if name is None else module.modules()
             record = self.of if self._units_of_call is None else self._of_call
-            unit = units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision, record)
+            place = self._places.get(module, STREAMED)
+            unit = units[module] = MasterUnit(module, modules, name or NON_LAYER, self.precision, record, place)
         return unit
 
     @property
@@ -379,11 +391,10 @@ class Masters:
 
     def refuse_gradient_hooks(self) -> None:
         """Raise ValueError if a parameter has a gradient hook, which would never run."""
-        hooked = with_gradient_hooks(self.parameters)
-        if hooked:
-            raise ValueError(gradient_hook_error(self.of(hooked[0]).name))
+        for hooked in with_gradient_hooks(self.parameters):
+            raise ValueError(gradient_hook_error(self.of(hooked).name))
 
     def release(self) -> None:
         """Forget all parameters: torch cannot swap a parameter while other objects refer to it."""
-        self._records, self._units, self.parameters, self.layers = {}, {}, [], []
+        self._records, self._units, self.parameters, self.layers, self._places = {}, {}, [], [], {}
         self.precision.release()

@@ -230,6 +230,17 @@ def current_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return norm_of(gradient, dtype)
 
 
+def current_norms(gradients: list[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
+    """`current_norm` of each gradient; those that nothing is pending for are computed at once, on an accelerator."""
+    there = [
+        g
+        for g, dtype in gradients
+        if g.device != stream.HOST and g.dtype == dtype and g.layout is torch.strided and pending_of(g) is None
+    ]
+    at_once = dict(zip(there, torch._foreach_norm(there), strict=True)) if there else {}
+    return [at_once[g] if g in at_once else current_norm(g, dtype) for g, dtype in gradients]
+
+
 def downloaded(norms: list[torch.Tensor]) -> list[torch.Tensor]:
     """`norms` (0-dim) on the host; the host waits for those that are on the device."""
     there = [norm for norm in norms if norm.device != stream.HOST]

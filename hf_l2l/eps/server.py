@@ -7,7 +7,7 @@ layers and keeps them in `p.grad` until the optimizer uses them (`gradients`). T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -22,13 +22,13 @@ from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import Vote
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.memory.device_memory import OPTIMIZER, SHELL
+from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
 from hf_l2l.memory.host_tensors import host_tensors
 from hf_l2l.memory.ledger import COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport
 from hf_l2l.model.precision import Precision
-from hf_l2l.model.residency import state_follows
+from hf_l2l.model.residency import LayerPlace, state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
@@ -66,12 +66,14 @@ class EagerParamServer:
         *,
         layers: Sequence[nn.Module] = (),
         precision: Precision | None = None,
+        places: Mapping[nn.Module, LayerPlace] | None = None,
         timeline: Timeline | None = None,
         loss_scale: LossScale | None = None,
         progress: Progress = unseen,
         is_accumulating: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_accumulating` returns True in a backward if another one follows before the step.
+        """`is_accumulating` returns True in a backward if another one follows before the step; `places` says what of
+        each layer stays on the device.
 
         With a `loss_scale`, a step whose gradients are not all finite is skipped; without one it is an error.
         """
@@ -79,7 +81,7 @@ class EagerParamServer:
         self.loss_scale = loss_scale
         self.model = model
         self.device = device
-        self.masters = Masters(model, layers, precision)
+        self.masters = Masters(model, layers, precision, places)
         self.memory = HostMemory(device, self.masters, progress)
         self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
@@ -104,7 +106,8 @@ class EagerParamServer:
 
     def _register(self) -> None:
         """Tell the ledger what to count."""
-        self.ledger.on_device.finds(SHELL, self._resident)
+        self.ledger.on_device.finds(SHELL, self._resident_shell)
+        self.ledger.on_device.finds(RESIDENT, self._resident_layers)
         self.ledger.counts(MASTERS, self._master_bytes)
         self.ledger.counts(GRADIENTS, self._gradient_bytes)
         self.ledger.counts(MOMENTS, self._moment_bytes)
@@ -126,23 +129,31 @@ class EagerParamServer:
                     found += tensor_bytes([grad])  # autograd or the program has made it
         return found
 
-    def _states(self) -> list[torch.Tensor]:
-        """The tensors in the optimizers' state."""
-        # Copied, since an update in the background may add entries.
-        states = [state for optimizer in self.updates.optimizers for state in list(optimizer.state.values())]
-        return [each for state in states for each in list(state.values()) if isinstance(each, torch.Tensor)]
+    def _states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters, and tensors in the optimizers' state of them."""
+        for optimizer in self.updates.optimizers:
+            # Copied, since an update in the background may add entries.
+            for p, state in list(optimizer.state.items()):
+                yield from ((p, each) for each in list(state.values()) if isinstance(each, torch.Tensor))
 
     def _moment_bytes(self) -> int:
-        return tensor_bytes(each for each in self._states() if each.device == stream.HOST)
+        return tensor_bytes(each for _, each in self._states() if each.device == stream.HOST)
 
-    def _resident(self) -> list[torch.Tensor]:
-        """Resident masters, their gradients and their state."""
+    def _resident_shell(self) -> list[torch.Tensor]:
+        return self._resident(in_layers=False)
+
+    def _resident_layers(self) -> list[torch.Tensor]:
+        return self._resident(in_layers=True)
+
+    def _resident(self, *, in_layers: bool) -> list[torch.Tensor]:
+        """Resident masters, their gradients and their state: those in layers, or those in none."""
         if not self.masters.has_resident:
             return []
         with without_interception():
-            masters = [master.parameter for master in self.masters.all() if master.is_resident]
-            gradients = [p.grad for p in masters if p.grad is not None]
-        return [*masters, *gradients, *self._states()]
+            found = [m for m in self.masters.all() if m.is_resident and (m.layer_number > 0) == in_layers]
+            masters = {master.parameter for master in found}
+            sums = [each for m in found for each in (m.parameter.grad, m.arriving) if each is not None]
+        return [*masters, *sums, *(each for p, each in self._states() if p in masters)]
 
     @property
     def lane(self) -> stream.Lane:
@@ -174,7 +185,7 @@ class EagerParamServer:
             return
         if self.loss_scale is not None or self.updates.in_parts or self.masters.has_resident:
             raise RuntimeError(
-                "cmp with fp16, nonfinite='skip', grad_dtype='16bit', moment_dtype='bf16' and resident='shell' need a "
+                "cmp with fp16, nonfinite='skip', grad_dtype='16bit', moment_dtype='bf16' and resident weights need a "
                 "wrapped optimizer, so that the EPS can skip its steps, convert its gradients and state, and move its "
                 "state (none was given); call eps.wrap(optimizer) before backward"
             )
@@ -307,7 +318,7 @@ class EagerParamServer:
         norm = self.grad_norm()
         if self._vote(lambda: norm):
             # Gradients kept in 16 bits are scaled when the update converts them to fp32.
-            later = self.updates.mode == "deferred" or self.updates.in_parts
+            later = (self.updates.mode == "deferred" and self.masters.has_streamed) or self.updates.in_parts
             self.gradients.clip(norm, float(max_norm), later=later)
         return norm
 

@@ -26,7 +26,7 @@ from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_inte
 from hf_l2l.config import Mode, MomentDtype
 from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
-from hf_l2l.eps.masters import NON_LAYER, Master, Masters, MasterUnit, Update
+from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
 from hf_l2l.eps.nonfinite import check_finite
 from hf_l2l.eps.pending import current_norm, downloaded, hold_all, let_go, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
@@ -112,10 +112,10 @@ class Updates:
         if optimizer in self._entries:
             self._retire_others(optimizer)
             return None
-        in_background = self.mode != "serial" or self.in_parts
-        has_resident = self.masters.has_resident
-        splits = (in_background or has_resident) and can_split(
-            optimizer, eager=self.mode == "eager", in_parts=self.in_parts, has_resident=has_resident
+        is_mixed, is_eager = self.masters.has_resident and self.masters.has_streamed, self.mode == "eager"
+        in_background = self.in_parts or is_eager or (self.mode == "deferred" and self.masters.has_streamed)
+        splits = (in_background or is_mixed) and can_split(
+            optimizer, eager=is_eager, in_parts=self.in_parts, has_resident=is_mixed
         )
         entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits and in_background)
         entry.handles = [
@@ -239,9 +239,8 @@ class Updates:
     @staticmethod
     def _wait_for(masters: Any) -> None:
         """Wait for earlier updates of `masters`: the second update of a master begins after the first has finished."""
-        for update in {master.update for master in masters}:
-            if update is not None:
-                update.wait()
+        for update in filter(None, {master.update for master in masters}):
+            update.wait()
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients after the step of `optimizer`, and end its record of the step."""
@@ -309,7 +308,7 @@ class Updates:
         if self.mode == "eager":
             with without_interception():
                 norms = downloaded([current_norm(gradient, m.dtype) for m, gradient in gradients.items()])
-            check_finite(norms, self.steps + 1, f"the update of {NON_LAYER}")
+            check_finite(norms, self.steps + 1, "the update of resident weights")
         # Large ones alone: an optimizer may need temporary memory for all that it updates at once.
         for what, masters in self.masters.parts(gradients):
             with without_interception():

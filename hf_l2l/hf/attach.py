@@ -21,7 +21,7 @@ from accelerate.state import GradientState
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_l2l.config import EAGER_FP16, L2LConfig, option
+from hf_l2l.config import EAGER_FP16, LAYER_COUNTS, L2LConfig, option
 from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
@@ -41,7 +41,7 @@ from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
 from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.quantized import refuse_untrainable
-from hf_l2l.model.residency import make_resident, move_back, state_follows
+from hf_l2l.model.residency import LayerPlace, make_resident, move_back, places_of, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
@@ -169,7 +169,8 @@ def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
         ValueError: as `attach_l2l`.
     """
     classes = companion_classes(model, config)
-    return _attach_new(model, replace(config, trace=None, resident="none", layer_classes=classes), trains=False)
+    streamed: dict[str, Any] = {"resident": "none", **dict.fromkeys(LAYER_COUNTS, 0)}
+    return _attach_new(model, replace(config, trace=None, layer_classes=classes, **streamed), trains=False)
 
 
 def companion_classes(model: nn.Module, config: L2LConfig) -> tuple[str, ...] | None:
@@ -206,13 +207,15 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
             option("layer_classes"),
         )
     device = stream.execution_device(config.device)
-    refuse_own_backwards([layer for stack in stacks for layer in stack.layers], device)
+    layers = [layer for stack in stacks for layer in stack.layers]
+    refuse_own_backwards(layers, device)
+    places = places_of(layers, config, device)
     # Before the model changes, since these raise for a dtype that the device, or the kind of update, does not support.
     dtype = computing_dtype(config.cmp, device)
     loss_scale = _loss_scale(config, dtype) if trains else None
     if trains:
         refuse_untrainable(model, device, dtype)
-        spilled = spill_file(config, device, sum(len(stack.layers) for stack in stacks))
+        spilled = spill_file(config, device, len(layers))
         if spilled is not None:
             spilled.check()
     move_to_host(model)
@@ -223,13 +226,14 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
         make_masters_fp32(model)
     if trains and config.cmp == "auto":
         logger.warning("cmp='auto' computes in %s on %s", dtype, device)
-    if config.resident == "none" or stream.shares_host_memory(device):
-        return _attach(model, config, device, stacks, dtype, loss_scale)
+    shell = config.resident != "none" and not stream.shares_host_memory(device)
+    if not (shell or any(place.is_resident for place in places.values())):
+        return _attach(model, config, device, stacks, places, dtype, loss_scale)
     # Before anything of the engine refers to parameters weakly.
-    make_resident(model, [layer for stack in stacks for layer in stack.layers], device)
+    make_resident(model, places, device, shell=shell)
     with ExitStack() as exits:
         exits.push(partial(_make_ordinary_after_errors, model))
-        return _attach(model, config, device, stacks, dtype, loss_scale)
+        return _attach(model, config, device, stacks, places, dtype, loss_scale)
 
 
 def _make_ordinary_after_errors(
@@ -245,10 +249,11 @@ def _attach(
     config: L2LConfig,
     device: torch.device,
     stacks: list[LayerStack],
+    places: dict[nn.Module, LayerPlace],
     dtype: torch.dtype | None,
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
-    layers = [layer for stack in stacks for layer in stack.layers]
+    layers = list(places)
     timeline = Timeline(device, model, layers, config.trace)
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
@@ -257,6 +262,7 @@ def _attach(
         config,
         layers=layers,
         precision=precision,
+        places=places,
         timeline=timeline,
         loss_scale=loss_scale,
         progress=with_progress_bar,
@@ -264,7 +270,7 @@ def _attach(
         is_accumulating=lambda: not GradientState().sync_gradients,
     )
     eps.memory.adopt()
-    shell = Shell(device, eps, overlap=config.prefetch)
+    shell = Shell(device, eps, overlap=config.prefetch, cuts=RowCuts(config.ubatch_size))
     relay = Relay(config, device, eps, shell)
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from hf_l2l.compat import FakeTensor
 from hf_l2l.logits.chunks import RowFunction, in_chunks
 from hf_l2l.logits.deferred import HANDLERS, DeferredLogits, Handler
 
@@ -256,7 +257,7 @@ def _per_row(logits: DeferredLogits, function: RowFunction, rows: Iterable[Tenso
 def _has_rows_of(other: Any, logits: DeferredLogits) -> bool:
     """Whether `other` is an ordinary tensor of the same device (..., m), with as many rows, and needs no gradient."""
     return (
-        type(other) is Tensor
+        type(other) in (Tensor, FakeTensor)
         and not other.requires_grad
         and other.device == logits.device
         and other.shape[:-1] == logits.shape[:-1]

@@ -21,14 +21,21 @@ from hf_l2l.runtime import stream
 
 SHELL, SLOTS, STASH, BOUNDARY, MASK, INPUTS = "shell", "slots", "stash", "boundary", "mask", "inputs"
 EMBEDDING, WORKSPACE, HEAD, OPTIMIZER = "embedding", "workspace", "head", "optimizer transients"
+RESIDENT, KEPT_WEIGHTS, KEPT_GRAPHS = "resident layers", "kept weights", "kept graphs"
 
 Find = Callable[[], Iterable[torch.Tensor]]
 
-DEVICE_NAMES = (SHELL, SLOTS, WORKSPACE, BOUNDARY, EMBEDDING, STASH, MASK, HEAD, INPUTS, OPTIMIZER)
+DEVICE_NAMES = (
+    *(SHELL, RESIDENT, SLOTS, KEPT_WEIGHTS, WORKSPACE, KEPT_GRAPHS, BOUNDARY),
+    *(EMBEDDING, STASH, MASK, HEAD, INPUTS, OPTIMIZER),
+)
 """The names of all device memory, in the order in which they are shown."""
 
-_HELD = (SLOTS, SHELL, MASK, INPUTS, STASH, BOUNDARY)
+_HELD = (SLOTS, KEPT_WEIGHTS, RESIDENT, SHELL, MASK, INPUTS, STASH, BOUNDARY)
 """Names that tensors are given. Memory with several counts for the first: an output that is stashed is stash."""
+
+_LEAVES = (INPUTS, EMBEDDING, HEAD, KEPT_GRAPHS)
+"""Phases whose memory without a name is theirs until it is freed, also after they have ended."""
 
 _CALLS = 3
 """Calls of the model that are looked at: the first one, in which slots are allocated and the order of the layers is
@@ -117,7 +124,7 @@ class DeviceMemory:
         self._most = most
         if highest > sum(self.peak.values()):
             self.peak = self._named(highest, known)
-        if self._phase in (INPUTS, EMBEDDING, HEAD):
+        if self._phase in _LEAVES:
             others = sum(size for name, size in self._left.items() if name != self._phase)
             self._left[self._phase] = max(0, live - sum(known.values()) - others)
 

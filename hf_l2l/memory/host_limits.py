@@ -41,6 +41,38 @@ def _control_groups(
             yield root / folder, limit, usage
 
 
+def group_bytes() -> int | None:
+    """The least limit of memory, in bytes, that the control groups of this process have; None without one."""
+    found = (_number(folder / limit) for folder, limit, _ in _control_groups())
+    return min((number for number in found if number is not None), default=None)
+
+
+def group_cores() -> float | None:
+    """The least limit of processor time, in cores, that the control groups of this process have (of version 2; of
+    version 1 none is found); None without one."""
+    found = []
+    for folder, _, _ in _control_groups():
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdigit():  # "max": no limit
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
+
+
+_NO_LIMIT = 2**62
+"""From here on, a limit of control groups of version 1 means that there is none."""
+
+
 def _left_in_group(limit: Path, usage: Path) -> int | None:
     try:
         text, used = limit.read_text().strip(), int(usage.read_text())

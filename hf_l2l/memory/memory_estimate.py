@@ -7,7 +7,7 @@ does not fit fails within a second and not after an hour of swapping.
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from hf_l2l.config import L2LConfig, MomentDtype
 from hf_l2l.memory import host_limits
 from hf_l2l.model.precision import Precision, computing_dtype
-from hf_l2l.model.residency import resident_parameters
+from hf_l2l.model.residency import parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
@@ -52,6 +52,10 @@ class MemoryEstimate:
     `gradient_slots` layers, each as large as the largest layer."""
     copies: int = 0
     """Host: the 16-bit copies that are uploaded instead of the masters, if they are kept."""
+    resident: int = 0
+    """Device: weights, gradients and state of resident layers."""
+    kept_weights: int = 0
+    """Device: weights that layers keep from their forward to their backward."""
 
     @property
     def host_bytes(self) -> int:
@@ -61,11 +65,14 @@ class MemoryEstimate:
     @property
     def device_bytes(self) -> int:
         """Device memory that does not depend on the batch."""
-        return self.shell + self.slots
+        return self.shell + self.resident + self.slots + self.kept_weights
 
 
 def estimate(
-    model: nn.Module, config: L2LConfig | None = None, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    config: L2LConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory for training `model` layer to layer, from shapes alone; nothing is allocated.
 
@@ -74,34 +81,36 @@ def estimate(
         config: the options; None for the defaults.
         optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
             assumes two moments per trainable parameter.
+        device: the device that will train it, which this machine need not have; None takes that of `config`.
     """
     config = config or L2LConfig()
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
     shell = list(shell_modules(model, layers))
     shell_parameters = {p for m in shell for p in m._parameters.values() if p is not None}
     shell_buffers = {b for m in shell for b in m._buffers.values() if b is not None}
-    device = stream.execution_device(config.device)
+    device = device or stream.execution_device(config.device)
     dtype = computing_dtype(config.cmp, device)
-    is_resident = config.resident == "shell" and not stream.shares_host_memory(device)
-    resident = set(resident_parameters(model, layers)[0]) if is_resident else set()
+    places = places_of(layers, config, device)
+    moves_shell = config.resident != "none" and not stream.shares_host_memory(device)
+    moving = parameters_to_move(model, places, shell=moves_shell)
+    resident, in_layers = set(moving.names), {p for p in moving.names if p in moving.of_layers}
+    shell_parameters -= in_layers
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     # A quantized weight, which is frozen, has its parts and nothing else.
     packed = {p: parts_of(p) for p in model.parameters() if is_quantized(p)}
     masters = {p: _master(p, precision) for p in model.parameters() if p not in packed}
     on_host = {p: master for p, master in masters.items() if p not in resident}
     trainable = [master for p, master in on_host.items() if p.requires_grad]
-    trained_there = [masters[p] for p in resident if p.requires_grad]
     sent = {p: on_meta(p, precision.of(p)) for p in masters}
     short = [sent[p] for p in on_host if sent[p].dtype != masters[p].dtype and precision.keeps_copies]
-    moments, moments_there = (MOMENTS_ASSUMED * tensor_bytes(each) for each in (trainable, trained_there))
-    if config.moment_dtype == "bf16":
-        moments //= 2
-    if optimizer is not None:
-        moments = moment_bytes(optimizer, config.moment_dtype, on_host)
-        moments_there = moment_bytes(optimizer, "fp32", resident)
+    moments = _moments(masters, on_host, optimizer, config.moment_dtype)
     travel = {p: packed[p] if p in packed else [sent[p]] for p in model.parameters()}
-    weights = [Layout(part for p in layer.parameters() for part in travel[p]).num_bytes for layer in layers]
-    gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in layers]
+    streamed = [layer for layer, place in places.items() if not place.is_resident]
+    weights = {layer: Layout(p for each in layer.parameters() for p in travel[each]).num_bytes for layer in streamed}
+    in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
+    gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
+    # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
+    rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
     return MemoryEstimate(
         masters=tensor_bytes([*on_host.values(), *packed]),
         gradients=sum(p.numel() * precision.of_gradient(p).itemsize for p in trainable),
@@ -109,13 +118,29 @@ def estimate(
         shell=tensor_bytes(part for p in shell_parameters for part in travel[p])
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers)
-        # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
-        + tensor_bytes(masters[p] for p in resident if sent[p].dtype != masters[p].dtype)
-        + tensor_bytes(masters[p] for p in resident if p.requires_grad and sent[p].dtype != masters[p].dtype)
-        + moments_there,
-        slots=2 * max(weights, default=0) + config.gradient_slots * max(gradients, default=0),
+        + tensor_bytes(masters[p] for p in rounded)
+        + tensor_bytes(masters[p] for p in rounded if p.requires_grad)
+        + _moments(masters, resident - in_layers, optimizer),
+        resident=tensor_bytes(masters[p] for p in in_layers)
+        + tensor_bytes(masters[p] for p in in_layers if p.requires_grad)
+        + _moments(masters, in_layers, optimizer),
+        slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
+        kept_weights=sum(weights.values()) - sum(in_turn),
     )
+
+
+def _moments(
+    masters: Mapping[Any, torch.Tensor],
+    of: Collection[torch.Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    dtype: MomentDtype = "fp32",
+) -> int:
+    """Bytes of the optimizer's state `of` these parameters; without one, of two moments per trainable parameter."""
+    if optimizer is not None:
+        return moment_bytes(optimizer, dtype, of)
+    assumed = MOMENTS_ASSUMED * tensor_bytes(master for p, master in masters.items() if p in of and p.requires_grad)
+    return assumed // 2 if dtype == "bf16" else assumed
 
 
 def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:

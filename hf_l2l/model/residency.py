@@ -1,4 +1,5 @@
-"""Residency: weights of non-layer modules that stay on the device, with their gradients and optimizer state.
+"""Residency: weights that stay on the device, with their gradients and optimizer state: those of non-layer modules,
+and those of whole layers.
 
 The weights remain the same parameters of the model; they are device tensors now, which optimizers update on the
 device. Nothing of them travels in a step.
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks
-from hf_l2l.config import option
+from hf_l2l.config import LAYER_COUNTS, L2LConfig, option
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.optim.bf16_state import widened
 from hf_l2l.optim.layerwise_step import gradient_hook_error
@@ -22,46 +24,153 @@ from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import is_plain, sharing_memory
 
 
-def resident_parameters(model: nn.Module, layers: Iterable[nn.Module]) -> tuple[dict[nn.Parameter, str], list[str]]:
-    """The parameters that can be resident, with their names: those in no layer. And the names of those in no layer
-    that cannot: they share memory with other tensors, or are of another class than `nn.Parameter`."""
-    layers = list(layers)
-    in_layers = {p for layer in layers for p in layer.parameters()}
-    outside = {p for m in shell_modules(model, layers) for p in m._parameters.values() if p is not None} - in_layers
-    sharing = sharing_memory([*model.parameters(), *model.buffers()])
-    named = {p: name for name, p in model.named_parameters() if p in outside}
-    staying = [name for p, name in named.items() if p in sharing or not is_plain(p)]
-    return {p: name for p, name in named.items() if name not in staying}, staying
+@dataclass(frozen=True)
+class LayerPlace:
+    """What of one layer stays on the device, as the options say."""
+
+    is_resident: bool = False
+    """Its weights with their gradients and state; they are updated there."""
+    keeps_weights: bool = False
+    """What is uploaded of it, from its forward to its backward. Of a resident one, nothing is uploaded."""
+    keeps_graph: bool = False
+    """The graph of its forward, until its backward."""
+    stashes_on_device: bool = False
+    """Its input, until its backward, though that of other layers may leave the device."""
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the device keeps its input, in the stash or in its graph."""
+        return self.keeps_graph or self.stashes_on_device
+
+    @property
+    def is_fetched_in_backward(self) -> bool:
+        """Whether its weights are uploaded for the backward, unless they happen to be there."""
+        return not (self.is_resident or self.keeps_weights)
 
 
-def make_resident(model: nn.Module, layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Move the parameters that are in no layer to `device`; they stay the same objects, tied or not.
+STREAMED = LayerPlace()
+"""Nothing of it: its weights travel."""
 
-    Those that cannot be moved stay on the host, with a warning: they are uploaded in every step.
+
+def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.device) -> dict[nn.Module, LayerPlace]:
+    """The place of each of `layers`, which are all layers of a model in its order.
+
+    Where the device shares the memory of the host, weights do not travel, and only graphs are kept.
 
     Raises:
-        ValueError: if something refers to a parameter weakly, or to its values, or a parameter has a gradient hook.
-            The model is on the host as before.
+        ValueError: if an option is a number of more layers than there are.
+    """
+    count = len(layers)
+    resident = count if config.resident == "all" else config.resident_layers
+    for name in LAYER_COUNTS:
+        asked, most, which = getattr(config, name), count, "layers"
+        if name == "kept_weights":
+            most, which = count - resident, "layers that are not resident"
+        if asked > most:
+            raise ValueError(
+                f"{option(name)} must be at most the number of {which} of the model (got {asked} for a model of "
+                f"{most} {which}); use {most} for all of them"
+            )
+    travels = not stream.shares_host_memory(device)
+    places: dict[nn.Module, LayerPlace] = {}
+    for number, layer in enumerate(layers):
+        is_resident, keeps_graph = number < resident, number >= count - config.kept_graphs
+        keeps_weights = not is_resident and (keeps_graph or number >= count - config.kept_weights)
+        stashes_on_device = travels and number >= count - config.device_stash
+        places[layer] = LayerPlace(travels and is_resident, travels and keeps_weights, keeps_graph, stashes_on_device)
+    return places
+
+
+def refuse_misplaced(layer: str, place: LayerPlace, misplaced: Iterable[str]) -> None:
+    """Raise ValueError for the first of the weights of `layer` that are on the device or the host against its
+    `place`."""
+    kind, rule, found = "streamed", "stay on the host", "the device"
+    if place.is_resident:
+        kind, rule, found = "resident", "are on the device", "the host"
+    for name in misplaced:
+        raise ValueError(
+            f"weights of a {kind} layer {rule} (got {name} on {found}, which was put into {layer} after the model was "
+            f"attached); attach the model as it is to be trained, or leave {option('resident')} and "
+            f"{option('resident_layers')} out"
+        )
+
+
+@dataclass(frozen=True)
+class ToMove:
+    """The parameters of a model that are to be resident."""
+
+    names: dict[nn.Parameter, str]
+    """Those that can be, with their names."""
+    of_layers: set[torch.Tensor]
+    """Those of them that are in a layer."""
+    staying: list[str]
+    """The names of those in no layer that share memory with other tensors, or are of another class than
+    `nn.Parameter`."""
+    refused: dict[str, str]
+    """The names of those of resident layers that cannot move -> why."""
+
+
+def parameters_to_move(model: nn.Module, places: Mapping[nn.Module, LayerPlace], *, shell: bool) -> ToMove:
+    """What is to be resident: the parameters of resident layers, and with `shell` those in no layer."""
+    found: dict[bool, set[torch.Tensor]] = {True: set(), False: set()}
+    for layer, place in places.items():
+        found[place.is_resident].update(layer.parameters())
+    outside = {p for m in shell_modules(model, places) for p in m._parameters.values() if p is not None}
+    outside = outside - found[True] - found[False] if shell else set()
+    wanted = found[True] | outside
+    sharing = sharing_memory([*model.parameters(), *model.buffers()])
+    names: dict[nn.Parameter, str] = {}
+    staying: list[str] = []
+    refused: dict[str, str] = {}
+    for name, p in model.named_parameters():
+        if p in found[True] and p in found[False]:
+            refused[name] = "a layer that is not resident has it, too"
+        elif p in wanted and p not in sharing and is_plain(p):
+            names[p] = name
+        elif p in outside:
+            staying.append(name)
+        elif p in wanted:
+            refused[name] = f"it {'shares memory with another tensor' if p in sharing else f'is a {type(p).__name__}'}"
+    return ToMove(names, found[True], staying, refused)
+
+
+def make_resident(
+    model: nn.Module, places: Mapping[nn.Module, LayerPlace], device: torch.device, *, shell: bool
+) -> None:
+    """Move the parameters of resident layers to `device`, and with `shell` those that are in no layer; they stay the
+    same objects, tied or not.
+
+    Those in no layer that cannot be moved stay on the host, with a warning: they are uploaded in every step.
+
+    Raises:
+        ValueError: if a parameter of a resident layer cannot be moved; if something refers to a parameter weakly, or
+            to its values, or a parameter has a gradient hook. The model is on the host as before.
         torch.OutOfMemoryError: if they do not fit; likewise.
     """
-    moving, staying = resident_parameters(model, layers)
-    for p in with_gradient_hooks(moving):
-        raise ValueError(gradient_hook_error(next(name for each, name in moving.items() if each is p)))
-    held = next((name for p, name in moving.items() if weakref.getweakrefcount(p)), None)
+    moving = parameters_to_move(model, places, shell=shell)
+    for name, why in moving.refused.items():
+        raise ValueError(
+            f"a resident layer must have weights that can move to the device by themselves (got {name}: {why}); leave "
+            f"{option('resident_layers')} out, or choose other layers"
+        )
+    for p in with_gradient_hooks(moving.names):
+        raise ValueError(gradient_hook_error(next(name for each, name in moving.names.items() if each is p)))
+    held = next((name for p, name in moving.names.items() if weakref.getweakrefcount(p)), None)
     if held is not None:
         raise ValueError(_cannot_move(held, device, "something refers to it weakly"))
-    if staying:
+    if moving.staying:
         warnings.warn(
-            f"{option('resident')}='shell' leaves {', '.join(staying)} on the host, which share memory with other "
-            "tensors or are no plain parameters: they are uploaded in every step",
+            f"{option('resident')}='shell' leaves {', '.join(moving.staying)} on the host, which share memory with "
+            "other tensors or are no plain parameters: they are uploaded in every step",
             stacklevel=4,
         )
-    for p, name in moving.items():
+    for p, name in moving.names.items():
         try:
             _move(p, device)
         except torch.OutOfMemoryError as error:
             move_back(model)
-            error.add_note(f"raised while {option('resident')}='shell' moved weights to {device}; 'none' leaves them")
+            what = f"{option('resident')}='shell'" if p not in moving.of_layers else option("resident_layers")
+            error.add_note(f"raised while {what} moved weights to {device}; without it they stay on the host")
             raise
         except RuntimeError as error:  # torch cannot swap a tensor that a graph has saved
             move_back(model)
@@ -70,9 +179,9 @@ def make_resident(model: nn.Module, layers: Iterable[nn.Module], device: torch.d
 
 def _cannot_move(name: str, device: torch.device, why: str) -> str:
     return (
-        f"{option('resident')}='shell' moves parameters to {device}, which is impossible for {name} ({why}); attach "
-        "the model before its first forward and before anything else refers to its parameters, or use "
-        f"{option('resident')}='none'"
+        f"{option('resident')} and {option('resident_layers')} move parameters to {device}, which is impossible for "
+        f"{name} ({why}); attach the model before its first forward and before anything else refers to its "
+        "parameters, or leave these options out"
     )
 
 

@@ -74,8 +74,9 @@ def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, 
     rule = f"{type(optimizer).__name__} cannot update one layer without the others ({reason})"
     if has_resident:
         raise ValueError(
-            f"{option('resident')}='shell' has parameters on the host and on the device, which are updated apart, but "
-            f"{rule}; use {option('resident')}='none'"
+            f"{option('resident')}='shell' and {option('resident_layers')} have parameters on the host and on the "
+            f"device, which are updated apart, but {rule}; use {option('resident')}='none' without "
+            f"{option('resident_layers')}, or 'all'"
         )
     if eager:
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import nn
 from hf_l2l.config import BoundaryPlace, L2LConfig, Mode, update_mode
 from hf_l2l.memory.memory_estimate import MemoryEstimate, kinds_text
 from hf_l2l.model.precision import Precision, computing_dtype
+from hf_l2l.model.residency import places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
@@ -74,10 +75,14 @@ def _bound_text(config: L2LConfig, mode: Mode) -> str:
 
 def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) -> str:
     if not stream.shares_host_memory(device):
-        stays = " (stays there, with its optimizer state)" if config.resident == "shell" else ""
+        stays = " (stays there, with its optimizer state)" if config.resident != "none" else ""
+        count = "all" if config.resident == "all" else f"the first {config.resident_layers}"
+        layers = f" + {count} layers with their state {size_text(need.resident)}" if need.resident else ""
+        layers += f" + kept weights {size_text(need.kept_weights)}" if need.kept_weights else ""
+        layers += f" + graphs of {config.kept_graphs} layers" if config.kept_graphs else ""
         return (
-            f"shell {size_text(need.shell)}{stays} + slots {size_text(need.slots)} (weights of 2 layers, gradients of "
-            f"{config.gradient_slots}), and activations"
+            f"shell {size_text(need.shell)}{stays}{layers} + slots {size_text(need.slots)} (weights of 2 layers, "
+            f"gradients of {config.gradient_slots}), and activations"
         )
     weights = "masters" if computing_dtype(config.cmp, device) is None else "16-bit copies"
     return f"the host's, where layers compute with the {weights}: activations come on top"
@@ -91,7 +96,8 @@ def _link_text(
     precision = Precision(model, computing_dtype(config.cmp, device))
     weights = sum(
         part.numel() * dtype.itemsize
-        for layer in layers
+        for layer, place in places_of(layers, config, device).items()
+        if not place.is_resident
         for p in layer.parameters()
         for part, dtype in precision.of_parts(p)
     )

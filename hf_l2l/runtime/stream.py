@@ -45,7 +45,13 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         # check_available: a build of torch for an accelerator also runs on machines that have none.
         device = torch.accelerator.current_accelerator(check_available=True) or HOST
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:  # a word that torch does not know
+        raise ValueError(
+            f"the execution device must be of a type that torch knows (got {device!r}); use one such as 'cuda', "
+            "'cuda:1' or 'cpu'"
+        ) from error
     if device.type == "cpu":
         return HOST
     try:
@@ -80,11 +86,11 @@ def memory_of(device: torch.device) -> int | None:
 def memory_in_use(device: torch.device) -> tuple[int, int] | None:
     """Bytes that the allocator of the device holds now, and the most that it has held since that number was last
     reset; None if the device shares the memory of the host, or its allocator does not count."""
-    if shares_host_memory(device):
+    if device_module(device) is None:
         return None
     try:
         stats = torch.accelerator.memory_stats(device)
-    except RuntimeError:  # an allocator that torch cannot ask
+    except (RuntimeError, ValueError):  # an allocator that torch cannot ask, or not of its accelerator
         return None
     return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("allocated_bytes.all.peak", 0))
 

@@ -39,3 +39,8 @@ LAYER_GRADIENTS_DOWNLOADED = "a layer is updated after its gradients have been d
 WEIGHTS_UPDATED = "weights are used after their update has finished"
 ALL_UPDATES_FINISHED = "optimizer state is used after all updates have finished"
 ALL_LAYERS_UPDATED = "a step ends after all layers have been updated"
+
+# ---- the probe of the hardware
+
+PROBE_FILLED = "memory is copied to and from lanes after it has been filled"
+PROBE_COPIED = "a copy is timed until it has finished"

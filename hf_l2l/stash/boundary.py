@@ -23,6 +23,12 @@ _TENSORS = 4
 """As large as a layer's output, which the device holds in a backward: its input, its output, and their gradients."""
 
 
+def fewest_bytes_on_host(memory: int | None) -> int | None:
+    """With "auto", and so much memory on the device, the bytes of a layer's output from which on it passes through the
+    host; None if it never does, since the memory is not known."""
+    return None if memory is None else memory // (SHARE * _TENSORS)
+
+
 class Boundary:
     """Where the outputs of layers live, and the gradients that flow back to them (arXiv:2002.05645, 2.2).
 
@@ -38,8 +44,7 @@ class Boundary:
         if passes and config.boundary == "host":
             self._fewest_bytes = 0
         elif passes:
-            memory = stream.memory_of(device)
-            self._fewest_bytes = None if memory is None else memory // (SHARE * _TENSORS)
+            self._fewest_bytes = fewest_bytes_on_host(stream.memory_of(device))
         self._read: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         """Modules whose output the model computes with, and functions in them."""
         self._by_rows: weakref.WeakMethod[Callable[..., Any]] | None = None

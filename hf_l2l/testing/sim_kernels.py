@@ -233,6 +233,12 @@ def _attention(
     return cast(torch.Tensor, out)
 
 
+def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Count integers as accelerators do; the host counts numbers with a fraction only."""
+    counts: torch.Tensor = run(aten.histc.default, x if x.is_floating_point() else x.float(), bins, min, max)
+    return counts.to(x.dtype)
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
@@ -246,4 +252,5 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_to_copy": _to_copy,
     "record_stream": _record_stream,
     "native_dropout": _native_dropout,
+    "histc": _histc,
 }

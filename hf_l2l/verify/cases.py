@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,31 @@ class Case:
         return Case(family, model, batch)
 
 
+_DEVICE: ContextVar[str] = ContextVar("_DEVICE", default="cpu")
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """In the block, models of `options` run on this device of torch; before and after it, on the CPU."""
+    before = _DEVICE.set(device)
+    try:
+        yield
+    finally:
+        _DEVICE.reset(before)
+
+
+def options(**given: Any) -> L2LConfig:
+    """These options of `L2LConfig`, and the device that checks run on."""
+    return L2LConfig(device=_DEVICE.get(), **given)
+
+
 @contextmanager
 def transfers(*, real: bool) -> Iterator[None]:
     """In the block, whatever goes to the CPU as the execution device, or leaves it, is a copy, as on an accelerator;
-    or, if not `real`, a view, as on the CPU by default."""
+    or, if not `real`, a view, as on the CPU by default. Another device has its own memory in any case."""
+    if _DEVICE.get() != "cpu":
+        yield
+        return
     before = stream.shares_host_memory
     stream.shares_host_memory = lambda device: not real
     try:
@@ -72,8 +94,8 @@ def gradients_of(model: nn.Module) -> Gradients:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def attached(model: nn.Module, **options: Any) -> nn.Module:
-    """A copy of `model` that runs layer to layer on the CPU."""
+def attached(model: nn.Module, **given: Any) -> nn.Module:
+    """A copy of `model` that runs layer to layer with these options on the device of checks."""
     other = copy.deepcopy(model)
-    attach_l2l(other, L2LConfig(device="cpu", **options))
+    attach_l2l(other, options(**given))
     return other

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attach_l2l, detach_l2l
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.verify.cases import FEWER_ROWS, ROWS, UBATCH, Case, attached, gradients_of, train, transfers
+from hf_l2l.verify.cases import (
+    FEWER_ROWS,
+    ROWS,
+    UBATCH,
+    Case,
+    attached,
+    gradients_of,
+    on_device,
+    options,
+    train,
+    transfers,
+)
 from hf_l2l.verify.comparisons import compare_gradients, compare_loss, compare_states, compare_tensors
 from hf_l2l.verify.family import Batch, Family, class_named
 from hf_l2l.verify.mixed import check_bf16
@@ -58,9 +68,9 @@ def check_boundary(case: Case) -> Result:
     return _compare_batches(case, UBATCH, ROWS, *FEWER_ROWS, stash="host", boundary="host")
 
 
-def _compare_batches(case: Case, ubatch_size: int | None, *rows: int, **options: Any) -> Result:
+def _compare_batches(case: Case, ubatch_size: int | None, *rows: int, **given: Any) -> Result:
     """Compare batches of so many rows, which go through one attached model in turn."""
-    plain, model = copy.deepcopy(case.model), attached(case.model, ubatch_size=ubatch_size, **options)
+    plain, model = copy.deepcopy(case.model), attached(case.model, ubatch_size=ubatch_size, **given)
     for count in rows:
         batch = case.family.batch(case.model, count)
         compared = _compare_training(case.family, model, plain, batch, case.family.tolerance)
@@ -117,7 +127,7 @@ def check_generation(case: Case) -> Result:
         if caught.result is not None:
             return caught.result
     expected, found = made
-    if not torch.equal(found.sequences, expected.sequences):
+    if not torch.equal(found.sequences.cpu(), expected.sequences):
         return red(f"generates {found.sequences.tolist()} and should generate {expected.sequences.tolist()}")
     ours, theirs = ({f"of token {i}": t for i, t in enumerate(each.logits)} for each in (found, expected))
     return compare_tensors(ours, theirs, case.family.tolerance, "logits")
@@ -139,7 +149,7 @@ def check_lora(case: Case) -> Result:
             train(case.family, plain, case.batch)
     if caught.result is not None:
         return caught.result
-    attach_l2l(model, L2LConfig(device="cpu", ubatch_size=UBATCH))
+    attach_l2l(model, options(ubatch_size=UBATCH))
     compared = _compare_training(case.family, model, plain, case.batch, ADAPTERS * case.family.tolerance)
     if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
         return red("a frozen weight has a gradient")
@@ -154,7 +164,7 @@ def check_saving(case: Case) -> Result:
     """After a step, what is saved while attached loads as what is saved once detached; detached, the model has the
     state, the loss and the gradients of the plain model after the same step."""
     family, plain, model = case.family, copy.deepcopy(case.model), copy.deepcopy(case.model)
-    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred"))
+    eps = attach_l2l(model, options(eps_update="deferred"))
     for each in (plain, model):
         optimizer: Any = torch.optim.SGD(each.parameters(), lr=LEARNING_RATE)
         optimizer = optimizer if each is plain else eps.wrap(optimizer)
@@ -226,15 +236,21 @@ class Report:
         return found if found in ("red", "refused") else "green"
 
 
-def verify(family: Family) -> Report:
-    """Run all checks of `family`; errors in them are among the results, and no warning leaves."""
-    with _quiet():
+def verify(family: Family, names: Iterable[str] = tuple(CHECKS), device: str = "cpu") -> Report:
+    """Run checks of `family`; errors in them are among the results, and no warning leaves.
+
+    Args:
+        family: the model and its batches.
+        names: the checks; all by default.
+        device: the execution device of the model that runs layer to layer; the plain one runs on the CPU.
+    """
+    with _quiet(), on_device(device):
         case: Case | None = None
         with (caught := Caught(plain=True)):
             case = Case.of(family)
         if case is None:
             return Report(family.name, {}, caught.result.text if caught.result else "")
-        return Report(family.name, {name: _outcome(check, case) for name, check in CHECKS.items()})
+        return Report(family.name, {name: _outcome(CHECKS[name], case) for name in names})
 
 
 def _outcome(check: Check, case: Case) -> Result:

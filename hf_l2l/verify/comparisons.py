@@ -29,12 +29,14 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def largest_of(tensor: torch.Tensor) -> float:
     """The absolute value of the largest entry that is finite; 0 without one."""
-    finite = _widened(tensor)[tensor.isfinite()].abs()
+    wide = _widened(tensor)
+    finite = wide[wide.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    """On the CPU, where the plain model runs."""
+    return tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def compare_tensors(

@@ -70,9 +70,14 @@ class Family:
     """Whether layers compute their backward themselves: such a model trains on the CPU only, where nothing travels,
     and its backward is not split."""
 
+    exact: bool = False
+    """Whether any difference is an error: results are to have the same bits."""
+
     @property
     def tolerance(self) -> float:
         """The largest difference that is rounding, relative to the largest value."""
+        if self.exact:
+            return 0.0
         if self.dtype == torch.float32:
             return 1e-5
         return 1e-6 if self.fp32 else 1e-10

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attach_l2l
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.verify.cases import ROWS, UBATCH, Case, train
+from hf_l2l.verify.cases import ROWS, UBATCH, Case, options, train
 from hf_l2l.verify.comparisons import difference, largest_of
 from hf_l2l.verify.family import Batch, Family
 from hf_l2l.verify.results import OK, Result, note, one_line, red, worst
@@ -74,8 +73,8 @@ def told(reasons: Mapping[str, str]) -> Result:
     return note("whole: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())) if reasons else OK
 
 
-def recomputes(family: Family, model: nn.Module, batch: Batch, **options: Any) -> Recomputes:
-    """What is counted of one step of a copy of `model` that is attached with `options`."""
+def recomputes(family: Family, model: nn.Module, batch: Batch, **given: Any) -> Recomputes:
+    """What is counted of one step of a copy of `model` that is attached with the options `given`."""
     model = copy.deepcopy(model)
     keys = {layer: (stack.path, type(layer).__name__) for stack in find_stacks(model) for layer in stack.layers}
     counts: Counter[tuple[str, str]] = Counter()
@@ -83,7 +82,7 @@ def recomputes(family: Family, model: nn.Module, batch: Batch, **options: Any) -
         layer.forward = _counted(layer, key, counts)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        attach_l2l(model, L2LConfig(device="cpu", **options))
+        attach_l2l(model, options(**given))
         train(family, model, batch)
     trained = {key for layer, key in keys.items() if any(p.grad is not None for p in layer.parameters())}
     reasons = dict(_no_effect(str(w.message)) for w in caught if _NO_EFFECT in str(w.message))

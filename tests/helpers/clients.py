@@ -77,7 +77,7 @@ def trained_parameters(of: hf.Trainer) -> dict[str, nn.Parameter]:
 
 def losses(history: list[dict[str, float]]) -> list[dict[str, float]]:
     """The logs without what a clock says."""
-    timed = "runtime", "_per_second", "step_time", "l2l_"
+    timed = "runtime", "_per_second", "step_time", "l2l_", "device_peak"
     return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
 
 

@@ -160,4 +160,4 @@ def weights_after(
         if clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}

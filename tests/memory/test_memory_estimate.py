@@ -18,7 +18,6 @@ from transformers.optimization import Adafactor
 
 from families import VOCAB, batch_for, bert, gpt2, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l import estimate as estimate_function
 from hf_l2l.memory import host_limits
 from hf_l2l.memory.memory_estimate import (
     SKIP_VARIABLE,
@@ -59,7 +58,6 @@ def test_bytes_of_a_model():
     assert estimate(model, L2LConfig(gradient_slots=1)).slots == 3 * SLOT
     assert need.host_bytes == 4 * need.masters
     assert need.device_bytes == need.shell + need.slots
-    assert estimate_function is estimate
 
 
 def test_frozen_parts_need_no_gradients_and_no_moments():

@@ -79,6 +79,19 @@ def test_one_by_one_each_batch_moves_all_weights_and_gradients(tmp_path, monkeyp
         assert found_down - down >= (count - 1) * weights
 
 
+KEPT = [
+    {"l2l_resident": "shell"},
+    {"l2l_resident": "all"},
+    {"l2l_resident_layers": 1},
+    {"l2l_kept_weights": 1, "l2l_kept_graphs": 1},
+]
+
+
+@pytest.mark.parametrize("options", KEPT, ids=str)
+def test_what_stays_on_the_device_changes_nothing(tmp_path, options):
+    test_a_step_is_that_of_its_batches(tmp_path, "deferred", options)
+
+
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "l2l_boundary": "host"}, {"cmp": "fp16"}], ids=str)
 def test_a_step_is_that_of_its_batches(tmp_path, mode, options):

@@ -73,6 +73,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"cmp": "bf16", "host_copies": "per_sweep"},
     {"resident": "shell"},
     {"resident": "shell", "cmp": "bf16", "eps_update": "eager"},
+    {"resident_layers": 1, "kept_weights": 1, "kept_graphs": 1, "stash": "host"},
+    {"stash": "host", "boundary": "host", "device_stash": 1},
+    {"resident": "all", "kept_graphs": 2, "cmp": "bf16"},
     {"eps_update": "serial", "prefetch": False, "gradient_slots": 1},
 ]
 

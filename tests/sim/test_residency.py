@@ -496,7 +496,7 @@ def test_the_summary_says_it(tmp_path):
 
 
 def test_bad_values(tmp_path):
-    with pytest.raises(ValueError, match=r"resident must be one of 'none', 'shell' \(got 'embeddings'\)"):
+    with pytest.raises(ValueError, match=r"resident must be one of 'none', 'shell', 'all' \(got 'embeddings'\)"):
         L2LConfig(resident="embeddings")
     with pytest.raises(ValueError, match=r"l2l_resident must be one of"):
         arguments(L2LTrainingArguments, tmp_path, l2l_resident=1)
@@ -553,7 +553,7 @@ def test_an_error_of_the_engine_leaves_the_model(monkeypatch):
 def test_an_optimizer_that_is_not_wrapped_is_refused():
     model = toy()
     attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident="shell"))
-    with pytest.raises(RuntimeError, match=r"resident='shell' need a wrapped optimizer.*eps.wrap\(optimizer\)"):
+    with pytest.raises(RuntimeError, match=r"resident weights need a wrapped optimizer.*eps.wrap\(optimizer\)"):
         model(**batch_for(model, masked=False)).loss.backward()
 
 
@@ -578,7 +578,7 @@ def test_a_weight_that_is_put_into_a_layer_is_refused():
     model, _, _, batch = toy_under("sim", "deferred", resident="shell")
     model.out = nn.Parameter(torch.zeros(16, device="sim"))
     model.blocks[0].up.bias = model.out
-    with pytest.raises(ValueError, match=r"weights of layers stay on the host \(got .* on sim:0"):
+    with pytest.raises(ValueError, match=r"weights of a streamed layer stay on the host \(got .* on the device"):
         model(**batch)
 
 

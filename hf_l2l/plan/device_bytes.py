@@ -1,0 +1,271 @@
+"""The bytes that training layer to layer takes on the device, by name, in each phase of a step.
+
+A step has these phases: what is computed before the layers, each layer, and what is computed after them, forward and
+backward. In each, the sum of what is held and of what is computed with is known (`Traced`), and the largest is the
+peak. Names are those of `eps.memory_report()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hf_l2l.memory.dense_masks import dense_masks
+from hf_l2l.memory.device_memory import (
+    BOUNDARY,
+    EMBEDDING,
+    HEAD,
+    INPUTS,
+    KEPT_GRAPHS,
+    KEPT_WEIGHTS,
+    MASK,
+    OPTIMIZER,
+    RESIDENT,
+    SHELL,
+    SLOTS,
+    STASH,
+    WORKSPACE,
+)
+from hf_l2l.model.residency import LayerPlace
+from hf_l2l.plan.weights import ModelWeights, WeightBytes
+from hf_l2l.shapes.traced import Traced, TracedCall
+
+Bytes = dict[str, int]
+
+
+class _Kept(NamedTuple):
+    """Memory that the stash holds on the device, until the backward of call number `first`."""
+
+    name: str
+    num_bytes: int
+    first: int
+
+
+class DeviceBytes:
+    """The device memory of one step, from what was traced with all rows, and with those of one micro-batch."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        held: WeightBytes,
+        places: Sequence[LayerPlace],
+        whole: Traced,
+        part: Traced | None,
+        *,
+        stash: str,
+        boundary: str,
+        makes_all_logits: bool = False,
+        transients: int = 0,
+    ) -> None:
+        """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
+        is one micro-batch."""
+        self.weights, self.held = weights, held
+        self.places = [places[call.number] for call in whole.calls]
+        self.makes_all_logits = makes_all_logits
+        self.transients = transients
+        """What the optimizer allocates for its step on the device."""
+        self.whole, self.part = whole, part or whole
+        self.is_split = part is not None
+        self.by_rows = boundary == "host" and self.is_split
+        self.leaves = stash != "device"
+        self._uses: dict[int, list[int]] = {}
+        """Memory of an argument -> the calls that take it."""
+        self._bytes: dict[int, int] = {}
+        for number, call in enumerate(whole.calls):
+            for argument in call.arguments:
+                self._uses.setdefault(argument.memory, []).append(number)
+                self._bytes[argument.memory] = argument.num_bytes
+        self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
+
+    def peak(self) -> tuple[str, Bytes]:
+        """The phase in which most is held, and the bytes by name."""
+        return max(self.phases(), key=lambda phase: sum(phase[1].values()))
+
+    def phases(self) -> Iterator[tuple[str, Bytes]]:
+        """All phases in which the peak may be."""
+        whole, part = self.whole, self.part
+        calls = whole.calls
+        for number in reversed(range(len(calls))):
+            yield f"backward of layer {number + 1}", self._layer(number)
+        yield "head", self._head()
+        rows = self._arguments_of_first()
+        before = part.pieces[0].backward_peak
+        if self.by_rows:
+            # While the last micro-batch is still there, the sums are converted.
+            sums, short = self.weights.table_sums, self.weights.table_gradients
+            before = sums + max(before + 2 * rows, short + 3 * rows)
+        found = self._base() | {EMBEDDING: before, HEAD: whole.late, BOUNDARY: 0 if self.by_rows else rows}
+        yield "embedding", self._with_gradients(found, 0)
+        if self.held.resident or self.held.shell_is_resident:
+            found = self._with_gradients(self._base() | {OPTIMIZER: self.transients}, 0)
+            found[SHELL] += self._late_gradients()
+            yield "update on the device", found
+
+    def _late_gradients(self) -> int:
+        """Of the resident shell: the gradients that come last, those of what is computed before the layers."""
+        if not self.held.shell_is_resident:
+            return 0
+        return self.weights.shell.gradients - self._early_gradients()
+
+    def _early_gradients(self) -> int:
+        """Of the resident shell: the gradients of what is computed after the layers alone."""
+        shell = self.weights.shell
+        if not (self.held.shell_is_resident and shell.travels):
+            return 0
+        return self.whole.of_last * shell.gradients // max(1, shell.sent_gradients)
+
+    def _with_gradients(self, found: Bytes, number: int) -> Bytes:
+        """And the gradients of what is resident, in the backward of call `number`, which makes its own."""
+        found[SHELL] += self._early_gradients()
+        for call, place in zip(self.whole.calls[number:], self.places[number:], strict=True):
+            found[RESIDENT] += self.weights.layers[call.number].gradients if place.is_resident else 0
+        return found
+
+    def _has_rows(self, call: int, argument: int) -> bool:
+        if not self.is_split:
+            return True
+        both = (traced.calls[call].arguments[argument].shape for traced in (self.whole, self.part))
+        return len(set(both)) == 2
+
+    def _kept_of(self, number: int) -> Iterator[tuple[int, _Kept]]:
+        arguments = self.whole.calls[number].arguments
+        likes = [torch.empty(a.shape, device="meta") for a in arguments]
+        masks = {id(each) for each in dense_masks(likes)}
+        for i, argument in enumerate(arguments):
+            uses = self._uses[argument.memory]
+            rows = self._has_rows(number, i)
+            travels = self.leaves and rows and len(uses) == 1 and not self.places[number].keeps_input
+            passes = self.by_rows and rows and argument.needs_gradient and not self.places[number].keeps_input
+            if travels or passes:
+                continue
+            name = MASK if id(likes[i]) in masks else STASH
+            yield argument.memory, _Kept(name, argument.num_bytes, min(uses))
+
+    def _base(self) -> Bytes:
+        held = self.held
+        return {
+            SHELL: held.shell,
+            RESIDENT: held.resident,
+            SLOTS: held.slots,
+            KEPT_WEIGHTS: held.kept,
+            INPUTS: self.whole.inputs,
+        }
+
+    def _held(self, number: int) -> Bytes:
+        """What is held in the backward of call `number`, besides what it computes with."""
+        whole = self.whole
+        found = self._base() | {STASH: 0, MASK: 0, KEPT_GRAPHS: self._graphs(number)}
+        if number < len(whole.calls):
+            found = self._with_gradients(found, number)
+        for kept in self._kept.values():
+            if kept.first <= number:
+                found[kept.name] += kept.num_bytes
+        if self.by_rows:
+            # The last rows that were sent to the host.
+            return found | {EMBEDDING: self._arguments_of_first(), HEAD: whole.late}
+        left = whole.left + whole.late
+        found[EMBEDDING] = min(left, max(0, whole.pieces[0].kept))
+        return found | {HEAD: left - found[EMBEDDING]}
+
+    def _graphs(self, number: int) -> int:
+        """Graphs that are kept up to this call, of all rows."""
+        pairs = zip(self.whole.calls[: number + 1], self.places, strict=False)
+        return sum(call.layer.graph for call, place in pairs if place.keeps_graph)
+
+    def _arguments_of_first(self) -> int:
+        """Bytes of what the embedding gives to the first layer."""
+        return sum(a.num_bytes for a in self.part.calls[0].arguments if a.needs_gradient)
+
+    def _layer(self, number: int) -> Bytes:
+        call, small = self.whole.calls[number], self.part.calls[number]
+        found = self._held(number)
+        found[WORKSPACE] = small.layer.backward_peak + self._uploaded(number)
+        if self.places[number].keeps_graph:
+            found[WORKSPACE] -= small.layer.graph
+        if self.places[number].is_resident:
+            found[WORKSPACE] += self.weights.layers[call.number].copies
+        found[BOUNDARY] = self._boundary(number, call)
+        if self.by_rows:
+            found[WORKSPACE] += self._gradient_rows(call, small, number)
+        elif not self.is_split:
+            # What the layer computes itself becomes the gradients of its arguments.
+            own = sum(a.num_bytes for a in call.arguments if a.needs_gradient)
+            found[WORKSPACE] -= own
+            found[BOUNDARY] += own
+        if self.is_split:
+            # Gradients of arguments without rows are summed over the micro-batches.
+            found[WORKSPACE] += sum(
+                a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and not self._has_rows(number, i)
+            )
+        return found
+
+    def _uploaded(self, number: int) -> int:
+        """Rows of one micro-batch in host memory, and of the next one, which are uploaded meanwhile."""
+        rows = sum(
+            a.num_bytes
+            for whole, a in zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
+            if whole.memory not in self._kept
+        )
+        return 2 * rows if self.is_split else rows
+
+    def _gradients_arrive(self, number: int, call: TracedCall) -> list[int]:
+        """The outputs of the call that get a gradient, by their numbers."""
+        return [
+            i
+            for i, output in enumerate(call.outputs)
+            if output.has_gradient or any(use > number for use in self._uses.get(output.memory, ()))
+        ]
+
+    def _gradient_rows(self, call: TracedCall, small: TracedCall, number: int) -> int:
+        """Gradients of one micro-batch of the outputs, and of the next one, which are uploaded meanwhile."""
+        return sum(
+            2 * small.outputs[i].num_bytes
+            for i in self._gradients_arrive(number, call)
+            if self._passes(call, small, i)
+        )
+
+    def _passes(self, call: TracedCall, small: TracedCall, i: int) -> bool:
+        """Whether output `i` passes through the host: it has rows, and no layer that takes it keeps it."""
+        has_rows = call.outputs[i].num_bytes != small.outputs[i].num_bytes
+        uses = self._uses.get(call.outputs[i].memory, ())
+        return self.by_rows and has_rows and not any(self.places[use].keeps_input for use in uses)
+
+    def _boundary(self, number: int, call: TracedCall) -> int:
+        small = self.part.calls[number]
+        total = sum(
+            call.outputs[i].num_bytes for i in self._gradients_arrive(number, call) if not self._passes(call, small, i)
+        )
+        if self.is_split and (not self.by_rows or self.places[number].keeps_input):
+            total += sum(
+                a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and self._has_rows(number, i)
+            )
+        # Of what this call and later ones return, the gradients are those of their outputs.
+        returned = {out.memory for out in call.outputs}
+        returned |= {out.memory for later in self.whole.calls[number:] for out in later.outputs if out.is_new}
+        for memory, uses in self._uses.items():
+            if max(uses) > number and memory not in returned and (not self.by_rows or memory in self._kept):
+                needs = any(a.memory == memory and a.needs_gradient for a in self.whole.calls[uses[0]].arguments)
+                total += self._bytes[memory] if needs else 0
+        return total + self._kept_outputs(number)
+
+    def _kept_outputs(self, number: int) -> int:
+        """Of layers, which are no argument of another one, and which what is computed between layers keeps."""
+        if self.by_rows:
+            return 0
+        return sum(out.num_bytes for call in self.whole.calls[:number] for out in call.outputs if out.kept)
+
+    def _head(self) -> Bytes:
+        found = self._held(len(self.whole.calls))
+        last = (self.part if self.by_rows else self.whole).pieces[-1]
+        peak = max(last.backward_peak, last.forward_peak)
+        if self.by_rows and not self.makes_all_logits:
+            found[HEAD] = peak - self.part.head
+            return found
+        last = self.whole.pieces[-1]
+        peak = max(last.backward_peak, last.forward_peak)
+        found[HEAD] = peak
+        found[EMBEDDING] = self._arguments_of_first() if self.by_rows else self.whole.left
+        found[BOUNDARY] = sum(out.num_bytes for call in self.whole.calls for out in call.outputs if out.kept)
+        return found

@@ -1,0 +1,163 @@
+"""`Estimate`: the memory report of a run, before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.memory import memory_estimate
+from hf_l2l.memory.device_memory import DEVICE_NAMES, KEPT_WEIGHTS, RESIDENT, SLOTS
+from hf_l2l.memory.host_limits import process_bytes
+from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MASTERS, MOMENTS, NORMS, OTHER, TRANSIENTS
+from hf_l2l.memory.memory_estimate import MemoryEstimate
+from hf_l2l.memory.memory_report import MemoryReport
+from hf_l2l.model.stacks import find_stacks
+from hf_l2l.plan.plain import PlainBytes
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import tensor_bytes
+from hf_l2l.shapes.inputs import example_inputs
+
+
+@dataclass(frozen=True)
+class Estimate(MemoryEstimate):
+    """Bytes that depend on the model alone, and, for a batch of a given size, the memory report before the run.
+
+    `print` shows the report, and so does a notebook.
+    """
+
+    report: MemoryReport | None = None
+    """Tier -> name -> bytes "now" (between steps) and at the "peak", with the names of `eps.memory_report()`; None
+    without the number of rows."""
+    phase: str = ""
+    """What runs when the device holds most."""
+    plain: int = 0
+    """Device bytes at the peak of transformers' Trainer, with the whole model on the device."""
+    plain_checkpointing: int = 0
+    """Those with activation checkpointing."""
+
+    @property
+    def device_peak(self) -> int:
+        """Device bytes at the peak; without the number of rows, those that do not depend on it."""
+        return self.device_bytes if self.report is None else self.report["device"]["total"]["peak"]
+
+    def __str__(self) -> str:
+        return super().__repr__() if self.report is None else str(self.report)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{self!r}</pre>" if self.report is None else self.report._repr_html_()
+
+
+def estimate(
+    model: nn.Module,
+    config: L2LConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+    device_memory: int | None = None,
+) -> Estimate:
+    """Estimate the memory for training `model` layer to layer, from shapes alone; nothing is allocated.
+
+    Args:
+        model: the model; it may be on the meta device.
+        config: the options; None for the defaults.
+        optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
+            assumes two moments per trainable parameter.
+        rows: rows of the device batch. Without rows and inputs, bytes that depend on the batch are left out.
+        tokens: tokens per row, of models of texts (see `example_inputs`).
+        inputs: the arguments of one call of the model, labels included, instead of rows and tokens; on any device.
+        device: the device that will train it, which this machine need not have; None takes that of `config`, or, if it
+            shares the host's memory and there are rows or inputs, a CUDA device.
+        device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
+            of the execution device.
+
+    Raises:
+        ValueError: if no inputs can be made for the model, or it has no stack of layers.
+    """
+    config = config or L2LConfig()
+    place = None if device is None else torch.device(device)
+    if rows is None and inputs is None:
+        return Estimate(**_values(memory_estimate.estimate(model, config, optimizer, place)))
+    made = example_inputs(model, rows or 1, tokens) if inputs is None else inputs
+    run = RunShapes(model, config, made, optimizer=optimizer, device=place, device_memory=device_memory)
+    return estimate_of(run, config)
+
+
+def _values(state: MemoryEstimate) -> dict[str, Any]:
+    return {each.name: getattr(state, each.name) for each in fields(MemoryEstimate)}
+
+
+def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
+    """The report before the run, with these options."""
+    state = memory_estimate.estimate(run.model, config, run.optimizer, run.device)
+    stash, boundary, ubatch = run.resolved(config)
+    phase, peak = run.peak(config)
+    device = {name: {"now": 0, "peak": peak.get(name, 0)} for name in DEVICE_NAMES}
+    for name in (RESIDENT, SLOTS, KEPT_WEIGHTS):
+        device[name]["now"] = peak[name]
+    host = _host(run, config, state, stash, boundary)
+    title = (
+        f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
+        f"stash {stash}, boundary {boundary}"
+    )
+    report = MemoryReport(title, device, host, {"now": 0, "peak": 0}, f"The device holds most in the {phase}.")
+    plain = PlainBytes(run.model, run.inputs, run.moments)
+    return Estimate(
+        **_values(state),
+        report=report,
+        phase=phase,
+        plain=plain.peak(checkpointing=False),
+        plain_checkpointing=plain.peak(checkpointing=True),
+    )
+
+
+def _host(
+    run: RunShapes, config: L2LConfig, state: MemoryEstimate, stash: str, boundary: str
+) -> dict[str, dict[str, int]]:
+    calls = run.traced(run.rows).calls
+    places = run.places(config)
+    own = {call.number: max((a.num_bytes for a in call.arguments if a.needs_gradient), default=0) for call in calls}
+    stashed = sum(size for number, size in own.items() if not places[number].keeps_input)
+    # With a head that reads hidden states in chunks, what the final norm returns is there, too.
+    passing = (3 if run.has_chunked_head else 2) * max(own.values()) if boundary == "host" else 0
+    rooms = 0 if stash != "host" else stashed + passing
+    parameters = sum(1 for p in run.model.parameters() if p.requires_grad)
+    transients = 0
+    if config.moment_dtype == "bf16" or config.grad_dtype == "16bit":
+        # Two updates run at once, each of a layer, or of a large weight outside the layers.
+        transients = 12 * 2 * largest_update(run.model, config)
+    found = {
+        MASTERS: state.masters,
+        GRADIENTS: state.gradients,
+        MOMENTS: state.moments,
+        COPIES: state.copies,
+        HOST_STASH: rooms,
+        NORMS: 8 * parameters,
+        TRANSIENTS: transients,
+        OTHER: max(0, process_bytes()[0] - _present(run.model)),
+    }
+    lasts = {TRANSIENTS: 0}
+    return {name: {"now": lasts.get(name, found.get(name, 0)), "peak": found.get(name, 0)} for name in HOST_NAMES}
+
+
+def largest_update(model: nn.Module, config: L2LConfig) -> int:
+    """The number of parameters that are updated at once, at most: of a layer, or of a large weight in no layer."""
+    layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+    of_layers = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
+    inside = {p for layer in layers for p in layer.parameters()}
+    return max(
+        [*of_layers, *(p.numel() for p in model.parameters() if p not in inside and p.requires_grad)], default=0
+    )
+
+
+def _present(model: nn.Module) -> int:
+    """Bytes of the model in the memory of this process, as far as it is on the host."""
+    return tensor_bytes([t for t in (*model.parameters(), *model.buffers()) if t.device == stream.HOST])

@@ -1,0 +1,216 @@
+"""`RunShapes`: what is known of one model and device batch before the run, for any options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.memory import memory_estimate
+from hf_l2l.model.precision import Precision, computing_dtype
+from hf_l2l.model.residency import LayerPlace, places_of
+from hf_l2l.model.stacks import find_stacks
+from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
+from hf_l2l.plan.step_time import Cost
+from hf_l2l.plan.weights import ModelWeights
+from hf_l2l.runtime import stream
+from hf_l2l.shapes.traced import Traced, Tracer
+from hf_l2l.stash.boundary import fewest_bytes_on_host
+from hf_l2l.stash.tiers import SHARE
+
+ELSEWHERE = torch.device("cuda")
+"""The device that is assumed where this machine has none with memory of its own."""
+
+_FUSING = ("cuda", "xpu", "hpu", "npu", "mps")
+"""Devices whose attention is one kernel with dropout, too."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one step, for the cost model."""
+
+    layers: list[Cost]
+    shell: Cost
+    ubatches: int
+
+
+class RunShapes:
+    """What is traced of one model and batch, for any number of rows per micro-batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: L2LConfig,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        device: torch.device | None = None,
+        device_memory: int | None = None,
+    ) -> None:
+        """`inputs` are those of the whole device batch; see `estimate` for the others."""
+        self.device = device or device_to_train_on(config)
+        self.model, self.config, self.inputs = model, config, dict(inputs)
+        self.optimizer = optimizer
+        self.dtype = computing_dtype(config.cmp, self.device)
+        self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
+        self.rows = max(t.shape[0] for t in inputs.values() if t.dim())
+        self.device_memory = device_memory or _memory_of(self.device)
+        self._tracer = Tracer(
+            model,
+            self.precision,
+            layer_classes=config.layer_classes,
+            chunked_loss=config.chunked_loss != "off",
+            fuses=_always if self.device.type in _FUSING else _without_dropout,
+        )
+        state = memory_estimate.estimate(model, L2LConfig(), optimizer, ELSEWHERE)
+        self.moments = state.moments
+        """Bytes of the optimizer's state in fp32, wherever it is."""
+        self.layers = self._tracer.layers
+        layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+        self.weights = ModelWeights(model, layers, self.precision, state.moments / max(1, state.gradients))
+        self._traced: dict[tuple[int, bool], Traced] = {}
+
+    @property
+    def has_chunked_head(self) -> bool:
+        """Whether logits of a vocabulary are made for a chunk of tokens at a time."""
+        return self._tracer.has_head and not self._tracer.makes_all_logits
+
+    def traced(self, rows: int, *, by_rows: bool = False) -> Traced:
+        """The trace of so many rows (see `Tracer`)."""
+        key = rows, by_rows
+        if key not in self._traced:
+            part = {name: self._part(tensor, rows) for name, tensor in self.inputs.items()}
+            self._traced[key] = self._tracer.trace(part, by_rows=by_rows)
+        return self._traced[key]
+
+    def _part(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        has_rows = tensor.dim() > 0 and tensor.shape[0] % self.rows == 0
+        shape = (tensor.shape[0] * rows // self.rows, *tensor.shape[1:]) if has_rows else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    @property
+    def _own_input(self) -> int:
+        """Bytes of a layer's own input, the largest."""
+        return max(_own(call.arguments) for call in self.traced(self.rows).calls)
+
+    def resolved(self, config: L2LConfig) -> tuple[str, str, int]:
+        """Where the stash is, and the boundary, and the rows of a micro-batch: without "auto" and None."""
+        ubatch = min(config.ubatch_size or self.rows, self.rows)
+        stash: str = config.stash
+        if stash == "auto":
+            needed = self._own_input * len(self.layers)
+            fits = self.device_memory is not None and needed * SHARE <= self.device_memory
+            stash = "device" if fits and config.boundary != "host" else "host"
+        boundary: str = "device" if stash == "device" else config.boundary
+        if boundary == "auto":
+            fewest = fewest_bytes_on_host(self.device_memory)
+            boundary = "host" if fewest is not None and self._own_input >= fewest else "device"
+        return stash, boundary, ubatch
+
+    def places(self, config: L2LConfig) -> list[LayerPlace]:
+        """What stays on the device of each layer."""
+        return list(places_of(self.layers, config, self.device).values())
+
+    def on_device(self, config: L2LConfig) -> DeviceBytes:
+        """The device memory of a step."""
+        stash, boundary, ubatch = self.resolved(config)
+        places = self.places(config)
+        whole = self.traced(self.rows)
+        part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
+        shell = config.resident != "none"
+        held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
+        all_logits = self._tracer.makes_all_logits
+        return DeviceBytes(
+            self.weights,
+            held,
+            places,
+            whole,
+            part,
+            stash=stash,
+            boundary=boundary,
+            makes_all_logits=all_logits,
+            transients=self._transients(places, shell),
+        )
+
+    def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:
+        """What the step of an optimizer that is not fused allocates on the device: three tensors for each that is
+        updated, if all are updated at once (`foreach`), else for the largest."""
+        options = {} if self.optimizer is None else self.optimizer.param_groups[0]
+        if self.optimizer is None or options.get("fused"):
+            return 0
+        sizes = [unit.gradients for unit, place in zip(self.weights.layers, places, strict=True) if place.is_resident]
+        sizes += [self.weights.shell.gradients] if shell else []
+        return 3 * sum(sizes)
+
+    def peak(self, config: L2LConfig) -> tuple[str, Bytes]:
+        """What runs when the device holds most, and its bytes by name."""
+        return self.on_device(config).peak()
+
+    def costs(self, config: L2LConfig) -> Costs:
+        """What each layer computes and sends, for the cost model."""
+        stash, boundary, ubatch = self.resolved(config)
+        places, whole = self.places(config), self.traced(self.rows)
+        leaves, by_rows = stash != "device", boundary == "host" and ubatch < self.rows
+        short = 2 if config.grad_dtype == "16bit" else 4
+        layers = []
+        for number, call in enumerate(whole.calls):
+            place, weights = places[call.number], self.weights.layers[call.number]
+            own = _own(call.arguments)
+            up = 0 if place.is_resident else weights.travels
+            # Of what travels, the last two layers of the forward are still in their slots.
+            up_again = up if place.is_fetched_in_backward and number < len(whole.calls) - 2 else 0
+            stashed = own if leaves and not place.keeps_input else 0
+            passing = own if by_rows and not place.keeps_input else 0
+            layers.append(
+                Cost(
+                    forward_flops=call.layer.forward_flops,
+                    backward_flops=call.layer.backward_flops - (call.layer.forward_flops if place.keeps_graph else 0),
+                    forward_up=up + passing,
+                    forward_down=stashed,
+                    backward_up=up_again + stashed + passing,
+                    backward_down=(0 if place.is_resident else weights.trained * short) + passing,
+                    parameters=0 if place.is_resident else weights.trained,
+                    on_device=weights.trained if place.is_resident else 0,
+                )
+            )
+        return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
+
+    def _shell_cost(self, config: L2LConfig, short: int) -> Cost:
+        whole, shell = self.traced(self.rows), self.weights.shell
+        is_resident = config.resident != "none"
+        return Cost(
+            forward_flops=sum(piece.forward_flops for piece in whole.pieces),
+            backward_flops=sum(piece.backward_flops for piece in whole.pieces),
+            forward_up=0 if is_resident else shell.travels,
+            backward_down=0 if is_resident else shell.trained * short,
+            parameters=0 if is_resident else shell.trained,
+            on_device=shell.trained if is_resident else 0,
+        )
+
+
+def device_to_train_on(config: L2LConfig) -> torch.device:
+    """The execution device, if it has memory of its own; otherwise that of another machine."""
+    device = stream.execution_device(config.device)
+    return ELSEWHERE if stream.shares_host_memory(device) else device
+
+
+def _memory_of(device: torch.device) -> int | None:
+    module: Any = stream.device_module(device)
+    return stream.memory_of(device) if module is not None and module.is_available() else None
+
+
+def _own(arguments: Sequence[Any]) -> int:
+    """Bytes of the largest argument that gets a gradient: the output of the layer before."""
+    return max((a.num_bytes for a in arguments if a.needs_gradient), default=0)
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+def _without_dropout(query: Any, key: Any, value: Any, mask: Any, dropout: float) -> bool:
+    return dropout == 0

@@ -1,0 +1,106 @@
+"""Bytes of the weights of one model: as they travel, in slots, and with their state on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_l2l.model.precision import Precision
+from hf_l2l.model.residency import LayerPlace
+from hf_l2l.model.stacks import shell_modules
+from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.tensors import on_meta
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one layer."""
+
+    travels: int
+    """What is uploaded."""
+    sums: int
+    """Sums of gradients (fp32) on the device."""
+    state: int
+    """Masters and optimizer state, which a resident layer has on the device."""
+    gradients: int
+    """Gradients in the dtypes of the masters."""
+    sent_gradients: int
+    """Gradients in the dtypes that the device computes in."""
+    copies: int
+    """The copies in 16 bits that a resident layer computes with; 0 if it computes with the masters."""
+    parameters: int
+    trained: int
+    """Parameters that are updated."""
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """On the device, by name; without the gradients of what is resident, which come later."""
+
+    shell: int
+    shell_is_resident: bool
+    resident: int
+    slots: int
+    kept: int
+
+
+class ModelWeights:
+    """The bytes of a model's weights, found once."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], precision: Precision, moments: float) -> None:
+        """`moments` are bytes of optimizer state for each byte of a trained master."""
+        shell = list(shell_modules(model, layers))
+        inside = {p for layer in layers for p in layer.parameters()}
+        outside = {p for m in shell for p in m._parameters.values() if p is not None} - inside
+        buffers = {b: precision.of_buffer(m, n, b) for m in shell for n, b in m._buffers.items() if b is not None}
+        tables = {m.weight for m in shell if isinstance(m, nn.Embedding) and m.weight.requires_grad} - inside
+        self.layers = [_of(list(layer.parameters()), precision, moments) for layer in layers]
+        self.shell = _of(list(outside), precision, moments)
+        self.buffers = sum(b.numel() * dtype.itemsize for b, dtype in buffers.items())
+        self.table_sums = sum(4 * t.numel() for t in tables)
+        """Sums of the gradients (fp32) of tables of embeddings, to which micro-batches add rows."""
+        self.table_gradients = sum(2 * t.numel() for t in tables if precision.of(t).itemsize == 2)
+        """Those sums in 16 bits, if the device computes in 16 bits."""
+
+    def on_device(
+        self, places: Sequence[LayerPlace], *, gradient_slots: int, shell_is_resident: bool = False
+    ) -> WeightBytes:
+        """What the device holds of them in a step, with these places of the layers."""
+        pairs = list(zip(self.layers, places, strict=True))
+        streamed = [layer for layer, place in pairs if not place.is_resident]
+        in_turn = [layer for layer, place in pairs if place.is_fetched_in_backward]
+        resident = [layer for layer, place in pairs if place.is_resident]
+        shell = self.shell.travels
+        if shell_is_resident:
+            shell = self.shell.state + self.shell.copies
+        return WeightBytes(
+            shell=shell + self.buffers,
+            shell_is_resident=shell_is_resident,
+            resident=sum(layer.state for layer in resident),
+            slots=2 * max((layer.travels for layer in in_turn), default=0)
+            + gradient_slots * max((layer.sums for layer in streamed), default=0),
+            kept=sum(layer.travels for layer, place in pairs if place.keeps_weights),
+        )
+
+
+def _of(parameters: Sequence[torch.Tensor], precision: Precision, moments: float) -> LayerBytes:
+    def masters(of: Sequence[torch.Tensor]) -> int:
+        short = precision.is_mixed
+        return sum(p.numel() * (max(4, p.itemsize) if short and p.requires_grad else p.itemsize) for p in of)
+
+    trained = [p for p in parameters if p.requires_grad]
+    travels = Layout(on_meta(p, precision.of(p)) for p in parameters).num_bytes
+    rounded = [p for p in parameters if precision.of(p).itemsize < 4 and p.requires_grad]
+    return LayerBytes(
+        travels=travels,
+        sums=Layout(on_meta(p, torch.float32) for p in trained).num_bytes,
+        state=masters(parameters) + int(masters(trained) * moments),
+        gradients=masters(trained),
+        sent_gradients=sum(p.numel() * precision.of(p).itemsize for p in trained),
+        copies=sum(p.numel() * precision.of(p).itemsize for p in rounded),
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in trained),
+    )

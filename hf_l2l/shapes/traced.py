@@ -1,0 +1,384 @@
+"""What a model allocates on the device, piece by piece, found by running it without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from hf_l2l.compat import FakeTensorMode
+from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
+from hf_l2l.model.precision import Precision, let_heads_return_fp32
+from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
+from hf_l2l.shapes.fake_memory import FakeMemory, counted
+from hf_l2l.shapes.shadow import like, shadow
+
+
+@dataclass(eq=False)
+class Piece:
+    """Bytes that a part of the model allocates on the device, and its floating-point operations."""
+
+    forward_peak: int = 0
+    """The most at once in the forward, its results included."""
+    kept: int = 0
+    """Kept for the backward, without results that go to a layer."""
+    backward_peak: int = 0
+    """The most at once in the backward; what is kept, and gradients of what it got from a layer, are included."""
+    forward_flops: int = 0
+    backward_flops: int = 0
+
+
+@dataclass(eq=False)
+class TracedLayer(Piece):
+    """One kind of layer call; its forward keeps no graph, and its backward begins with the forward in grad mode."""
+
+    graph: int = 0
+    """Kept by the graph of its forward in grad mode, its results included."""
+
+
+class Argument(NamedTuple):
+    """A tensor argument of a layer call."""
+
+    memory: int
+    """Identifies its memory, which layers may share."""
+    num_bytes: int
+    shape: torch.Size
+    needs_gradient: bool
+
+
+@dataclass(eq=False)
+class Output:
+    """A tensor that a layer call returns."""
+
+    memory: int
+    num_bytes: int
+    is_new: bool
+    """False for an argument that is returned as it is."""
+    has_gradient: bool = False
+    """Whether a gradient comes to it from what is computed outside the layers."""
+    kept: bool = False
+    """Whether the graph of what is computed outside the layers keeps it."""
+
+
+class TracedCall(NamedTuple):
+    """A layer call."""
+
+    number: int
+    """Of the layer, in the order of the model."""
+    layer: TracedLayer
+    arguments: list[Argument]
+    outputs: list[Output]
+
+
+@dataclass(eq=False)
+class Traced:
+    """One forward and backward of a model."""
+
+    pieces: list[Piece]
+    """What is computed before the first layer, between layers, and after the last one, the loss included: one more
+    than there are layer calls."""
+    calls: list[TracedCall]
+    """The layer calls in order; those of one kind have the same `layer`."""
+    of_last: int
+    """Bytes of the gradients of weights that the last piece alone reads."""
+    late: int
+    """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
+    that both read, as a tied head."""
+    inputs: int
+    """Bytes of the inputs on the device."""
+    left: int
+    """Bytes that earlier pieces still keep when the backward of the last one is over, without arguments of layers."""
+    head: int = 0
+    """Bytes of the hidden states that the head is given, if it is traced apart."""
+
+
+class Tracer:
+    """Runs a model without values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        layer_classes: tuple[str, ...] | None = None,
+        chunked_loss: bool = True,
+        fuses: Callable[..., bool] = lambda q, k, v, mask, dropout: dropout == 0,
+    ) -> None:
+        """Of a copy of `model`, which may be on any device."""
+        self._fake = FakeTensorMode()
+        with self._fake:
+            self.model = shadow(model, precision)
+        self._precision = precision
+        self._fuses = fuses
+        self.layers = [layer for stack in find_stacks(self.model, layer_classes) for layer in stack.layers]
+        if precision.is_mixed:
+            let_heads_return_fp32(self.model, self.layers)
+        self._run: _Run | None = None
+        self._apart = False
+        for number, layer in enumerate(self.layers):
+            layer.forward = partial(self._layer, number, layer, layer.forward)
+        outside = set(shell_modules(self.model, self.layers))
+        heads = {head for m in outside if (head := output_embedding(m, outside)) is not None}
+        self.has_head = bool(heads)
+        """Whether the model computes logits of a vocabulary."""
+        self.makes_all_logits = bool(heads) and not chunked_loss
+        """Whether logits of a vocabulary are made for all tokens at once."""
+        if chunked_loss:
+            runner = OutputEmbeddings(_Plain())
+            for head in heads:
+                head.forward = partial(self._head, runner, head, head.forward)
+        for p in self.model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._arrived)
+        for module in self.model.modules():
+            for config in _configs(module):
+                if getattr(config, "use_cache", None):
+                    config.use_cache = False
+
+    def trace(self, inputs: Mapping[str, torch.Tensor], *, by_rows: bool = False) -> Traced:
+        """One forward and backward of `inputs`; the model must compute a loss.
+
+        Args:
+            inputs: arguments of the model.
+            by_rows: the rows are those of one micro-batch, between which host memory passes all that is not in a
+                layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head is
+                given hidden states whose memory does not count.
+        """
+        self._apart = by_rows
+        with self._fake:
+            fakes = {name: like(t, t.dtype) for name, t in inputs.items()}
+            _, given = self._precision.of_inputs(self.model, (), fakes)
+        with counted(self._fake, self._fuses) as memory:
+            memory.leave_out([*self.model.parameters(), *self.model.buffers(), *leaves_of(given)])
+            run = self._run = _Run(memory)
+            with _TablesApart() if by_rows else torch.enable_grad(), torch.enable_grad():
+                loss = self.model(**given)["loss"]
+            run.end(loss)
+            self._run = None
+        return Traced(run.pieces, run.calls, *run.gradients(), tensor_bytes(leaves_of(given)), run.left, run.head)
+
+    def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._apart and len(args) == 1:
+            assert self._run is not None
+            args = (self._run.given_to_head(args[0]),)
+        return runner.run(head, forward, args, kwargs)
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        assert self._run is not None
+        self._run.arrived(parameter)
+
+    def _layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._run is not None
+        return self._run.layer(number, layer, forward, args, kwargs)
+
+
+class _Plain:
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+
+def _configs(module: nn.Module) -> Iterator[Any]:
+    config = getattr(module, "config", None)
+    if config is not None:
+        yield config
+        for value in vars(config).values():
+            if hasattr(value, "use_cache"):
+                yield value
+
+
+class _TablesApart(TorchFunctionMode):
+    """Inside, tables of embeddings get no gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.embedding and len(args) > 1:
+            found = func(args[0], args[1].detach(), *args[2:], **kwargs)
+            return found.requires_grad_(args[1].requires_grad)
+        return func(*args, **kwargs)
+
+
+class _Run:
+    """One forward and backward."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self.memory = memory
+        self.pieces: list[Piece] = [Piece()]
+        self.calls: list[TracedCall] = []
+        self.left = 0
+        self.head = 0
+        self._kinds: dict[Any, tuple[TracedLayer, Any, list[Any]]] = {}
+        self._roots: list[list[torch.Tensor]] = []
+        """Per piece, what it gives to the layer after it, if that has a graph."""
+        self._seen: set[int] = set()
+        self._fired: list[dict[torch.Tensor, int]] = []
+        """Of each piece, from the last one, the weights that got a gradient, and its bytes."""
+        self._given: dict[int, torch.UntypedStorage] = {}
+        """Memory of arguments, kept so that no other gets its identity."""
+        self._returned: list[tuple[Output, StorageWeakRef]] = []
+        self._start = memory.begin()
+
+    def given_to_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads instead of `hidden`."""
+        self.head = hidden.nbytes
+        with self.memory.not_counting():
+            found = torch.empty_like(hidden, requires_grad=True)
+        # What comes before the head is one more piece.
+        self._end_piece([hidden])
+        self._begin_piece()
+        return found
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """A gradient has been computed, and leaves the device."""
+        if self._fired:
+            assert parameter.grad is not None
+            self._fired[-1][parameter] = parameter.grad.nbytes
+        parameter.grad = None
+
+    def gradients(self) -> tuple[int, int]:
+        """`Traced.of_last` and `Traced.late`."""
+        last, *earlier = self._fired
+        late = sum(size for p, size in last.items() if any(p in each for each in earlier))
+        return sum(last.values()) - late, late
+
+    def layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of the layer of this number."""
+        leaves, spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._end_piece(tensors)
+        kinds = [(t.shape, t.dtype, t.requires_grad) if isinstance(t, torch.Tensor) else type(t) for t in leaves]
+        key = type(layer), tuple((p.shape, p.dtype, p.requires_grad) for p in layer.parameters()), str(spec), *kinds
+        if key not in self._kinds:
+            self._kinds[key] = self._measured(forward, leaves, spec)
+        traced, out_spec, results = self._kinds[key]
+        self._given.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors)
+        arguments = [Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad) for t in tensors]
+        outputs: list[Output] = []
+        returned = [self._returning(each, tensors, outputs) for each in results]
+        self.calls.append(TracedCall(number, traced, arguments, outputs))
+        self._begin_piece()
+        return pytree.tree_unflatten(returned, out_spec)
+
+    def _returning(self, result: Any, tensors: list[torch.Tensor], outputs: list[Output]) -> Any:
+        """What the layer returns for `result` (see `_result`)."""
+        if not isinstance(result, _Unchanged | torch.Tensor):
+            return result
+        is_new = isinstance(result, torch.Tensor)
+        source = result if isinstance(result, torch.Tensor) else tensors[result.number].detach()
+        anchor = torch.empty(0, requires_grad=source.is_floating_point())
+        output = Output(0, source.nbytes, is_new)
+        with self.memory.not_counting():
+            tensor: torch.Tensor = _Returned.apply(output, source, anchor)  # type: ignore[no-untyped-call]
+        memory = tensor.untyped_storage()
+        output.memory = memory._cdata
+        outputs.append(output)
+        self._returned.append((output, StorageWeakRef(memory)))
+        return tensor
+
+    def _begin_piece(self) -> None:
+        self.pieces.append(Piece())
+        self._start = self.memory.begin()
+
+    def _end_piece(self, given: Iterable[torch.Tensor]) -> None:
+        piece, memory = self.pieces[-1], self.memory
+        piece.forward_peak, piece.forward_flops = memory.peak - self._start, memory.flops
+        roots = [t for t in {id(t): t for t in given}.values() if t.grad_fn is not None and id(t) not in self._seen]
+        self._seen.update(map(id, roots))
+        self._roots.append(roots)
+        piece.kept = memory.live - self._start - tensor_bytes(roots)
+
+    def _measured(self, forward: Any, leaves: list[Any], spec: Any) -> tuple[TracedLayer, Any, list[Any]]:
+        """The layer, the structure of what it returns, and its values (see `_returning`)."""
+        memory, traced = self.memory, TracedLayer()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def call(with_graph: bool) -> tuple[list[Any], Any]:
+            given = [
+                leaf.detach().requires_grad_(with_graph and leaf.requires_grad)
+                if isinstance(leaf, torch.Tensor)
+                else leaf
+                for leaf in leaves
+            ]
+            args, kwargs = pytree.tree_unflatten(given, spec)
+            return flatten(forward(*args, **kwargs))
+
+        start = memory.begin()
+        with torch.no_grad():
+            outputs, out_spec = call(False)
+        traced.forward_peak, traced.forward_flops = memory.peak - start, memory.flops
+        numbers = {t.untyped_storage()._cdata: number for number, t in enumerate(tensors)}
+        with memory.not_counting():
+            results = [_result(out, numbers) for out in outputs]
+        del outputs
+        start = memory.begin()
+        outputs, _ = call(True)
+        traced.graph = memory.live - start
+        roots = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+        if roots:
+            with memory.not_counting():
+                gradients = [torch.empty_like(root) for root in roots]
+            torch.autograd.backward(roots, gradients)
+        traced.backward_peak, traced.backward_flops = memory.peak - start, memory.flops
+        return traced, out_spec, results
+
+    def end(self, loss: torch.Tensor) -> None:
+        """The forward is over: run the backward of each piece."""
+        self._end_piece([])
+        for output, reference in self._returned:
+            output.kept = output.memory not in self._given and not reference.expired()
+        memory = self.memory
+        for piece, roots in zip(reversed(self.pieces), reversed([*self._roots[:-1], [loss]]), strict=True):
+            start = memory.begin() - piece.kept
+            self._fired.append({})
+            if roots:
+                with memory.not_counting():
+                    gradients = [torch.empty_like(root) for root in roots]
+                torch.autograd.backward(roots, gradients)
+            piece.backward_peak, piece.backward_flops = memory.peak - start, memory.flops
+            if piece is self.pieces[-1]:
+                self.left = memory.live - sum(map(memory.counted, self._given.values()))
+
+
+def _as_leaf(value: Any, with_graph: bool) -> Any:
+    """A tensor argument as the engine gives it to the layer; other arguments as they are."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.detach().requires_grad_(with_graph and value.requires_grad) if is_tensor else value
+
+
+class _Unchanged(NamedTuple):
+    """A layer returns its tensor argument of this number."""
+
+    number: int
+
+
+def _result(output: Any, numbers: Mapping[int, int]) -> Any:
+    """A tensor to make one like, the number of the argument that is returned unchanged, or another value."""
+    if not isinstance(output, torch.Tensor):
+        return output
+    number = numbers.get(output.untyped_storage()._cdata)
+    return torch.empty_like(output) if number is None else _Unchanged(number)
+
+
+class _Returned(torch.autograd.Function):
+    """What a layer returns: like in the engine, the result of a node of the graph, and no leaf that it would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Output, source: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.output = output
+        made = torch.empty_like(source) if output.is_new else source.view_as(source)
+        if not anchor.requires_grad:
+            ctx.mark_non_differentiable(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.output.has_gradient = True
+        return None, None, None

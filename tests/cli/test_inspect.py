@@ -1,0 +1,143 @@
+"""`hf-l2l inspect`: stacks, what is outside them, ties and bytes, and what would be refused, from a config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+from torch import nn
+
+from cli_models import LLAMA, T5, ran, refused, written
+from hf_l2l.cli.command import count_text
+from hf_l2l.cli.model_facts import facts_of
+
+
+def test_a_decoder_with_tied_embeddings(tmp_path, capsys):
+    found = ran(capsys, "inspect", written(tmp_path, LLAMA), "--json").json
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    each = sum(p.numel() for p in model.model.layers[0].parameters())
+    [stack] = found["stacks"]
+    assert (stack["path"], stack["is_guessed"], stack["num_layers"]) == ("model.layers", False, 3)
+    assert stack["kinds"] == [
+        {"count": 3, "class_name": "LlamaDecoderLayer", "each": {"parameters": each, "bytes": 4 * each}}
+    ]
+    assert stack["total"] == found["layers_total"] == {"parameters": 3 * each, "bytes": 12 * each}
+    assert found["largest_layer"] == {"path": "model.layers.0", "bytes": 4 * each}
+    assert [(m["path"], m["own"]["parameters"], m["tied_to"]) for m in found["non_layer_modules"]] == [
+        ("model.embed_tokens", 50 * 16, []),
+        ("model.norm", 16, []),
+        ("lm_head", 0, ["model.embed_tokens.weight"]),
+    ]
+    assert found["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert found["non_layer_total"]["parameters"] == 50 * 16 + 16
+    assert found["total"]["parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["buffers"]["bytes"] == sum(b.numel() * b.element_size() for b in model.buffers())
+    assert (found["max_position_embeddings"], found["dtype"], found["model_type"]) == (128, "float32", "llama")
+    assert (found["refused"], found["notes"]) == ([], [])
+
+
+def test_the_text(tmp_path, capsys):
+    source = written(tmp_path, LLAMA)
+    text = ran(capsys, "inspect", source).out
+    assert text.startswith(f"{source}: LlamaForCausalLM (llama)\n")
+    assert "layers at model.layers (known): " in text
+    assert "\n  3 x LlamaDecoderLayer, 2.3 k parameters, 9.1 KiB each\n" in text
+    assert "\n  lm_head: Linear, no parameters of its own, tied to model.embed_tokens.weight\n" in text
+    assert "\nties: model.embed_tokens.weight = lm_head.weight\n" in text
+    assert "rows of up to 128 tokens" in text and "refused" not in text and "note" not in text
+
+
+def test_large_numbers():
+    assert [count_text(n) for n in (7, 999, 1500, 22_700_000, 7e9)] == ["7", "999", "1.5 k", "22.7 M", "7.0 B"]
+
+
+def test_two_stacks_with_layers_of_two_kinds(tmp_path, capsys):
+    """The first layers of T5 have a table of relative positions besides."""
+    stacks = ran(capsys, "inspect", written(tmp_path, T5), "--json").json["stacks"]
+    assert [stack["path"] for stack in stacks] == ["encoder.block", "decoder.block"]
+    assert [[kind["count"] for kind in stack["kinds"]] for stack in stacks] == [[1, 1], [1, 2]]
+    first, others = (kind["each"]["parameters"] for kind in stacks[1]["kinds"])
+    assert first - others == 32 * 2
+
+
+def test_another_class(tmp_path, capsys):
+    found = ran(capsys, "inspect", written(tmp_path, LLAMA), "--class", "AutoModelForSequenceClassification", "--json")
+    assert found.json["class_name"] == "LlamaForSequenceClassification" and found.json["ties"] == []
+    assert found.json["notes"] == [
+        "the config names LlamaForCausalLM, and this is the LlamaForSequenceClassification of the same config"
+    ]
+
+
+def test_layers_that_the_user_names(tmp_path, capsys):
+    source = written(tmp_path, LLAMA)
+    found = ran(capsys, "inspect", source, "--layer-classes", "LlamaMLP", "LlamaAttention", "--json").json
+    assert {kind["class_name"] for stack in found["stacks"] for kind in stack["kinds"]} == {
+        "LlamaMLP",
+        "LlamaAttention",
+    }
+    said = refused(capsys, "inspect", source, "--layer-classes", "LlamaMLPs")
+    assert "every name in --layer-classes must be the class of a module" in said and "did you mean 'LlamaMLP'?" in said
+
+
+def test_a_model_without_layers():
+    facts = facts_of(nn.Linear(2, 3))
+    assert (facts.stacks, facts.largest_layer) == ((), None) and facts.total.parameters == 9
+    [said] = facts.refused
+    assert "must have a stack of layers" in said and said.endswith("with --layer-classes")
+    [module] = facts.non_layer_modules
+    assert (module.path, module.class_name, module.own.parameters) == ("", "Linear", 9)
+
+
+class Own(nn.Module):
+    """A layer with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def backward_pass(self) -> None: ...
+
+
+def test_layers_with_a_backward_of_their_own():
+    facts = facts_of(nn.Sequential(nn.ModuleList([Own(), Own()])))
+    assert "must leave its backward to torch (a Own has a backward_pass" in facts.refused[0]
+    assert "found by their parameters alone; name others with --layer-classes" in facts.notes[0]
+    assert facts.stacks[0].is_guessed and facts.max_position_embeddings is None
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, True),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, True),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, False),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, False),
+    ],
+)
+def test_checkpoints_that_are_quantized(tmp_path, capsys, given: dict[str, Any], is_refused):
+    found = ran(capsys, "inspect", written(tmp_path, LLAMA, quantization_config=given), "--json").json
+    assert bool(found["refused"]) == is_refused
+    assert given["quant_method"] in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": None}, "must have the field model_type"),
+        ({"num_hidden_layers": None}, "without num_hidden_layers); add it"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, capsys, changes, said):
+    assert said in refused(capsys, "inspect", written(tmp_path, LLAMA, **changes))
+
+
+def test_a_name_of_the_hub_offline(capsys):
+    assert "HF_HUB_OFFLINE is set" in refused(capsys, "inspect", "nobody/nothing")
+
+
+def test_a_class_that_is_none(tmp_path, capsys):
+    assert "--class must be a class of models" in refused(
+        capsys, "inspect", written(tmp_path, LLAMA), "--class", "Llama"
+    )
