@@ -36,6 +36,7 @@ FLOORS: dict[str, set[str]] = {
     "engine": TORCH,
     "shapes": TORCH,
     "plan": TORCH,
+    "accumulation": TORCH,
     "hf": HF | {"tqdm"},
     "measure": HF | {"psutil"},
     "verify": HF | {"peft"},

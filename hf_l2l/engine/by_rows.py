@@ -26,7 +26,7 @@ from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
 from hf_l2l.eps.pending import settle
-from hf_l2l.model.batch_dims import Ubatch, cannot_split, ubatches
+from hf_l2l.model.batch_dims import Ubatch, cannot_split
 from hf_l2l.model.kept_state import KeptState
 from hf_l2l.rows.functions import BY_ROWS, rows_of, unchanged
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, uploaded_rows
@@ -85,11 +85,10 @@ class ByRows:
     """Runs calls of non-layer modules as the shell does, but by ubatches where the boundary is on the host: those of
     input embeddings, and those that are given what a layer, or another such call, has left there."""
 
-    def __init__(self, relay: Relay, ubatch_size: int | None, embeddings: Collection[nn.Module]) -> None:
-        """Beside `relay`, whose stash and boundary it shares."""
+    def __init__(self, relay: Relay, embeddings: Collection[nn.Module]) -> None:
+        """Beside `relay`, whose stash, boundary and cuts it shares."""
         self.relay = relay
         self.shell = relay.shell
-        self.ubatch_size = ubatch_size
         self.embeddings = embeddings
         self._is_inside = False
         """Whether a call by ubatches runs now, whose parts run in it."""
@@ -183,18 +182,18 @@ class ByRows:
         tensors = [arguments[i] for i in positions]
         waiting = next((len(t) for t in tensors if isinstance(t, HostRows) and t.is_waiting and t.dim()), None)
         rows = root.rows if waiting is None else waiting
-        if rows is None or root.rows is None or self.ubatch_size is None or rows % root.rows:
+        if rows is None or root.rows is None or rows % root.rows:
             return None
         # Tokens may be flattened with their rows; those of one row are adjacent.
-        size = self.ubatch_size * (rows // root.rows)
+        parts = [(a * rows // root.rows, b * rows // root.rows) for a, b in self.relay.cuts.of(root.rows)]
         is_clear = True
         if has_rows is None:
             has_rows = [t.dim() > 0 and t.shape[0] == rows for t in tensors]
             is_clear = all(has or t.dim() < 2 or t.shape[0] == 1 for has, t in zip(has_rows, tensors, strict=True))
-        if rows <= size or not any(has_rows) or not is_clear:
+        if len(parts) < 2 or not any(has_rows) or not is_clear:
             return None
         leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
-        parts, autocast = ubatches(rows, size), AutocastState.current(self.relay.device)
+        autocast = AutocastState.current(self.relay.device)
         return _Call(root, "", forward, leaves, positions, has_rows, spec, parts, autocast, passing)
 
     def _passes_on(self, module: nn.Module, call: _Call, tensors: list[torch.Tensor]) -> bool:

@@ -114,7 +114,8 @@ class Relay:
         self._gradient_slots = GradientSlots(device, config.gradient_slots)
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
-        self.splitter = Splitter(config.ubatch_size, device)
+        self.cuts = shell.cuts
+        self.splitter = Splitter(self.cuts, device)
         shell.call_at_start(self._start_forward)
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
         eps.ledger.on_device.finds(KEPT_WEIGHTS, self._kept_memory)

@@ -28,7 +28,7 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.dense_masks import impossible_masks_refused
 from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, KEPT_GRAPHS, SHELL
-from hf_l2l.model.batch_dims import batch_rows
+from hf_l2l.model.batch_dims import RowCuts, batch_rows
 from hf_l2l.model.caches import warn_of_cache, without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
@@ -199,11 +199,11 @@ class Shell:
     """
 
     def __init__(
-        self, device: torch.device, eps: EagerParamServer, *, overlap: bool = True, ubatch_size: int | None = None
+        self, device: torch.device, eps: EagerParamServer, *, overlap: bool = True, cuts: RowCuts | None = None
     ) -> None:
         """Without `overlap`, uploads run on the compute stream, in program order."""
         self.device = device
-        self.ubatch_size = ubatch_size
+        self.cuts = cuts or RowCuts(None)
         self.eps = eps
         self.lane = stream.Lane(device, "upload", beside=overlap)
         """The lane that uploads weights, those of layers, too."""
@@ -327,7 +327,7 @@ class Shell:
     def _is_plain(self, rows: int | None) -> bool:
         """Whether a call with so many rows, None if they are not known, runs as without L2L: as one ubatch through
         resident weights, whose layers keep their graphs."""
-        is_one = rows is None or self.ubatch_size is None or rows <= self.ubatch_size
+        is_one = rows is None or len(self.cuts.of(rows)) < 2
         return is_one and self.eps.masters.runs_plainly and not self.eps.masters.is_changed_for_call
 
     def _plain_weights(self, module: nn.Module) -> DeviceWeights:

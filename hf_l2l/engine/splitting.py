@@ -22,13 +22,14 @@ from hf_l2l.model.batch_dims import (
     BatchDims,
     MixedRows,
     NoConsistentSplit,
+    NotCut,
+    RowCuts,
     Split,
     batch_rows,
     call_key,
     cannot_split,
     compare_shapes,
     doubled,
-    ubatches,
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.precision import in_fp32
@@ -57,13 +58,14 @@ class Splitter:
     """Decides, for each layer call of one model, into which ubatches it is split.
 
     The batch dimensions are found once per kind of call (`batch_dims.call_key`). Calls of a kind that cannot be split
-    run with the whole device batch, with one warning.
+    run with the whole device batch, with one warning; if the batch was merged, they raise `NotCut`.
     """
 
-    def __init__(self, ubatch_size: int | None, device: torch.device) -> None:
-        self.ubatch_size = ubatch_size
+    def __init__(self, cuts: RowCuts, device: torch.device) -> None:
+        self.cuts = cuts
         self.device = device
-        self._known: dict[object, _Learned | None] = {}
+        self._known: dict[object, _Learned | str] = {}
+        """Kind of call -> how it is split, or the reason why it is not."""
         self._warned: set[str] = set()
         self._has_mixed_rows = False
         """Whether rows of a layer were seen to influence each other. In others the sample may not show it."""
@@ -88,12 +90,16 @@ class Splitter:
             execute: runs the layer once on other tensors, without changing the model.
         """
         layer, rows = unit.module, root.rows
-        if self.ubatch_size is None or rows is None or rows <= self.ubatch_size:
+        if rows is None:
+            self._runs_whole(layer, "the rows of the model's batch are not known", warns=False)
+            return None
+        ubatches = self.cuts.of(rows)
+        if len(ubatches) < 2:
             return None
         reason = cannot_split(leaves, kwargs)
         if reason is not None:
-            if not any(is_cache(leaf) for leaf in leaves):  # a cache is expected in generation: no warning
-                self._warn_once(layer, reason)
+            # A cache is expected in generation: no warning.
+            self._runs_whole(layer, reason, warns=not any(is_cache(leaf) for leaf in leaves))
             return None
         inside = tuple([type(each.module) for each in root.enclosing])
         key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside, root.makes_graph
@@ -103,27 +109,35 @@ class Splitter:
                 self._known[key] = self._learn(root, spec, tensors, execute)
                 _refuse_kept_state([] if root.makes_graph else unit.keeps.written)
             except NoConsistentSplit as error:
-                self._known[key] = None
-                self._warn_once(layer, str(error))
+                self._known[key] = str(error)
         known = self._known[key]
-        if known is None:
+        if isinstance(known, str):
+            self._runs_whole(layer, known)
             return None
         if known.level > 0:
             enclosing = root.enclosing[known.level]
             rows = batch_rows((enclosing.args, enclosing.kwargs))
-            if rows is None or rows <= self.ubatch_size:
+            ubatches = [] if rows is None else self.cuts.of(rows)
+            if rows is None or len(ubatches) < 2:
                 return None
         if not known.inputs.fits(tensors, rows):
-            self._warn_once(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
+            self._runs_whole(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
             return None
-        return Split(rows, ubatches(rows, self.ubatch_size), known.inputs, known.outputs)
+        return Split(rows, ubatches, known.inputs, known.outputs)
 
-    def _warn_once(self, layer: nn.Module, reason: str) -> None:
+    def _runs_whole(self, layer: nn.Module, reason: str, *, warns: bool = True) -> None:
+        """A call runs with the whole device batch. If that was merged, batch by batch is better.
+
+        Raises:
+            NotCut: if it was merged.
+        """
         name = type(layer).__name__
-        if name not in self._warned:
+        if self.cuts.merged:
+            raise NotCut(f"calls of {name} cannot be cut into micro-batches: {reason}")
+        if warns and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
-                f"ubatch_size={self.ubatch_size} has no effect on calls of {name}: {reason}. They run with the whole "
+                f"ubatch_size={self.cuts.size} has no effect on calls of {name}: {reason}. They run with the whole "
                 "device batch at once; lower the device batch if that does not fit",
                 stacklevel=2,
             )
@@ -139,7 +153,7 @@ class Splitter:
         Raises:
             NoConsistentSplit: if none is consistent; with the reason of the root.
         """
-        assert root.rows is not None and self.ubatch_size is not None
+        assert root.rows is not None
         try:
             return self._learn_from(root, 0, root.rows, spec, tensors, execute)
         except NoConsistentSplit as error:
@@ -151,7 +165,7 @@ class Splitter:
             rows = batch_rows((nearest.args, nearest.kwargs))
             for anywhere in (False, True):
                 try:
-                    if rows is not None and rows > self.ubatch_size:
+                    if rows is not None and len(self.cuts.of(rows)) > 1:
                         return self._learn_from(root, level, rows, spec, tensors, execute, anywhere=anywhere)
                 except NoConsistentSplit:
                     continue
@@ -224,13 +238,13 @@ class Splitter:
         Two and not all, since the whole device batch may not fit. The results differ if rows are not laid out as
         assumed, or influence each other.
         """
-        assert self.ubatch_size is not None
-        few = min(rows, 2 * self.ubatch_size)
+        first_two = self.cuts.of(rows)[:2]
+        few = first_two[-1][1]
         # Of tensors in host memory, only these rows are uploaded.
         some = inputs.rows_of([host_of(t) for t in tensors], rows, 0, few)
         sample = [uploaded_rows(t, of) for t, of in zip(some, tensors, strict=True)]
         at_once = execute(sample)
-        parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in ubatches(few, self.ubatch_size)]
+        parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in first_two]
         (start, stop), first = parts[0]
         outputs = compare_shapes([t.shape for t in at_once], [t.shape for t in first], few, stop - start)
         for (start, stop), part in parts:

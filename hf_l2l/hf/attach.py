@@ -38,6 +38,7 @@ from hf_l2l.hf.preparation import (
     with_progress_bar,
 )
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
+from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.quantized import refuse_untrainable
 from hf_l2l.model.residency import LayerPlace, make_resident, move_back, places_of, state_follows
@@ -64,6 +65,8 @@ class Attachment:
     eps: EagerParamServer
     tiers: Tiers
     """The memory of the stash."""
+    cuts: RowCuts
+    """Where the batch is cut into micro-batches."""
     hooked: list[nn.Module]
     handles: list[RemovableHandle]
     companions: list[nn.Module] = field(default_factory=list)
@@ -267,14 +270,14 @@ def _attach(
         is_accumulating=lambda: not GradientState().sync_gradients,
     )
     eps.memory.adopt()
-    shell = Shell(device, eps, overlap=config.prefetch, ubatch_size=config.ubatch_size)
+    shell = Shell(device, eps, overlap=config.prefetch, cuts=RowCuts(config.ubatch_size))
     relay = Relay(config, device, eps, shell)
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
     found = (output_embedding(module, outside) for module in outside)
     heads = {head for head in found if head is not None}
-    by_rows = ByRows(relay, config.ubatch_size, input_embeddings(outside, layers) - heads)
+    by_rows = ByRows(relay, input_embeddings(outside, layers) - heads)
     runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, heads.union(layers)), by_rows)
     if config.chunked_loss == "auto" and not stream.shares_host_memory(device):
         runners |= dict.fromkeys(heads, OutputEmbeddings(shell))
@@ -283,8 +286,8 @@ def _attach(
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}
-    tiers = relay.stash.tiers
-    attached = Attachment(model, config, device, stacks, eps, tiers, [*outside, *layers], [], members=members)
+    tiers, hooked = relay.stash.tiers, [*outside, *layers]
+    attached = Attachment(model, config, device, stacks, eps, tiers, relay.cuts, hooked, [], members=members)
     watch = CallWatch(shell, attached.refuse_changed_layers)
     # A container with losses is not called itself.
     for module in model.children() if isinstance(model, nn.ModuleDict) else (model,):

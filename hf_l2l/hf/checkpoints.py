@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from hf_l2l.runtime import compute_state, stream
+
+# Below transformers' own logger, so that its verbosity and handlers apply.
+logger = logging.get_logger("transformers.hf_l2l")
 
 _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
@@ -54,6 +59,21 @@ def last_complete(folder: Path) -> str | bool:
             f"interrupted in {names}); remove what is there, and train from the start"
         )
     return True if complete is None else str(complete)
+
+
+def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | None:
+    """What to resume from, `asked` as in `Trainer.train` with training arguments `args`: for True, the last complete
+    checkpoint. Interrupted ones after it are set aside, with a warning, if this process saves checkpoints.
+
+    Raises:
+        ValueError: if `asked` is True, and there are checkpoints of which none is complete.
+    """
+    folder = Path(args.output_dir)
+    found = last_complete(folder) if asked is True else asked
+    passed_over = set_aside_interrupted(folder) if found and args.should_save else ""
+    if passed_over:
+        logger.warning(f"saving was interrupted in {passed_over}: training resumes from {found}")
+    return found
 
 
 def set_aside_interrupted(folder: Path) -> str:

@@ -181,15 +181,15 @@ def refuse_several_devices(args: Any) -> None:
         )
 
 
-def warn_of_accumulation(args: Any, ubatch_size: int | None) -> None:
-    """Warn if training arguments accumulate gradients over several batches, where micro-batches would do."""
+def warn_of_accumulation(args: Any, ubatch_size: int | None, reason: str) -> None:
+    """Warn if training arguments accumulate gradients over several batches, which run one by one for this reason."""
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if steps == 1:
         return
     warnings.warn(
-        f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step; "
+        f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step: {reason}. "
         f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size or batch}, "
-        "gradient_accumulation_steps=1 is the same step and moves them twice",
+        "gradient_accumulation_steps=1 moves them twice, with one loss of all rows",
         stacklevel=stacklevel_of_the_caller(),
     )
 

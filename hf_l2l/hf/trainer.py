@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
+from hf_l2l.accumulation.conditions import why_not_folded
+from hf_l2l.accumulation.folding import Folding
+from hf_l2l.accumulation.step import Step, step_of
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import (
@@ -31,7 +34,7 @@ from hf_l2l.hf.attach import (
     check_attachable,
     detach_l2l,
 )
-from hf_l2l.hf.checkpoints import last_complete, load_generator, save_generator, set_aside_interrupted
+from hf_l2l.hf.checkpoints import checkpoint_to_resume, load_generator, save_generator
 from hf_l2l.hf.placement import leave_models_where_they_are
 from hf_l2l.hf.preparation import (
     losses_that_train,
@@ -55,7 +58,7 @@ from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
-from hf_l2l.report.log_entries import log_entries
+from hf_l2l.report.log_entries import TokenCount, log_entries
 from hf_l2l.report.summary import summary
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,8 +98,8 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Passed on unchanged: combined with another trainer, the order of arguments is that of the other one.
         self._stackless_said = False
-        self._tokens: int | None = 0
-        """Tokens in training steps since the last log; None if the inputs are not tokens."""
+        self._tokens = TokenCount()
+        self._folding = Folding()
         self._companions: list[nn.Module] = []
         """Further models that run for inference only, such as a reference model; attached with the same options."""
         super().__init__(*args, **kwargs)
@@ -229,10 +232,11 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         if eps is not None:
             read_rates_of_state(self.lr_scheduler)
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
-            warn_of_accumulation(self.args, self._l2l_config().ubatch_size)
+            warn = partial(warn_of_accumulation, self.args, self._l2l_config().ubatch_size)
+            self._folding.start(why_not_folded(self), warn)
             if self._logs_times:
                 eps.timeline.watch()
-            self._tokens = 0  # drop those of an interrupted training
+            self._tokens.restart()  # drop those of an interrupted training
             logger.info(self.l2l_summary())
         return prepared
 
@@ -265,14 +269,7 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         Raises:
             ValueError: if `resume_from_checkpoint` is True, and no checkpoint is complete.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete(Path(self.args.output_dir))
-        if resume_from_checkpoint and self.args.should_save:
-            passed_over = set_aside_interrupted(Path(self.args.output_dir))
-            if passed_over:
-                logger.warning(
-                    f"saving was interrupted in {passed_over}: training resumes from {resume_from_checkpoint}"
-                )
+        resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)
@@ -280,28 +277,40 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
                 attached.eps.synchronize()
             return result
         finally:
+            self._folding.stop()
             attached = attachment_of(self.model)
             if attached is not None:
                 attached.eps.timeline.unwatch()
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden to train with the batches of a step that a callback has ended early, as transformers does."""
+        super()._run_epoch(*args, **kwargs)
+        attached = attachment_of(self.model)
+        late = None if attached is None else self._folding.finish(self._step(attached, self.model_wrapped))
+        if late is not None:
+            self._tr_loss += late
+
+    def _step(self, attached: Attachment, model: nn.Module) -> Step:
+        return step_of(self, attached.eps, attached.cuts, partial(super().training_step, model))
+
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Overridden to count tokens, padding included, as transformers does for `num_input_tokens_seen`."""
-        name = getattr(self.model, "main_input_name", "input_ids")
-        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers get lists of rows
-        if self._tokens is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
-            self._tokens += tokens.numel()
-        else:
-            self._tokens = None
+        """Overridden to count tokens, and to run the batches of a step as one (`l2l_merge_accumulation`)."""
+        self._tokens.add(inputs, getattr(self.model, "main_input_name", "input_ids"))
         attached = attachment_of(self.model)
         if attached is not None and attached.changed_stack() is not None:
             self._attach()
             attached = attachment_of(self.model)
-        if attached is not None:
-            attached.eps.updates.steps = self.state.global_step  # for the text of errors
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        scale = None if attached is None else attached.eps.loss_scale
+        loss: torch.Tensor
+        if attached is None:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            return loss
+        attached.eps.updates.steps = self.state.global_step  # for the text of errors
+        items = args[0] if args else kwargs.get("num_items_in_batch")
+        count = getattr(self, "current_gradient_accumulation_steps", 1)
+        loss = self._folding.step(inputs, items, count, self._step(attached, model))
+        scale = attached.eps.loss_scale
         # The Trainer reads each loss anyway, so this adds no wait. In fp16 only the gradients decide.
-        if attached is not None and not (scale is not None and scale.is_dynamic) and not bool(loss.isfinite()):
+        if not (scale is not None and scale.is_dynamic) and not bool(loss.isfinite()):
             attached.eps.vote.veto()
         return loss
 
@@ -310,10 +319,10 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         peak of the device."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
-        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens)
+        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)
         if entries:
             logs.update(entries)
-            self._tokens = 0
+            self._tokens.restart()
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:
             if scale.is_dynamic:

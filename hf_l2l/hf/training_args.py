@@ -111,6 +111,18 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
             "Checkpoints always have the fp32 masters."
         },
     )
+    l2l_merge_accumulation: Literal["auto", "off"] = field(
+        default="auto",
+        metadata={
+            "help": "Whether the batches of `gradient_accumulation_steps` run as one, cut between them, so that the "
+            'weights travel once per step: "auto", which does so where it is the same step, or "off". It is the same '
+            "where the model computes its loss itself as a sum divided by `num_items_in_batch`, without an auxiliary "
+            "loss or batch norm, and the first step has the same loss and gradients either way, which takes about the "
+            "time of two more steps. Otherwise a warning says why not. The loss of a step is returned with its last "
+            "batch. The order of random numbers (dropout) is that of one large batch, and so is the device memory "
+            "that grows with the batch (stash and boundary)."
+        },
+    )
     l2l_log_times: bool = field(
         default=True,
         metadata={
@@ -171,6 +183,12 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     """Raise ValueError for options that contradict each other, whatever the model."""
     _refuse_two_optimizers(args)
     _refuse_two_precisions(args)
+    merge = own_option(args, "l2l_merge_accumulation")
+    if merge not in ("auto", "off"):
+        raise ValueError(
+            f"l2l_merge_accumulation must be 'auto' or 'off' (got {merge!r}); use 'off' to have accumulated batches "
+            "run one by one"
+        )
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(

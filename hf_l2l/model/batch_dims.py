@@ -7,8 +7,10 @@ DeBERTa-v2's relative embeddings may have as many rows as the batch, and must no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -58,6 +60,48 @@ Ubatch = tuple[int, int]
 def ubatches(rows: int, ubatch_size: int) -> list[Ubatch]:
     """The row ranges of the inner loop; the last one may be shorter."""
     return [(start, min(start + ubatch_size, rows)) for start in range(0, rows, ubatch_size)]
+
+
+class NotCut(RuntimeError):
+    """Batches were merged whose rows cannot be computed apart; the text gives the reason. Nothing has been trained."""
+
+
+class RowCuts:
+    """Where the rows of a model's batch are cut into ubatches: after every `size` rows, and, if it was merged of
+    several batches, between those."""
+
+    def __init__(self, size: int | None) -> None:
+        """Without a `size`, a batch that was not merged is not cut."""
+        self.size = size
+        self.merged: tuple[int, ...] = ()
+        """The rows of each batch that was merged; none if the batch is one."""
+
+    @contextmanager
+    def between(self, rows: Sequence[int]) -> Iterator[None]:
+        """Inside, the model's batch is merged of batches with so many rows each.
+
+        A call whose rows are others, or that cannot be cut, raises NotCut.
+        """
+        self.merged = tuple(rows)
+        try:
+            yield
+        finally:
+            self.merged = ()
+
+    def of(self, rows: int) -> list[Ubatch]:
+        """The row ranges of the inner loop; one if all rows run at once.
+
+        Raises:
+            NotCut: if the batch was merged, and has another number of rows.
+        """
+        if self.merged and sum(self.merged) != rows:
+            raise NotCut(f"a part of the model is called with {rows} rows for a batch of {sum(self.merged)}")
+        starts = accumulate(self.merged or (rows,), initial=0)
+        return [
+            (start + a, start + b)
+            for start, count in zip(starts, self.merged or (rows,), strict=False)
+            for a, b in ubatches(count, self.size or max(count, 1))
+        ]
 
 
 @dataclass(frozen=True)

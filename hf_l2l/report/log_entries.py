@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 
@@ -32,3 +37,23 @@ def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str
     if usage is not None:
         entries["device_peak_bytes"] = usage[1]
     return entries
+
+
+class TokenCount:
+    """Counts the tokens of training steps, padding included, as transformers does for `num_input_tokens_seen`."""
+
+    def __init__(self) -> None:
+        self.count: int | None = 0
+        """Since the last `restart`; None if the inputs are not tokens."""
+
+    def add(self, inputs: Any, name: str) -> None:
+        """Count those of a batch whose tokens are called `name`."""
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers get lists of rows
+        if self.count is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
+            self.count += tokens.numel()
+        else:
+            self.count = None
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self.count = 0

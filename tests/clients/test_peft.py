@@ -14,6 +14,7 @@ import peft
 import torch
 from torch import nn
 
+import accumulated
 from client_models import bert, llama
 from clients import UBATCHES, assert_same_bits, on_sim
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
@@ -155,3 +156,19 @@ def test_adapters_are_switched_off_and_on_while_attached():
             assert torch.equal(model(**inputs).logits.cpu(), without)
         assert torch.equal(model(**inputs).logits.cpu(), expected)
     assert not torch.equal(without, expected)
+
+
+def test_accumulated_batches_run_as_one(tmp_path):
+    runs = []
+    for value in ("off", "auto"):
+        torch.manual_seed(2)
+        model = peft.get_peft_model(accumulated.tiny_llama(), ADAPTERS["lora"]("CAUSAL_LM"))
+        made = accumulated.made(tmp_path, model=model, l2l_merge_accumulation=value)
+        seen = accumulated.forwards(made)
+        said = accumulated.train(made)
+        assert any("moves the weights" in text for text in said) == (value == "off")
+        runs.append(made)
+    assert seen[-3:] == [8, 8, 8]
+    others = runs[0].model.state_dict()
+    for name, weight in runs[1].model.state_dict().items():
+        assert torch.allclose(weight, others[name], atol=1e-5), name

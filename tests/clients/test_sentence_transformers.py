@@ -80,6 +80,16 @@ def test_losses(tmp_path, loss, ubatch_size):
         assert not torch.equal(found.weights["loss.classifier.weight"], before.weight), "it was not trained"
 
 
+def test_accumulated_batches_run_one_by_one_since_their_negatives_are_in_them(tmp_path):
+    def made() -> dict[str, Any]:
+        model = encoder(tmp_path)
+        return {"model": model, "train_dataset": pairs(), "loss": losses.MultipleNegativesRankingLoss(model)}
+
+    accumulated = {"gradient_accumulation_steps": 2, "max_steps": 2, "per_device_train_batch_size": 4}
+    with pytest.warns(UserWarning, match="4 times per step: .*Trainer has a compute_loss of its own"):
+        check_trainer(*KINDS, tmp_path, made, 3, **accumulated)
+
+
 def test_dropout_is_that_of_the_plain_trainer(tmp_path):
     def made() -> dict[str, Any]:
         model = encoder(tmp_path, dropout=0.3)

@@ -117,6 +117,19 @@ def test_sft_of_adapters(tmp_path, ubatch_size):
             assert torch.equal(p, before[name.replace(".base_layer", "")]), name
 
 
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_steps": 2, "per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_accumulated_batches_run_one_by_one_and_a_warning_says_why(tmp_path, kind):
+    """Its metrics are those of each batch."""
+    folder = saved(llama(), tmp_path / "model")
+    classes, rows = {"SFT": ((SFTTrainer, SFTConfig), "chat"), "DPO": ((DPOTrainer, DPOConfig), "preference")}[kind]
+    with pytest.warns(UserWarning, match=f"moves the weights 4 times per step: {kind}Trainer has a compute_loss of"):
+        given = {**ACCUMULATED, "model_init_kwargs": FP32}
+        check_trainer(*classes, tmp_path, lambda: parts(rows, model=folder), None, **given)
+
+
 def test_padding_free_batches_are_trained_whole(tmp_path):
     """One row has all the tokens of the batch: there is nothing to split. Logs and weights are the same to the bit."""
     given = {"packing": True, "packing_strategy": "bfd", "max_length": 16, "model_init_kwargs": None}

@@ -33,7 +33,8 @@ from families import (
     train_once,
 )
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.splitting import Splitter, ubatches
+from hf_l2l.engine.splitting import Splitter
+from hf_l2l.model.batch_dims import ubatches
 from memory_switches import forced_copies
 
 FLOAT64 = torch.float64

@@ -287,8 +287,9 @@ def test_accumulation_warns_once_with_the_numbers(tmp_path):
     with pytest.warns(UserWarning) as said:
         made.train()
     assert [str(w.message) for w in said] == [
-        "batch 1 x accumulation 16 moves the weights 32 times per step; per_device_train_batch_size=16, "
-        "ubatch_size=1, gradient_accumulation_steps=1 is the same step and moves them twice"
+        "batch 1 x accumulation 16 moves the weights 32 times per step: loss_is_scaled_for_ga=False says that the "
+        "loss is a mean over each batch. per_device_train_batch_size=16, ubatch_size=1, "
+        "gradient_accumulation_steps=1 moves them twice, with one loss of all rows"
     ]
 
 
