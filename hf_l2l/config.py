@@ -214,6 +214,8 @@ class L2LConfig:
                     f"{option(name)} must be {none}one of {', '.join(map(repr, get_args(known)))} (got {value!r}); "
                     f"{remedy}"
                 )
+        for name in LAYER_COUNTS:
+            check_layer_count(getattr(self, name), option(name))
         self._check_loss_scale()
         self._check_together()
         if not isinstance(self.prefetch, bool):
@@ -226,8 +228,6 @@ class L2LConfig:
                 f"{option('gradient_slots')} must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory "
                 "is short"
             )
-        for name in LAYER_COUNTS:
-            check_layer_count(getattr(self, name), option(name))
         if self.trace is not None:
             check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
