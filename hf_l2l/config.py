@@ -29,6 +29,7 @@ MomentDtype = Literal["fp32", "bf16"]
 HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
 Resident = Literal["none", "shell", "all"]
+ResidentUpdate = Literal["device", "host"]
 ChunkedLoss = Literal["auto", "off"]
 BoundaryPlace = Literal["auto", "device", "host"]
 
@@ -133,6 +134,12 @@ class L2LConfig:
         "state, and are updated there: nothing of them travels in a step, and they compute while the others are "
         "updated and uploaded.",
     )
+    resident_update: ResidentUpdate = _described(
+        "device",
+        'Where resident weights are updated: on the "device", or on the "host", with the bits of streamed ones. Then '
+        "masters, gradients and optimizer state are on the host, and what stays on the device is the copy that layers "
+        "compute with: it is uploaded once per update, and not in each forward and backward.",
+    )
     kept_weights: int = _described(
         0,
         "The weights of so many layers, the last ones that are not resident, stay on the device from their forward to "
@@ -207,6 +214,8 @@ class L2LConfig:
                     f"{option(name)} must be {none}one of {', '.join(map(repr, get_args(known)))} (got {value!r}); "
                     f"{remedy}"
                 )
+        for name in LAYER_COUNTS:
+            check_layer_count(getattr(self, name), option(name))
         self._check_loss_scale()
         self._check_together()
         if not isinstance(self.prefetch, bool):
@@ -219,8 +228,6 @@ class L2LConfig:
                 f"{option('gradient_slots')} must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory "
                 "is short"
             )
-        for name in LAYER_COUNTS:
-            check_layer_count(getattr(self, name), option(name))
         if self.trace is not None:
             check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
@@ -229,7 +236,7 @@ class L2LConfig:
             object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
         check_num_threads(self.num_threads, option("num_threads"))
         if self.device is not None:
-            _check_device(self.device)
+            stream.check_device_name(self.device)
         if self.layer_classes is not None:
             _check_layer_classes(self.layer_classes)
             object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
@@ -277,6 +284,11 @@ class L2LConfig:
                 f"(got {option('device_stash')}={self.device_stash} with stash='device', where all stay); set "
                 f"stash='host', or leave {option('device_stash')} out"
             )
+        if self.resident_update == "host" and self.resident == "none" and not self.resident_layers:
+            raise ValueError(
+                f"{option('resident_update')} is for resident weights (got 'host' with {option('resident')}='none'); "
+                f"set {option('resident')} or {option('resident_layers')}, or leave it out"
+            )
         if self.resident == "all" and self.resident_layers:
             raise ValueError(
                 f"{option('resident')}='all' has all layers (got {option('resident_layers')}={self.resident_layers} "
@@ -300,12 +312,10 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "moment_dtype": (MomentDtype, "use 'bf16' where host memory is short"),
     "host_copies": (HostCopies, "use 'per_sweep' where host memory is short"),
     "resident": (Resident, "use 'shell' where the device has room for the state of embeddings and heads"),
+    "resident_update": (ResidentUpdate, "use 'host' for the bits of a run in which nothing is resident"),
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
     "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
-    "eps_update": (
-        EpsUpdate,
-        "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()",
-    ),
+    "eps_update": (EpsUpdate, "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"),
 }
 """Option -> its values, and what to do."""
 
@@ -363,18 +373,6 @@ def help_text(options: Iterable[Field[Any]]) -> str:
 
 
 L2LConfig.__doc__ = f"{L2LConfig.__doc__}\n{help_text(fields(L2LConfig))}\n"
-
-
-def _check_device(device: torch.device | str) -> None:
-    try:
-        if isinstance(device, bool):
-            raise TypeError("a bool is no device")
-        torch.device(device)
-    except (RuntimeError, TypeError, OverflowError, ValueError) as error:
-        raise ValueError(
-            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current "
-            "accelerator"
-        ) from error
 
 
 def _check_layer_classes(classes: object) -> None:

@@ -96,11 +96,12 @@ class DeviceWeights:
 
         Resident masters are downloaded for that.
         """
-        right = [(master.parameter, master) for master in self.unit.masters if master.copy_is_right]
+        masters = [master for master in self.unit.masters if master.copy_is_right or master.is_there]
+        right = [(master, master.copy_is_right, master.is_there, master.uses) for master in masters]
         with torch.no_grad():
             values = [stream.download(m.parameter) if m.is_resident else m.parameter for m in self.unit.masters]
-        masters = [(table, name, values[number]) for table, name, number in self.unit.places]
-        on_host: list[tuple[dict[str, Any], str, Any]] = [*masters, *(copy.place for copy in self.buffers.copies)]
+        of_masters = [(table, name, values[number]) for table, name, number in self.unit.places]
+        on_host: list[tuple[dict[str, Any], str, Any]] = [*of_masters, *(copy.place for copy in self.buffers.copies)]
         on_device = [table.get(name) for table, name, _ in on_host]
         try:
             for table, name, tensor in on_host:
@@ -110,9 +111,9 @@ class DeviceWeights:
             for (table, name, _), replaced in zip(on_host, on_device, strict=True):
                 table[name] = replaced
             # The modules have only read them. A copy that was renewed now may already be part of a graph.
-            hold_all(right)
-            for _, master in right:
-                master.copy_is_right = True
+            hold_all([(master.parameter, master) for master in masters])
+            for master, has_copy, is_there, uses in right:
+                master.copy_is_right, master.is_there, master.uses = has_copy, is_there, uses
 
 
 def as_parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -119,6 +119,7 @@ class Relay:
         shell.call_at_start(self._start_forward)
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
         eps.ledger.on_device.finds(KEPT_WEIGHTS, self._kept_memory)
+        eps.ledger.on_device.finds(RESIDENT, self._copy_memory)
         eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
         eps.ledger.counts(COPIES, self._staged_bytes)
         eps.backwards.call(at_end=self._settle, at_failure=self._settle)
@@ -133,7 +134,7 @@ class Relay:
 
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if root.is_plain:
-            return self.shell.run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
+            return self._run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
@@ -155,6 +156,13 @@ class Relay:
         root.layer_calls.append(call)
         root.weights.upload_ahead(len(root.layer_calls))
         return call.assemble(outputs)
+
+    def _run_plainly(self, unit: MasterUnit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the forward of a layer as without L2L, with its buffers on the device."""
+        if not unit.with_buffers:
+            return forward(*args, **kwargs)
+        with DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision).placed():
+            return forward(*args, **kwargs)
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         number, called = len(root.layer_calls), root.layer_calls
@@ -310,7 +318,10 @@ class Relay:
         return 0 if self._slots is None else self._slots.staged_bytes
 
     def _kept_memory(self) -> list[torch.Tensor]:
-        return [] if self._slots is None else self._slots.kept_memory()
+        return [] if self._slots is None else self._slots.kept_memory(copies=False)
+
+    def _copy_memory(self) -> list[torch.Tensor]:
+        return [] if self._slots is None else self._slots.kept_memory(copies=True)
 
     def _settle(self) -> None:
         self.stash.settle()

@@ -39,8 +39,8 @@ from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
 class _Uploads:
     """The uploads of the weights of one call. It refers to no device tensor, so each is freed with its last use."""
 
-    def __init__(self, unit: MasterUnit, copies: Copies, lane: stream.Lane) -> None:
-        self._unit, self._copies, self._lane = unit, copies, lane
+    def __init__(self, unit: MasterUnit, copies: Copies, lane: stream.Lane, *, keeps_copies: bool = False) -> None:
+        self._unit, self._copies, self._lane, self._keeps_copies = unit, copies, lane, keeps_copies
         self._compute = stream.current(lane.device)
         # The allocator may hand out memory that work on the compute stream still uses.
         self._allocated = stream.record(lane.device)
@@ -77,6 +77,8 @@ class _Uploads:
                         place.copy_(source, non_blocking=self._lane.is_stream)
             finally:  # also after an error: a copy that was submitted before it is waited for
                 self._ends[number] = stream.record(self._lane.device)
+            if self._keeps_copies and len(places) == 1:
+                self._copies.keep_on_device(self._unit.masters[number], leaf)
 
     def finish(self, number: int, leaf: torch.Tensor) -> None:
         """Make the device wait for weight `number`, which is used now."""
@@ -135,27 +137,25 @@ class NonLayerWeights(DeviceWeights):
         unit: MasterUnit,
         copies: Copies,
         lane: stream.Lane,
+        keeps_copies: bool = False,
         *,
         requires_grad: bool,
         on_gradient: OnGradient,
     ) -> None:
-        """Allocate device tensors for `unit`."""
+        """Allocate device tensors for `unit`, except those that `keeps_copies` has left there."""
         with torch.inference_mode(False), torch.no_grad(), without_interception():
-            leaves = as_leaves(
-                unit,
-                [
-                    copies.of_one(unit, number)  # a view, or made in 16 bits by the device
-                    if unit.masters[unit.owners[number]].is_resident
-                    else torch.empty_like(like, device=lane.device, requires_grad=False)
-                    for number, like in enumerate(unit.likes)
-                ],
-            )
+            there = [copies.on_device(unit, number, kept=keeps_copies) for number in range(len(unit.likes))]
+            parts = [
+                torch.empty_like(like, device=lane.device, requires_grad=False) if part is None else part
+                for part, like in zip(there, unit.likes, strict=True)
+            ]
+            leaves = as_leaves(unit, parts)
             for number in unit.trained if requires_grad else ():
                 leaf = leaves[number].requires_grad_()
                 leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
         super().__init__(unit, leaves, lane.device, copies.precision)
-        self.uploads = _Uploads(unit, copies, lane)
-        travels = [number for number, master in enumerate(unit.masters) if not master.is_resident]
+        self.uploads = _Uploads(unit, copies, lane, keeps_copies=keeps_copies)
+        travels = [n for n, parts_of_it in enumerate(unit.part_numbers) if there[parts_of_it[0]] is None]
         self._small = [number for number in travels if not unit.masters[number].is_large]
         self._large = [number for number in travels if unit.masters[number].is_large]
         hold_all([(leaves[number], _FirstUse(self.uploads, number)) for number in self._large])
@@ -204,6 +204,8 @@ class Shell:
         """Without `overlap`, uploads run on the compute stream, in program order."""
         self.device = device
         self.cuts = cuts or RowCuts(None)
+        self.keeps_copies = False
+        """Whether what is uploaded stays on the device until it is updated."""
         self.eps = eps
         self.lane = stream.Lane(device, "upload", beside=overlap)
         """The lane that uploads weights, those of layers, too."""
@@ -341,13 +343,6 @@ class Shell:
         unit = self.eps.masters.non_layer_unit(module)
         return DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision)
 
-    def run_plainly(self, unit: MasterUnit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the forward of a layer as without L2L, with its buffers on the device."""
-        if not unit.with_buffers:
-            return forward(*args, **kwargs)
-        with DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision).placed():
-            return forward(*args, **kwargs)
-
     @contextmanager
     def resumed(self, call: ModelCall) -> Iterator[None]:
         """Inside, which is a backward, this thread is in `call` again, with its weights, to recompute a part of it."""
@@ -372,7 +367,8 @@ class Shell:
         if requires_grad:
             self.eps.expect(unit)
         if self.lane.is_stream and not stream.shares_host_memory(self.device):
-            return NonLayerWeights(unit, copies, self.lane, requires_grad=requires_grad, on_gradient=on_gradient)
+            keeps, lane = self.keeps_copies, self.lane
+            return NonLayerWeights(unit, copies, lane, keeps, requires_grad=requires_grad, on_gradient=on_gradient)
         with stream.span(self.device, "upload", NON_LAYER):
             return uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=on_gradient)
 

@@ -65,6 +65,8 @@ class _WeightSlot(_Slot):
         """The layer; None while the slot holds no usable weights."""
         self.versions: list[int] = []
         """Versions of its masters when their upload began."""
+        self.uses: list[int] = []
+        """What they have counted as uses by then, if the weights are a copy that stays."""
         self.uploaded: stream.Point | None = None
         self.stage = Stage()
         self._on_gradient = on_gradient
@@ -76,6 +78,11 @@ class _WeightSlot(_Slot):
         if leaves is None:
             leaves = self._leaves[unit] = _Leaves(unit, self.memory, self._on_gradient)
         return leaves
+
+    def is_right(self) -> bool:
+        """Whether nothing can have changed the masters of its layer since their upload began."""
+        assert self.unit is not None, "called for slots that hold a layer"
+        return all([m.is_there for m in self.unit.masters]) and [m.uses for m in self.unit.masters] == self.uses
 
     def is_current(self) -> bool:
         """Whether the slot holds the current weights of its layer."""
@@ -112,13 +119,15 @@ class WeightSlots:
                 self._own_slot(unit)
 
     def forget(self) -> None:
-        """Never reuse the weights in the slots: the masters may have been written in a way that no version shows."""
+        """Never reuse the weights in the slots: the masters may have been written in a way that no version shows. Uses
+        of those whose copies stay are known."""
         for slot in (*self.slots, *self._kept.values()):
-            slot.unit = None
+            if slot.unit is None or not slot.unit.place.keeps_copy or not slot.is_right():
+                slot.unit = None
 
-    def kept_memory(self) -> list[torch.Tensor]:
-        """The memory of weights that are kept."""
-        return [slot.memory for slot in self._kept.values()]
+    def kept_memory(self, *, copies: bool) -> list[torch.Tensor]:
+        """The memory of weights that are kept: of those that are until their backward, or of `copies`, which stay."""
+        return [slot.memory for unit, slot in self._kept.items() if unit.place.keeps_copy == copies]
 
     @property
     def staged_bytes(self) -> int:
@@ -173,6 +182,9 @@ class WeightSlots:
             self.slots[-1], slot.stage = slot, stage
         slot.unit = None  # until all copies have been submitted
         slot.versions = unit.versions()
+        if unit.place.keeps_copy:
+            slot.uses = [master.uses for master in unit.masters]
+            self.copies.stay(unit.masters)
         # Autograd refuses views that were created under inference mode.
         with torch.inference_mode(False), torch.no_grad(), self.lane.entered(), without_interception():
             stream.wait(slot.freed, wait_reasons.WEIGHT_SLOT_FREE)

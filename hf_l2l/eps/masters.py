@@ -6,24 +6,21 @@ A unit is a layer, or the non-layer modules of one call. Other parts of the EPS 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from operator import itemgetter
 
 import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks, without_interception
-from hf_l2l.eps.pending import Pending, can_hold, let_go, let_go_all
+from hf_l2l.eps.pending import Pending, Update, can_hold, let_go, let_go_all
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.optim.layerwise_step import gradient_hook_error
-from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
 from hf_l2l.runtime.tensors import on_meta, parts_of
-from hf_l2l.runtime.worker import Task
 
 NON_LAYER = "non-layer modules"
 
@@ -39,28 +36,11 @@ FUNCTIONAL_CALL = (
 )
 
 
-class Update:
-    """An update of some masters on a thread of the worker."""
-
-    def __init__(self, task: Task, timeline: Timeline, *, in_step: bool) -> None:
-        self.task = task
-        self.timeline = timeline
-        self.in_step = in_step
-        """True for an eager update until `optimizer.step()` is called."""
-        self.made = False
-        """True after the update has succeeded."""
-
-    def wait(self) -> None:
-        """Wait until the update has finished or failed; raises what `Task.wait` raises."""
-        with nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what):
-            self.task.wait(wait_reasons.WEIGHTS_UPDATED)
-
-
 class Master(Pending):
     """The record of one parameter, which is the master: fp32 weights in host memory, or, if resident, on the device.
 
     The parameter is held for its record (see `pending`) while an update of it is under way, and while it has a 16-bit
-    copy, which is valid as long as the parameter's values are not used.
+    copy, or one that stays on the device, which are valid as long as the parameter's values are not used.
     """
 
     guards_grad = False
@@ -101,6 +81,13 @@ class Master(Pending):
         """True if the copy has the current values, provided that `copy_version` is the current version."""
         self.copy_version = 0
         """Version of the parameter when the copy was made."""
+
+        self.uses = 0
+        """Counts what may have changed its values: updates, and uses by the program since a copy was made."""
+        self.is_there = False
+        """Whether the device has a copy that was made after the last of them."""
+        self.device_copy: tuple[torch.Tensor, int, int] | None = None
+        """Of one in no layer: that copy, in the dtype of the device, with `uses` and version when it was made."""
 
         self.copy_room: Room | None = None
         """Page-locked memory for the copy."""
@@ -156,9 +143,15 @@ class Master(Pending):
         """Using the values waits until the update is done. The use may be a write that does not change the version (a
         fused optimizer, or `.data`), so the copy must be renewed after it."""
         self.before_look(tensor)
+        self.is_changing()
         self.copy_is_right = False
         if not self.guards_grad:
             let_go(tensor, self)
+
+    def is_changing(self) -> None:
+        """Its values may become others: no copy that the device has is right from now on."""
+        self.uses += 1
+        self.is_there = False
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         """Using `p.grad` raises RuntimeError: an eager update has used the gradient."""
@@ -177,7 +170,7 @@ class Master(Pending):
         masters = list(masters)
         for master in masters:
             master.guards_grad = False
-        let_go_all([(master.parameter, master) for master in masters if not master.copy_is_right])
+        let_go_all([(m.parameter, m) for m in masters if not (m.copy_is_right or m.is_there)])
         # Last: as long as there is an update, other threads wait for it, and do not hold or let go meanwhile.
         for master in masters:
             master.update = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import current_backward, without_interception
+from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.worker import Task
 
 
 class Pending:
@@ -160,6 +163,23 @@ class Arrivals(Protocol):
 
     def wait_for_failed(self) -> None:
         """Wait for a backward that has failed, and for them."""
+
+
+class Update:
+    """An update of some masters on a thread of the worker."""
+
+    def __init__(self, task: Task, timeline: Timeline, *, in_step: bool) -> None:
+        self.task = task
+        self.timeline = timeline
+        self.in_step = in_step
+        """True for an eager update until `optimizer.step()` is called."""
+        self.made = False
+        """True after the update has succeeded."""
+
+    def wait(self) -> None:
+        """Wait until the update has finished or failed; raises what `Task.wait` raises."""
+        with nullcontext() if self.task.done else self.timeline.waiting_for_eps(self.task.what):
+            self.task.wait(wait_reasons.WEIGHTS_UPDATED)
 
 
 _scaling = threading.Lock()

@@ -26,9 +26,9 @@ from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_inte
 from hf_l2l.config import Mode, MomentDtype
 from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
-from hf_l2l.eps.masters import Master, Masters, MasterUnit, Update
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import current_norm, downloaded, hold_all, let_go, settle, taken_factors
+from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
@@ -227,7 +227,7 @@ class Updates:
                 entry.is_widened = True
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
-        self._wait_for([master for master, _ in sums])
+        self._wait_for(master for master, _ in sums)
         with self.worker.failing_with_errors():  # half a step must not pass for a whole one
             with without_interception():
                 for master, _ in sums:
@@ -290,6 +290,7 @@ class Updates:
                     factors = taken_factors((m.parameter, gradients[m]) for m in masters)
                     for master in masters:
                         master.update, master.guards_grad = update, in_step
+                        master.is_changing()
                     hold_all([(m.parameter, m) for m in masters])
                     if in_step:
                         self.eager.begin(optimizer, masters)

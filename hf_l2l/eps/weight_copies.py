@@ -14,7 +14,7 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.eps.pending import can_hold, hold
+from hf_l2l.eps.pending import can_hold, hold, hold_all
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import tensor_bytes
@@ -133,6 +133,34 @@ class Copies:
             hold(p, master)
         return master.copy
 
+    @staticmethod
+    def stay(masters: Iterable[Master]) -> None:
+        """The values of `masters` are being uploaded to memory that keeps them: hold the masters until they are used,
+        which may be a write. One that cannot be held is uploaded in every forward."""
+        there = [master for master in masters if master.can_be_held]
+        for master in there:
+            master.is_there = True
+        hold_all([(master.parameter, master) for master in there])
+
+    def keep_on_device(self, master: Master, leaf: torch.Tensor) -> None:
+        """The values of a master in no layer are being uploaded to `leaf`, which stays (see `on_device`)."""
+        self.stay([master])
+        with without_interception(), torch.no_grad():
+            master.device_copy = leaf.detach(), master.uses, master.parameter._version
+
+    def on_device(self, unit: MasterUnit, number: int, *, kept: bool) -> torch.Tensor | None:
+        """One part of `unit`, if it need not be uploaded: of a resident master, or, if copies are `kept`, one that is
+        there with the current values."""
+        master = unit.masters[unit.owners[number]]
+        if master.is_resident:
+            return self.of_one(unit, number)  # a view, or made in 16 bits by the device
+        copy = master.device_copy
+        with without_interception():
+            if kept and copy is not None and master.is_there and copy[1:] == (master.uses, master.parameter._version):
+                return copy[0]
+        master.device_copy = None  # so that the device does not hold two
+        return None
+
     def host_bytes(self) -> int:
         """Bytes of the copies that are kept."""
         return tensor_bytes(self.kept)
@@ -146,6 +174,7 @@ class Copies:
         """Renew all copies at their next use: masters may have been written in a way that was not detected."""
         for master in self._masters.all():
             master.copy_is_right = False
+            master.is_changing()
 
     @torch.no_grad()
     def renew(self, masters: Iterable[Master]) -> None:

@@ -41,7 +41,7 @@ from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
 from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.quantized import refuse_untrainable
-from hf_l2l.model.residency import LayerPlace, make_resident, move_back, places_of, state_follows
+from hf_l2l.model.residency import LayerPlace, make_resident, move_back, moves_shell, places_of, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.report.timeline import Timeline
@@ -169,7 +169,7 @@ def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
         ValueError: as `attach_l2l`.
     """
     classes = companion_classes(model, config)
-    streamed: dict[str, Any] = {"resident": "none", **dict.fromkeys(LAYER_COUNTS, 0)}
+    streamed: dict[str, Any] = {"resident": "none", "resident_update": "device", **dict.fromkeys(LAYER_COUNTS, 0)}
     return _attach_new(model, replace(config, trace=None, layer_classes=classes, **streamed), trains=False)
 
 
@@ -226,7 +226,7 @@ def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> 
         make_masters_fp32(model)
     if trains and config.cmp == "auto":
         logger.warning("cmp='auto' computes in %s on %s", dtype, device)
-    shell = config.resident != "none" and not stream.shares_host_memory(device)
+    shell = moves_shell(config, device)
     if not (shell or any(place.is_resident for place in places.values())):
         return _attach(model, config, device, stacks, places, dtype, loss_scale)
     # Before anything of the engine refers to parameters weakly.
@@ -271,6 +271,7 @@ def _attach(
     )
     eps.memory.adopt()
     shell = Shell(device, eps, overlap=config.prefetch, cuts=RowCuts(config.ubatch_size))
+    shell.keeps_copies = config.resident != "none" and config.resident_update == "host"
     relay = Relay(config, device, eps, shell)
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]

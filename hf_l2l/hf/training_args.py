@@ -18,6 +18,7 @@ from hf_l2l.config import (
     MomentDtype,
     Nonfinite,
     Resident,
+    ResidentUpdate,
     StashPlace,
     argument,
     help_text,
@@ -86,6 +87,7 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     l2l_nonfinite: Nonfinite = _as_configured("nonfinite")
     l2l_resident: Resident = _as_configured("resident")
     l2l_resident_layers: int = _as_configured("resident_layers")
+    l2l_resident_update: ResidentUpdate = _as_configured("resident_update")
     l2l_kept_weights: int = _as_configured("kept_weights")
     l2l_kept_graphs: int = _as_configured("kept_graphs")
     l2l_device_stash: int = _as_configured("device_stash")

@@ -7,7 +7,7 @@ does not fit fails within a second and not after an hour of swapping.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from hf_l2l.config import L2LConfig, MomentDtype
 from hf_l2l.memory import host_limits
 from hf_l2l.model.precision import Precision, computing_dtype
-from hf_l2l.model.residency import parameters_to_move, places_of
+from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
@@ -53,7 +53,7 @@ class MemoryEstimate:
     copies: int = 0
     """Host: the 16-bit copies that are uploaded instead of the masters, if they are kept."""
     resident: int = 0
-    """Device: weights, gradients and state of resident layers."""
+    """Device: weights, gradients and state of resident layers, or, if these are updated on the host, their copies."""
     kept_weights: int = 0
     """Device: weights that layers keep from their forward to their backward."""
 
@@ -85,14 +85,11 @@ def estimate(
     """
     config = config or L2LConfig()
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
-    shell = list(shell_modules(model, layers))
-    shell_parameters = {p for m in shell for p in m._parameters.values() if p is not None}
-    shell_buffers = {b for m in shell for b in m._buffers.values() if b is not None}
+    shell_parameters, shell_buffers = _shell(model, layers)
     device = device or stream.execution_device(config.device)
     dtype = computing_dtype(config.cmp, device)
     places = places_of(layers, config, device)
-    moves_shell = config.resident != "none" and not stream.shares_host_memory(device)
-    moving = parameters_to_move(model, places, shell=moves_shell)
+    moving = parameters_to_move(model, places, shell=moves_shell(config, device))
     resident, in_layers = set(moving.names), {p for p in moving.names if p in moving.of_layers}
     shell_parameters -= in_layers
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
@@ -107,6 +104,7 @@ def estimate(
     travel = {p: packed[p] if p in packed else [sent[p]] for p in model.parameters()}
     streamed = [layer for layer, place in places.items() if not place.is_resident]
     weights = {layer: Layout(p for each in layer.parameters() for p in travel[each]).num_bytes for layer in streamed}
+    copied = [size for layer, size in weights.items() if places[layer].keeps_copy]
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
@@ -123,11 +121,19 @@ def estimate(
         + _moments(masters, resident - in_layers, optimizer),
         resident=tensor_bytes(masters[p] for p in in_layers)
         + tensor_bytes(masters[p] for p in in_layers if p.requires_grad)
-        + _moments(masters, in_layers, optimizer),
+        + _moments(masters, in_layers, optimizer)
+        + sum(copied),
         slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
-        kept_weights=sum(weights.values()) - sum(in_turn),
+        kept_weights=sum(weights.values()) - sum(in_turn) - sum(copied),
     )
+
+
+def _shell(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[set[nn.Parameter], set[torch.Tensor]]:
+    """The parameters and buffers of the modules outside the layers."""
+    modules = list(shell_modules(model, layers))
+    parameters = {p for m in modules for p in m._parameters.values() if p is not None}
+    return parameters, {b for m in modules for b in m._buffers.values() if b is not None}
 
 
 def _moments(

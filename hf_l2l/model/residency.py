@@ -32,6 +32,8 @@ class LayerPlace:
     """Its weights with their gradients and state; they are updated there."""
     keeps_weights: bool = False
     """What is uploaded of it, from its forward to its backward. Of a resident one, nothing is uploaded."""
+    keeps_copy: bool = False
+    """What is uploaded of it, until its masters are updated, on the host."""
     keeps_graph: bool = False
     """The graph of its forward, until its backward."""
     stashes_on_device: bool = False
@@ -74,10 +76,16 @@ def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.devi
     travels = not stream.shares_host_memory(device)
     places: dict[nn.Module, LayerPlace] = {}
     for number, layer in enumerate(layers):
-        is_resident, keeps_graph = number < resident, number >= count - config.kept_graphs
-        keeps_weights = not is_resident and (keeps_graph or number >= count - config.kept_weights)
-        stashes_on_device = travels and number >= count - config.device_stash
-        places[layer] = LayerPlace(travels and is_resident, travels and keeps_weights, keeps_graph, stashes_on_device)
+        stays, on_device = number < resident, config.resident_update == "device"
+        keeps_graph = number >= count - config.kept_graphs
+        keeps_weights = keeps_graph or number >= count - config.kept_weights
+        places[layer] = LayerPlace(
+            is_resident=travels and stays and on_device,
+            keeps_weights=travels and (not on_device if stays else keeps_weights),
+            keeps_copy=travels and stays and not on_device,
+            keeps_graph=keeps_graph,
+            stashes_on_device=travels and number >= count - config.device_stash,
+        )
     return places
 
 
@@ -93,6 +101,12 @@ def refuse_misplaced(layer: str, place: LayerPlace, misplaced: Iterable[str]) ->
             f"attached); attach the model as it is to be trained, or leave {option('resident')} and "
             f"{option('resident_layers')} out"
         )
+
+
+def moves_shell(config: L2LConfig, device: torch.device) -> bool:
+    """Whether the weights in no layer become device tensors."""
+    is_asked = config.resident != "none" and config.resident_update == "device"
+    return is_asked and not stream.shares_host_memory(device)
 
 
 @dataclass(frozen=True)

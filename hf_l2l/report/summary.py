@@ -69,15 +69,18 @@ _BOUNDS: dict[Mode, str] = {
 
 
 def _bound_text(config: L2LConfig, mode: Mode) -> str:
-    text = _BOUNDS[mode]
-    return text if config.resident == "none" else text.replace("the shell and the first layer", "the first layer")
+    text, on_host = _BOUNDS[mode], config.resident == "none" or config.resident_update == "host"
+    return text if on_host else text.replace("the shell and the first layer", "the first layer")
 
 
 def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) -> str:
     if not stream.shares_host_memory(device):
-        stays = " (stays there, with its optimizer state)" if config.resident != "none" else ""
+        on_device = config.resident_update == "device"
+        stays = " (stays there, with its optimizer state)" if on_device else " (stays there, its state on the host)"
+        stays = stays if config.resident != "none" else ""
         count = "all" if config.resident == "all" else f"the first {config.resident_layers}"
-        layers = f" + {count} layers with their state {size_text(need.resident)}" if need.resident else ""
+        what = "layers with their state" if on_device else "layers without their state"
+        layers = f" + {count} {what} {size_text(need.resident)}" if need.resident else ""
         layers += f" + kept weights {size_text(need.kept_weights)}" if need.kept_weights else ""
         layers += f" + graphs of {config.kept_graphs} layers" if config.kept_graphs else ""
         return (
@@ -97,7 +100,7 @@ def _link_text(
     weights = sum(
         part.numel() * dtype.itemsize
         for layer, place in places_of(layers, config, device).items()
-        if not place.is_resident
+        if not (place.is_resident or place.keeps_copy)
         for p in layer.parameters()
         for part, dtype in precision.of_parts(p)
     )

@@ -34,6 +34,19 @@ _NEEDED = ("is_available", "device_count", "get_rng_state", "set_rng_state")
 in program order, and one without `cudart` pageable memory."""
 
 
+def check_device_name(device: torch.device | str) -> None:
+    """Raise ValueError unless `device` names a torch device, one of this machine or not."""
+    try:
+        if isinstance(device, bool):
+            raise TypeError("a bool is no device")
+        torch.device(device)
+    except (RuntimeError, TypeError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current "
+            "accelerator"
+        ) from error
+
+
 def execution_device(device: torch.device | str | None) -> torch.device:
     """The device that layers run on: `device` if given, else the current accelerator, else the CPU.
 

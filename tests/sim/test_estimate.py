@@ -106,7 +106,7 @@ def measured(model: nn.Module, config: L2LConfig, steps: int = 3) -> Any:
     settled_memory()
     torch.accelerator.reset_peak_memory_stats()
     eps = attach_l2l(model, config)
-    optimizer = eps.wrap(_adamw(model))
+    optimizer = eps.wrap(adamw(model))
     batch = inputs(model)
     for _ in range(steps):
         model(**batch).loss.backward()
@@ -117,12 +117,12 @@ def measured(model: nn.Module, config: L2LConfig, steps: int = 3) -> Any:
     return report
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
 def expected(model: nn.Module, config: L2LConfig) -> Any:
-    found = estimate(model.train(), config, _adamw(model), inputs=inputs(model))
+    found = estimate(model.train(), config, adamw(model), inputs=inputs(model))
     assert found.report is not None
     return found.report
 
@@ -178,7 +178,7 @@ RATES = Rates(flops=1e12, link_up=1e9, link_down=1e9, adamw=1e8, device_adamw=1e
 @pytest.mark.parametrize("megabytes", [9, 16, 40])
 def test_a_plan_keeps_within_its_budget(model, megabytes):
     made, budget = MODELS[model]().train(), megabytes * 10**6
-    run = RunShapes(made, L2LConfig(), inputs(made), optimizer=_adamw(made))
+    run = RunShapes(made, L2LConfig(), inputs(made), optimizer=adamw(made))
     try:
         plan = make_plan(run, budget, RATES)
     except BudgetError as error:

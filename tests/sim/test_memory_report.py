@@ -76,6 +76,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"resident_layers": 1, "kept_weights": 1, "kept_graphs": 1, "stash": "host"},
     {"stash": "host", "boundary": "host", "device_stash": 1},
     {"resident": "all", "kept_graphs": 2, "cmp": "bf16"},
+    {"resident": "all", "resident_update": "host"},
     {"eps_update": "serial", "prefetch": False, "gradient_slots": 1},
 ]
 

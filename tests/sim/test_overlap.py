@@ -75,8 +75,16 @@ def of_two_layers(**options: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_copies_land_changes_no_bit(seed):
     on_host = {"ubatch_size": 4, "stash": "host", "accumulation": 2}
+    there = {**on_host, "resident": "shell", "resident_layers": 1, "resident_update": "host"}
     kept = {**on_host, "resident_layers": 1, "kept_weights": 1, "device_stash": 1}
-    for options in ({"ubatch_size": 4}, on_host, {**on_host, "boundary": "host"}, kept, {**kept, "kept_graphs": 1}):
+    for options in (
+        {"ubatch_size": 4},
+        on_host,
+        {**on_host, "boundary": "host"},
+        kept,
+        {**kept, "kept_graphs": 1},
+        there,
+    ):
         expected = of_two_layers(**options)
         with sim_stream.random_landing(seed):
             assert_same_bits(weights_after(tiny_bert(layers=2, width=32), count=2, **options), expected)
