@@ -150,7 +150,7 @@ class DeviceBytes:
     def _base(self) -> Bytes:
         held = self.held
         return {
-            SHELL: held.shell,
+            SHELL: held.shell - (0 if held.shell_is_resident else self.weights.frozen_tables),
             RESIDENT: held.resident,
             SLOTS: held.slots,
             KEPT_WEIGHTS: held.kept,

@@ -64,6 +64,10 @@ class ModelWeights:
         self.buffers = sum(b.numel() * dtype.itemsize for b, dtype in buffers.items())
         self.table_sums = sum(4 * t.numel() for t in tables)
         """Sums of the gradients (fp32) of tables of embeddings, to which micro-batches add rows."""
+        frozen = {m.weight for m in shell if isinstance(m, nn.Embedding) and not m.weight.requires_grad} - inside
+        read = {p for m in shell if not isinstance(m, nn.Embedding) for p in m._parameters.values()}
+        self.frozen_tables = sum(t.numel() * precision.of(t).itemsize for t in frozen - read)
+        """Frozen tables of embeddings, which no backward reads: they are freed when the forward is over."""
         self.table_gradients = sum(2 * t.numel() for t in tables if precision.of(t).itemsize == 2)
         """Those sums in 16 bits, if the device computes in 16 bits."""
 
