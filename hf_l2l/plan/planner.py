@@ -7,8 +7,9 @@ long as it fits, and what bounds the step is looked at again after each choice, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain, combinations
 from typing import Any
 
 from hf_l2l.config import L2LConfig, option
@@ -21,6 +22,10 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
+_KINDS = ("resident", "resident_layers", "kept_weights", "kept_graphs", "device_stash")
+"""Options that keep more on the device."""
+_TRIED_AGAIN = 3
+"""The best so many options to begin with are tried with some kinds of choices first."""
 _AT_ONCE = 16
 """First, choices are made for one part in so many of the layers at once; at last, layer by layer."""
 _WORTH = 1e-3
@@ -75,13 +80,14 @@ class Plan:
 class BudgetError(ValueError):
     """A budget that no choice can meet."""
 
-    def __init__(self, budget: int, smallest: int, config: L2LConfig) -> None:
+    def __init__(self, budget: int, smallest: int, chosen: dict[str, Any]) -> None:
+        """`chosen` are the options with which the device holds least."""
         self.smallest = smallest
         """Bytes of the smallest budget that can be met."""
-        chosen = " ".join(f"{option(name)}={value}" for name, value in _least(config).items())
+        flags = " ".join(f"{option(name)}={value}" for name, value in chosen.items()) or "the options as they are"
         super().__init__(
             f"the device must hold what one micro-batch of one row needs (a budget of {size_text(budget)}, and "
-            f"{size_text(smallest)} needed at least, with {chosen}); give at least that, or shorter rows"
+            f"{size_text(smallest)} needed at least, with {flags}); give at least that, or shorter rows"
         )
 
 
@@ -111,25 +117,24 @@ def make_plan(run: RunShapes, budget: int, rates: Rates) -> Plan:
     Raises:
         BudgetError: if the device would need more than the budget whatever is chosen.
     """
-    config = run.config
-    floor = _at_floor(run)
-    least = sum(run.peak(floor)[1].values())
-    if least > budget:
-        raise BudgetError(budget, least, config)
     search = _Search(run, budget, rates)
-    found = [search.best(start) for start in _starts(run, floor) if search.fits(start)]
-    time, peak, best = min(found or [search.best(floor)], key=lambda each: (each[0].seconds, each[1]))
-    chosen = {
-        each.name: getattr(best, each.name)
-        for each in fields(L2LConfig)
-        if getattr(best, each.name) != getattr(config, each.name)
-    }
+    starts = [(search.bytes(start), start) for start in _starts(run, replace(run.config, **_least(run.config)))]
+    least, at_least = min(starts, key=lambda each: each[0])
+    if least > budget:
+        raise BudgetError(budget, least, _changed(run.config, at_least))
+    found = [(search.best(start), start) for size, start in starts if size <= budget]
+    found.sort(key=lambda each: (each[0][0].seconds, each[0][1]))
+    # What saves most per byte first may take the room of what saves more in all: try some kinds before the others.
+    again = [search.best(search.best(start, kinds)[2]) for _, start in found[:_TRIED_AGAIN] for kinds in _subsets()]
+    time, _, best = min([each for each, _ in found] + again, key=lambda each: (each[0].seconds, each[1]))
     phase, names = run.peak(best)
-    return Plan(best, chosen, budget, phase, names, time)
+    return Plan(best, _changed(run.config, best), budget, phase, names, time)
 
 
-def _at_floor(run: RunShapes) -> L2LConfig:
-    return replace(run.config, **_least(run.config))
+def _changed(before: L2LConfig, after: L2LConfig) -> dict[str, Any]:
+    """The options that differ."""
+    names = [each.name for each in fields(L2LConfig)]
+    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
 
 
 def _starts(run: RunShapes, floor: L2LConfig) -> Iterator[L2LConfig]:
@@ -148,6 +153,11 @@ def _starts(run: RunShapes, floor: L2LConfig) -> Iterator[L2LConfig]:
                 yield replace(start, stash="device", boundary="auto")
 
 
+def _subsets() -> Iterator[tuple[str, ...]]:
+    """Some of the kinds of choices: all combinations but none and all."""
+    return chain.from_iterable(combinations(_KINDS, count) for count in range(1, len(_KINDS)))
+
+
 def _powers(rows: int) -> list[int]:
     """1, 2, 4, ... and `rows`."""
     return [1 << n for n in range(rows.bit_length()) if 1 << n < rows] + [rows]
@@ -164,27 +174,23 @@ class _Search:
         """Of the device at the peak."""
         return sum(self.run.peak(config)[1].values())
 
-    def fits(self, config: L2LConfig) -> bool:
-        """Whether the budget is enough."""
-        return self.bytes(config) <= self.budget
-
     def time(self, config: L2LConfig) -> StepTime:
         """The time of a step."""
         return time_of(self.run, config, self.rates)
 
-    def best(self, config: L2LConfig) -> tuple[StepTime, int, L2LConfig]:
-        """The time, the bytes, and the options after all choices that are worth it."""
+    def best(self, config: L2LConfig, kinds: Collection[str] = _KINDS) -> tuple[StepTime, int, L2LConfig]:
+        """The time, the bytes, and the options after all choices among `kinds` that are worth it."""
         time, held = self.time(config), self.bytes(config)
         for at_once in sorted({max(1, self.count // _AT_ONCE), 1}, reverse=True):
-            while (found := self._next(config, time, held, at_once)) is not None:
+            while (found := self._next(config, kinds, time, held, at_once)) is not None:
                 time, held, config = found
         return time, held, config
 
     def _next(
-        self, config: L2LConfig, time: StepTime, held: int, at_once: int
+        self, config: L2LConfig, kinds: Collection[str], time: StepTime, held: int, at_once: int
     ) -> tuple[StepTime, int, L2LConfig] | None:
         best, most = None, 0.0
-        for each in self._moves(config, at_once):
+        for each in self._moves(config, kinds, at_once):
             size = self.bytes(each)
             if size > self.budget:
                 continue
@@ -194,10 +200,10 @@ class _Search:
                 best, most = (after, size, each), saved
         return best
 
-    def _moves(self, config: L2LConfig, at_once: int) -> Iterator[L2LConfig]:
+    def _moves(self, config: L2LConfig, kinds: Collection[str], at_once: int) -> Iterator[L2LConfig]:
         """What can be chosen next."""
         user = self.run.config
-        if config.resident == "none" and not _is_set(user, "resident"):
+        if "resident" in kinds and config.resident == "none" and not _is_set(user, "resident"):
             yield replace(config, resident="shell")
         streamed = self.count - config.resident_layers
         counts = {
@@ -208,11 +214,13 @@ class _Search:
         }
         for name, most in counts.items():
             now = getattr(config, name)
-            if now < most and not _is_set(user, name) and config.resident != "all":
-                more = {name: min(most, now + at_once)}
-                if name == "resident_layers":
-                    more["kept_weights"] = min(config.kept_weights, self.count - more[name])
-                yield replace(config, **more)
+            if name in kinds and now < most and not _is_set(user, name) and config.resident != "all":
+                # All of them, too: slots go with the last layer that is uploaded.
+                for count in {min(most, now + at_once), most}:
+                    more = {name: count}
+                    if name == "resident_layers":
+                        more["kept_weights"] = min(config.kept_weights, self.count - count)
+                    yield replace(config, **more)
 
 
 def time_of(run: RunShapes, config: L2LConfig, rates: Rates) -> StepTime:

@@ -109,7 +109,7 @@ def test_bad_input_is_one_sentence(flags, said, tmp_path, capsys):
 
 def test_a_budget_that_is_too_small_names_the_smallest(tmp_path, capsys, machine):
     found = estimated(capsys, tmp_path, "--figures", machine, "--budget", "10KB")
-    assert found.status == 2 and "needed at least, with stash=host l2l_boundary=host ubatch_size=1" in found.err
+    assert found.status == 2 and "needed at least, with " in found.err and "ubatch_size=1" in found.err
 
 
 def test_numbers_that_make_no_model(capsys):

@@ -1,0 +1,137 @@
+"""The planner: budgets, what binds a plan, and the fastest plan of all that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_l2l import L2LConfig
+from hf_l2l.config import options_of_the_trainer
+from hf_l2l.plan.planner import BudgetError, make_plan, parse_budget, time_of
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.plan.step_time import Rates
+from hf_l2l.shapes.inputs import example_inputs
+
+ROWS = 8
+RATES = {
+    "link": Rates(flops=1e13, link_up=1e9, link_down=1e9, adamw=1e10, device_adamw=1e10),
+    "update": Rates(flops=1e13, link_up=1e11, link_down=1e11, adamw=1e8, device_adamw=1e10),
+    "compute": Rates(flops=1e11, link_up=1e10, link_down=1e10, adamw=1e9, device_adamw=1e10),
+    "calls": Rates(flops=1e13, link_up=1e10, link_down=1e10, adamw=1e9, device_adamw=1e10, per_call=1e-4),
+}
+
+
+def run_of(layers: int = 3, width: int = 64, **options: Any) -> RunShapes:
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 4}
+    config = hf.LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=layers, vocab_size=500)
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(config)
+    return RunShapes(model, L2LConfig(**options), example_inputs(model, ROWS, 64))
+
+
+def bytes_of(run: RunShapes, config: L2LConfig) -> int:
+    return sum(run.peak(config)[1].values())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8GiB", 8 * 2**30), ("8 GB", 8 * 10**9), ("0.5GiB", 2**29), ("512mib", 2**29), ("9B", 9)]
+)
+def test_budgets(text, count):
+    assert parse_budget(text) == count
+
+
+@pytest.mark.parametrize("text", ["8", "GiB", "8 bananas", "-1GiB", "0GB", "", 8])
+def test_what_is_no_budget(text):
+    with pytest.raises(ValueError, match="must be a size with its unit"):
+        parse_budget(text)
+
+
+def test_a_budget_that_no_choice_meets_names_the_smallest():
+    run = run_of()
+    with (
+        options_of_the_trainer(),
+        pytest.raises(BudgetError, match=r"needed at least, with .*ubatch_size=1") as caught,
+    ):
+        make_plan(run, 1000, RATES["link"])
+    plan = make_plan(run, caught.value.smallest, RATES["link"])
+    assert plan.peak_bytes <= caught.value.smallest
+    with pytest.raises(BudgetError):
+        make_plan(run, caught.value.smallest - 1, RATES["link"])
+
+
+def test_options_that_are_set_bind_the_plan():
+    run = run_of(ubatch_size=2, stash="host", resident_layers=1)
+    plan = make_plan(run, 10**9, RATES["compute"])
+    assert not {"ubatch_size", "stash", "resident_layers"} & set(plan.chosen)
+    assert (plan.config.ubatch_size, plan.config.stash, plan.config.resident_layers) == (2, "host", 1)
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_more_memory_is_never_slower(rates):
+    run = run_of()
+    with pytest.raises(BudgetError) as caught:
+        make_plan(run, 1, RATES[rates])
+    smallest = caught.value.smallest
+    seconds = []
+    for share in (1, 1.2, 1.5, 2, 3, 5, 8, 12):
+        plan = make_plan(run, int(share * smallest), RATES[rates])
+        assert plan.peak_bytes <= share * smallest
+        seconds.append(plan.time.seconds)
+    # What saves most per byte first is not the best for every budget.
+    assert all(after <= 1.02 * before for before, after in zip(seconds, seconds[1:], strict=False))
+    assert seconds[-1] < seconds[0]
+
+
+def all_options(run: RunShapes) -> Iterator[L2LConfig]:
+    """Every combination that a plan may choose."""
+    counts = range(len(run.layers) + 1)
+    places = [("host", "host"), ("host", "device"), ("device", "auto")]
+    for (stash, boundary), shell, resident, graphs, weights, inputs in product(
+        places, ("none", "shell"), counts, counts, counts, counts
+    ):
+        if weights > len(run.layers) - resident or (stash == "device" and inputs):
+            continue
+        for ubatch_size, gradient_slots in product((1, 2, 4, 8), (1, 2)):
+            yield replace(
+                run.config,
+                stash=stash,
+                boundary=boundary,
+                resident=shell,
+                resident_layers=resident,
+                kept_graphs=graphs,
+                kept_weights=weights,
+                device_stash=inputs,
+                ubatch_size=ubatch_size,
+                gradient_slots=gradient_slots,
+            )
+
+
+@pytest.mark.parametrize(
+    ("layers", "rates"),
+    [
+        pytest.param(layers, rates, marks=() if (layers, rates) == (3, "update") else pytest.mark.slow)
+        for layers in (3, 4)
+        for rates in RATES
+    ],
+)
+def test_no_other_choice_is_faster(layers, rates):
+    run = run_of(layers)
+    known = [(bytes_of(run, each), time_of(run, each, RATES[rates]).seconds) for each in all_options(run)]
+    smallest = min(size for size, _ in known)
+    for share in (1.0, 1.3, 1.8, 2.5, 4.0):
+        budget = int(share * smallest)
+        best = min(seconds for size, seconds in known if size <= budget)
+        assert make_plan(run, budget, RATES[rates]).time.seconds <= 1.02 * best, share
+
+
+def test_the_plan_says_what_it_expects():
+    plan = make_plan(run_of(), 10**9, RATES["update"])
+    text = str(plan)
+    assert text.startswith("plan for 953.7 MiB of device memory: ") and "resident" in text
+    assert f"bound by {plan.time.bound}" in text
