@@ -122,8 +122,14 @@ def wide_mlm() -> nn.Module:
     return hf.BertForMaskedLM(hf.BertConfig(**HEADS, hidden_size=WIDTH, intermediate_size=2 * WIDTH))
 
 
-@pytest.mark.parametrize("cmp", [None, "bf16"])
-@pytest.mark.parametrize("make", [wide_bert, wide_llama, wide_gpt2, wide_t5, wide_mlm])
+@pytest.mark.parametrize(
+    ("make", "cmp"),
+    [
+        *((make, None) for make in (wide_bert, wide_llama, wide_gpt2, wide_t5, wide_mlm)),
+        (wide_llama, "bf16"),
+        *(pytest.param(make, "bf16", marks=pytest.mark.slow) for make in (wide_bert, wide_gpt2, wide_t5, wide_mlm)),
+    ],
+)
 def test_the_device_batch_costs_its_ids(make, cmp):
     """And labels, and a loss per token: what is computed before and after the layers runs by micro-batches, too."""
     found = slope(make, boundary="host", cmp=cmp)

@@ -178,8 +178,15 @@ def test_frozen_weights_have_no_sums():
 RATES = Rates(flops=1e12, link_up=1e9, link_down=1e9, adamw=1e8, device_adamw=1e9, per_call=1e-5)
 
 
-@pytest.mark.parametrize("model", ["bert", "llama"])
-@pytest.mark.parametrize("megabytes", [9, 16, 40])
+@pytest.mark.parametrize(
+    ("model", "megabytes"),
+    [
+        ("bert", 16),
+        ("llama", 9),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("bert", 9), ("bert", 40), ("llama", 16))),
+        pytest.param("llama", 40, marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan_keeps_within_its_budget(model, megabytes):
     made, budget = MODELS[model]().train(), megabytes * 10**6
     run = RunShapes(made, L2LConfig(), inputs(made), optimizer=adamw(made))
