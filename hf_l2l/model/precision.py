@@ -49,7 +49,8 @@ def computing_dtype(cmp: Cmp | None, device: torch.device) -> torch.dtype | None
 def _computes_in_bf16(device: torch.device) -> bool:
     module: Any = stream.device_module(device)
     check = getattr(module, "is_bf16_supported", None)
-    if check is None or not module.is_available():  # of another machine
+    is_here = getattr(module, "is_available", lambda: True)
+    if check is None or not is_here():  # what a device of another machine computes in is not known
         return True
     emulated = "including_emulation" in inspect.signature(check).parameters  # CUDA counts emulation by default
     # The answer is about the current device, which may be another GPU. A module without `device` has a single device.

@@ -72,7 +72,9 @@ def test_options_that_are_set_bind_the_plan():
     assert (plan.config.ubatch_size, plan.config.stash, plan.config.resident_layers) == (2, "host", 1)
 
 
-@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize(
+    "rates", ["update", *(pytest.param(each, marks=pytest.mark.slow) for each in RATES if each != "update")]
+)
 def test_more_memory_is_never_slower(rates):
     run = run_of()
     with pytest.raises(BudgetError) as caught:

@@ -63,7 +63,15 @@ def bytes_of_a_step(
     return counted.steps[2]
 
 
-@pytest.mark.parametrize("options", [{}, {"stash": "host"}, {"stash": "host", "l2l_boundary": "host"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"stash": "host"}, marks=pytest.mark.slow),
+        pytest.param({"stash": "host", "l2l_boundary": "host"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_what_travels_does_not_grow_with_the_number_of_batches(tmp_path, monkeypatch, options):
     two, eight = (bytes_of_a_step(tmp_path, monkeypatch, count, "auto", **options) for count in (2, 8))
     assert two == eight

@@ -150,7 +150,13 @@ def test_names_are_those_of_the_run(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cmp": "bf16"}, {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}], ids=str
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"cmp": "bf16"}, marks=pytest.mark.slow),
+        {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
+    ],
+    ids=str,
 )
 def test_the_host_holds_what_was_expected(options):
     model, config = llama().train(), L2LConfig(stash="host", boundary="host", ubatch_size=2, **options)

@@ -39,7 +39,7 @@ def peak(model: nn.Module, rows: int, tokens: int) -> int:
     return int(torch.accelerator.max_memory_allocated())
 
 
-@pytest.mark.parametrize("cmp", [None, "bf16"])
+@pytest.mark.parametrize("cmp", [None, pytest.param("bf16", marks=pytest.mark.slow)])
 def test_bytes_do_not_grow_with_tokens_times_vocabulary(cmp, monkeypatch):
     """What more tokens add is of the hidden size, whatever the vocabulary."""
     monkeypatch.setattr(chunks, "FEWEST_ROWS", 16)
