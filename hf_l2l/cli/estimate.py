@@ -228,7 +228,13 @@ def _show(options: argparse.Namespace, found: Estimate, time: StepTime | None, p
 
 def _plot(file: str, found: Estimate) -> None:
     """A bar of the device memory by name, and those of plain training."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            f"--plot needs the package matplotlib (got {file!r}, and it is not installed); install it with: pip "
+            "install matplotlib, or leave --plot out"
+        ) from error
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,17 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
 
 
 def test_the_text_and_the_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "memory.png"
     found = estimated(capsys, tmp_path, "--plot", str(picture))
     assert "slots" in found.out and "Plain training would need" in found.out
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_needs_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = estimated(capsys, tmp_path, "--plot", "memory.png")
+    assert found.status == 2 and "--plot needs the package matplotlib" in found.err
 
 
 def test_times_of_a_machine(tmp_path, capsys, machine):
