@@ -187,11 +187,18 @@ def _run(options: argparse.Namespace) -> int:
         config = config if plan is None else plan.config
         found = estimate_of(run, config)
         time = None if rates is None else time_of(run, config, rates)
-        _show(options, found, time, plan)
+        hidden = None if rates is None else run.tokens_that_hide(config, rates)
+        _show(options, found, time, plan, hidden)
     return GOOD
 
 
-def _show(options: argparse.Namespace, found: Estimate, time: StepTime | None, plan: Plan | None) -> None:
+def _show(
+    options: argparse.Namespace,
+    found: Estimate,
+    time: StepTime | None,
+    plan: Plan | None,
+    hidden: dict[str, int] | None,
+) -> None:
     from hf_l2l.runtime.tensors import size_text
 
     assert found.report is not None
@@ -211,6 +218,7 @@ def _show(options: argparse.Namespace, found: Estimate, time: StepTime | None, p
                 "seconds_per_step": None if time is None else time.seconds,
                 "bound": None if time is None else time.bound,
                 "busy": None if time is None else time.busy,
+                "tokens_that_hide": hidden,
             }
         )
         return
@@ -224,6 +232,9 @@ def _show(options: argparse.Namespace, found: Estimate, time: StepTime | None, p
     elif time is not None:
         busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
         print(f"A step takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
+    if hidden is not None:
+        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items())
+        print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
 
 
 def _plot(file: str, found: Estimate) -> None:

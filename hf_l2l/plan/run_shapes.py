@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
-from hf_l2l.plan.step_time import Cost
+from hf_l2l.plan.step_time import Cost, Rates
 from hf_l2l.plan.weights import ModelWeights
 from hf_l2l.runtime import stream
 from hf_l2l.shapes.traced import Traced, Tracer
@@ -182,6 +183,23 @@ class RunShapes:
                 )
             )
         return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
+
+    def tokens_that_hide(self, config: L2LConfig, rates: Rates) -> dict[str, int]:
+        """From how many tokens per step on the forward of the layers takes as long as the upload of their weights
+        ("upload"), and as the update of their masters ("update"; "update in a step" for forward and backward)."""
+        costs = self.costs(config).layers
+        tokens = self.rows * max((t.shape[1] for t in self.inputs.values() if t.dim() > 1), default=1)
+        streamed = [
+            self.weights.layers[number] for number, place in enumerate(self.places(config)) if not place.is_resident
+        ]
+        forward = sum(cost.forward_flops for cost in costs) / tokens / rates.flops
+        backward = sum(cost.backward_flops for cost in costs) / tokens / rates.flops
+        update = sum(layer.trained for layer in streamed) / rates.adamw
+        return {
+            "upload": math.ceil(sum(layer.travels for layer in streamed) / rates.link_up / forward),
+            "update": math.ceil(update / forward),
+            "update in a step": math.ceil(update / (forward + backward)),
+        }
 
     def _shell_cost(self, config: L2LConfig, short: int) -> Cost:
         whole, shell = self.traced(self.rows), self.weights.shell

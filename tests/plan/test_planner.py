@@ -132,6 +132,22 @@ def test_no_other_choice_is_faster(layers, rates):
         assert make_plan(run, budget, RATES[rates]).time.seconds <= 1.02 * best, share
 
 
+def test_tokens_from_which_transfers_and_updates_are_hidden():
+    """With twice the link, half of them; resident layers need none."""
+    run = run_of()
+    slow, fast = (replace_rates(link_up=link) for link in (1e9, 2e9))
+    found = [run.tokens_that_hide(L2LConfig(), rates) for rates in (slow, fast)]
+    assert found[0]["upload"] == pytest.approx(2 * found[1]["upload"], abs=1)
+    # 4 bytes and 2 operations per weight and token, and attention.
+    assert found[0]["upload"] == pytest.approx(2 * slow.flops / slow.link_up, rel=0.2)
+    assert found[0]["update"] > found[0]["update in a step"] > 0
+    assert set(run.tokens_that_hide(L2LConfig(resident_layers=3), slow).values()) == {0}
+
+
+def replace_rates(**more: Any) -> Rates:
+    return replace(RATES["link"], **more)
+
+
 def test_the_plan_says_what_it_expects():
     plan = make_plan(run_of(), 10**9, RATES["update"])
     text = str(plan)
