@@ -203,6 +203,7 @@ def test_d():
 """
 
 
+@pytest.mark.slow
 def test_tests_go_on_after_one_that_has_ended_the_process(tmp_path, monkeypatch):
     """And after an error of the device, after which it would refuse all others."""
     shutil.copy(RUNNER.parent.parent / "tests" / "gpu" / "conftest.py", tmp_path)

@@ -64,7 +64,7 @@ def test_prefetch_changes_no_bit(stash, accumulation):
         assert_same_bits(weights_after(tiny_bert(layers=3), **same, **options), expected)
 
 
-SEEDS = [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
+SEEDS = [seed if seed < 1 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
 
 
 @cache

@@ -73,7 +73,7 @@ def test_weights_have_the_bits_of_a_stash_in_host_memory(mode, options, tmp_path
         assert_same_bits(weights_after(tiny_bert(layers=3), stash="device", **same), expected)
 
 
-SEEDS = [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(30)]
+SEEDS = [seed if seed < 1 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(30)]
 
 
 @cache
