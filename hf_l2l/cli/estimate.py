@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_l2l.cli.command import GOOD, Command, add_json, flag, print_json, quiet
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from hf_l2l.config import L2LConfig
@@ -72,7 +73,10 @@ def _options() -> dict[str, tuple[str, str]]:
 
 
 def _number(text: str) -> int:
-    return int(float(text))
+    try:
+        return int(float(text))
+    except OverflowError as error:
+        raise ValueError(f"a number must be finite (got {text!r})") from error
 
 
 def _value(text: str) -> Any:
@@ -123,6 +127,11 @@ def _of_numbers(params: int, layers: int, hidden: int, vocab: int) -> nn.Module:
     import torch
     import transformers
 
+    if min(params, layers, hidden, vocab) < 1:
+        raise ValueError(
+            "--params, --layers, --hidden and --vocab must be at least 1 (got "
+            f"{params}, {layers}, {hidden}, {vocab}); check the numbers"
+        )
     inner = (params - 2 * vocab * hidden - 4 * layers * hidden**2) // (3 * layers * hidden)
     if inner < 1 or hidden % 64:
         raise ValueError(
@@ -142,17 +151,41 @@ def _of_numbers(params: int, layers: int, hidden: int, vocab: int) -> nn.Module:
     return model
 
 
+def _device(kind: str | None) -> torch.device | None:
+    import torch
+
+    from hf_l2l.runtime import stream
+
+    try:
+        device = None if kind is None else torch.device(kind)
+    except RuntimeError as error:
+        raise ValueError(f"--device-type must be a type of device that torch has (got {kind!r}); use cuda") from error
+    if device is not None and stream.shares_host_memory(device):
+        raise ValueError(
+            f"--device-type must be a device with memory of its own (got {kind!r}, where all memory is the host's); "
+            "use cuda"
+        )
+    return device
+
+
 def _rates(options: argparse.Namespace, run: RunShapes) -> Rates | None:
     from hf_l2l.plan.step_time import Rates
     from hf_l2l.probe.figures import HardwareFigures
     from hf_l2l.probe.rates import probe
 
+    if options.figures and options.probe:
+        raise ValueError("--figures and --probe both give the machine's figures (got both); leave out one of them")
     if options.figures:
         figures = HardwareFigures.from_json(Path(options.figures).read_text(encoding="utf-8"))
     elif options.probe:
         figures = probe()
     else:
         return None
+    if figures.link_up is None:
+        raise ValueError(
+            f"times are of a machine whose device has memory of its own (got the figures of {figures.device_name}, "
+            f"which shares that of the host, for {run.device.type}); give those of the machine that will train it"
+        )
     return Rates.of(figures, run.dtype)
 
 
@@ -165,17 +198,21 @@ def _run(options: argparse.Namespace) -> int:
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget)
-    import torch
-
     with options_of_the_trainer():
         config = _config(options)
         model = _model(options)
         rows = getattr(options, ROWS)
         if rows < 1:
             raise ValueError(f"--{ROWS} must be at least 1 (got {rows}); give the rows of a batch")
-        device = None if options.device_type is None else torch.device(options.device_type)
+        if options.tokens is not None and options.tokens < 1:
+            raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         run = RunShapes(
-            model, config, example_inputs(model, rows, options.tokens), device=device, device_memory=budget
+            model,
+            config,
+            example_inputs(model, rows, options.tokens),
+            device=_device(options.device_type),
+            device_memory=budget,
+            given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
         )
         rates = _rates(options, run)
         if budget is not None and rates is None:
@@ -224,16 +261,16 @@ def _show(
         return
     print(found)
     print(
-        f"Plain training would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with activation "
-        "checkpointing, all on the device."
+        f"Plain training in fp32 would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with "
+        "activation checkpointing, all on the device."
     )
     if plan is not None:
         print(plan)
     elif time is not None:
         busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
         print(f"A step takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
-    if hidden is not None:
-        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items())
+    if hidden is not None and any(hidden.values()):
+        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
 
 

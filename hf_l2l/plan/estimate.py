@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.memory import memory_estimate
-from hf_l2l.memory.device_memory import DEVICE_NAMES, KEPT_WEIGHTS, RESIDENT, SLOTS
+from hf_l2l.memory.device_memory import DEVICE_NAMES, KEPT_WEIGHTS, RESIDENT, SHELL, SLOTS
 from hf_l2l.memory.host_limits import process_bytes
 from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MASTERS, MOMENTS, NORMS, OTHER, TRANSIENTS
 from hf_l2l.memory.memory_estimate import MemoryEstimate
@@ -101,15 +101,18 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     stash, boundary, ubatch = run.resolved(config)
     phase, peak = run.peak(config)
     device = {name: {"now": 0, "peak": peak.get(name, 0)} for name in DEVICE_NAMES}
-    for name in (RESIDENT, SLOTS, KEPT_WEIGHTS):
-        device[name]["now"] = peak[name]
+    held = run.on_device(config).held
+    between = {RESIDENT: held.resident, SLOTS: held.slots, KEPT_WEIGHTS: held.kept}
+    between[SHELL] = held.shell if config.resident != "none" else 0
+    for name, size in between.items():
+        device[name]["now"] = size
     host = _host(run, config, state, stash, boundary)
     title = (
         f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
         f"stash {stash}, boundary {boundary}"
     )
     report = MemoryReport(title, device, host, {"now": 0, "peak": 0}, f"The device holds most in the {phase}.")
-    plain = PlainBytes(run.model, run.inputs, run.moments)
+    plain = PlainBytes(run.model, run.inputs, run.moments, layer_classes=config.layer_classes, fuses=run.fuses)
     return Estimate(
         **_values(state),
         report=report,
@@ -124,10 +127,11 @@ def _host(
 ) -> dict[str, dict[str, int]]:
     calls = run.traced(run.rows).calls
     places = run.places(config)
-    own = {call.number: max((a.num_bytes for a in call.arguments if a.needs_gradient), default=0) for call in calls}
-    stashed = sum(size for number, size in own.items() if not places[number].keeps_input)
+    # A layer that is called several times keeps an input for each call.
+    own = [(call.number, max((a.num_bytes for a in call.arguments if a.needs_gradient), default=0)) for call in calls]
+    stashed = sum(size for number, size in own if not places[number].keeps_input)
     # With a head that reads hidden states in chunks, what the final norm returns is there, too.
-    passing = (3 if run.has_chunked_head else 2) * max(own.values()) if boundary == "host" else 0
+    passing = (3 if run.has_chunked_head else 2) * max(size for _, size in own) if boundary == "host" else 0
     rooms = 0 if stash != "host" else stashed + passing
     parameters = sum(1 for p in run.model.parameters() if p.requires_grad)
     transients = 0

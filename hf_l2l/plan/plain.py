@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -15,9 +15,17 @@ from hf_l2l.shapes.traced import Tracer
 class PlainBytes:
     """Bytes of transformers' Trainer in fp32, with and without activation checkpointing."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], moments: int) -> None:
-        """`moments` are bytes of the optimizer's state in fp32."""
-        tracer = Tracer(model, Precision(model), chunked_loss=False)
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        moments: int,
+        *,
+        layer_classes: tuple[str, ...] | None,
+        fuses: Callable[..., bool],
+    ) -> None:
+        """`moments` are bytes of the optimizer's state in fp32; see `Tracer` for the others."""
+        tracer = Tracer(model, Precision(model), layer_classes=layer_classes, chunked_loss=False, fuses=fuses)
         self._traced = tracer.trace(inputs)
         self._weights = tensor_bytes([*model.parameters(), *model.buffers()])
         self._gradients = tensor_bytes([p for p in model.parameters() if p.requires_grad])

@@ -86,22 +86,23 @@ class BudgetError(ValueError):
         """Bytes of the smallest budget that can be met."""
         flags = " ".join(f"{option(name)}={value}" for name, value in chosen.items()) or "the options as they are"
         super().__init__(
-            f"the device must hold what one micro-batch of one row needs (a budget of {size_text(budget)}, and "
-            f"{size_text(smallest)} needed at least, with {flags}); give at least that, or shorter rows"
+            f"the device must hold what a step needs, whatever is chosen (a budget of {size_text(budget)}, and "
+            f"{size_text(smallest)} needed at least, with {flags}); give at least that, or shorter rows, or leave out "
+            "options that bind the choice"
         )
 
 
-def _is_set(config: L2LConfig, name: str) -> bool:
+def _is_set(run: RunShapes, name: str) -> bool:
     """Whether the user has set an option: it binds the plan."""
     default = next(each.default for each in fields(L2LConfig) if each.name == name)
-    return bool(getattr(config, name) != default)
+    return name in run.given or bool(getattr(run.config, name) != default)
 
 
-def _least(config: L2LConfig) -> dict[str, Any]:
+def _least(run: RunShapes) -> dict[str, Any]:
     """The options with which the device holds least, of those that the user has not set."""
     wanted = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
-    found = {name: value for name, value in wanted.items() if not _is_set(config, name)}
-    if _is_set(config, "stash") and config.stash == "device":
+    found = {name: value for name, value in wanted.items() if not _is_set(run, name)}
+    if _is_set(run, "stash") and run.config.stash == "device":
         found.pop("boundary", None)
     return found
 
@@ -118,7 +119,7 @@ def make_plan(run: RunShapes, budget: int, rates: Rates) -> Plan:
         BudgetError: if the device would need more than the budget whatever is chosen.
     """
     search = _Search(run, budget, rates)
-    starts = [(search.bytes(start), start) for start in _starts(run, replace(run.config, **_least(run.config)))]
+    starts = [(search.bytes(start), start) for start in _starts(run, replace(run.config, **_least(run)))]
     least, at_least = min(starts, key=lambda each: each[0])
     if least > budget:
         raise BudgetError(budget, least, _changed(run.config, at_least))
@@ -126,7 +127,15 @@ def make_plan(run: RunShapes, budget: int, rates: Rates) -> Plan:
     found.sort(key=lambda each: (each[0][0].seconds, each[0][1]))
     # What saves most per byte first may take the room of what saves more in all: try some kinds before the others.
     again = [search.best(search.best(start, kinds)[2]) for _, start in found[:_TRIED_AGAIN] for kinds in _subsets()]
-    time, _, best = min([each for each, _ in found] + again, key=lambda each: (each[0].seconds, each[1]))
+    every = [each for each, _ in found] + again
+    fastest = min(time.seconds for time, _, _ in every)
+    # Of equally fast ones, that with the largest micro-batches: each has a price that may not have been measured.
+    equal = [each for each in every if each[0].seconds <= fastest * (1 + _WORTH)]
+    time, _, best = min(equal, key=lambda each: (-(each[2].ubatch_size or run.rows), each[1]))
+    # "auto" would be decided by the memory of the device, and not by the budget.
+    stash, boundary, _ = run.resolved(best)
+    settled: dict[str, Any] = {"stash": stash, "boundary": best.boundary if stash == "device" else boundary}
+    best = replace(best, **settled)
     phase, names = run.peak(best)
     return Plan(best, _changed(run.config, best), budget, phase, names, time)
 
@@ -140,16 +149,16 @@ def _changed(before: L2LConfig, after: L2LConfig) -> dict[str, Any]:
 def _starts(run: RunShapes, floor: L2LConfig) -> Iterator[L2LConfig]:
     """The options to begin with: for each size of micro-batch, with the stash on the host and on the device."""
     sizes = [floor.ubatch_size]
-    if not _is_set(run.config, "ubatch_size"):
+    if not _is_set(run, "ubatch_size"):
         sizes = [*_powers(run.rows)]
-    slots = [floor.gradient_slots] if _is_set(run.config, "gradient_slots") else [2, 1]
+    slots = [floor.gradient_slots] if _is_set(run, "gradient_slots") else [2, 1]
     for size in sizes:
         for count in slots:
             start = replace(floor, ubatch_size=size, gradient_slots=count)
             yield start
-            if not _is_set(run.config, "boundary") and floor.stash != "device":
+            if not _is_set(run, "boundary") and floor.stash != "device":
                 yield replace(start, boundary="device")
-            if not (_is_set(run.config, "stash") or _is_set(run.config, "boundary")):
+            if not (_is_set(run, "stash") or _is_set(run, "boundary")):
                 yield replace(start, stash="device", boundary="auto")
 
 
@@ -202,8 +211,7 @@ class _Search:
 
     def _moves(self, config: L2LConfig, kinds: Collection[str], at_once: int) -> Iterator[L2LConfig]:
         """What can be chosen next."""
-        user = self.run.config
-        if "resident" in kinds and config.resident == "none" and not _is_set(user, "resident"):
+        if "resident" in kinds and config.resident == "none" and not _is_set(self.run, "resident"):
             yield replace(config, resident="shell")
         streamed = self.count - config.resident_layers
         counts = {
@@ -214,7 +222,7 @@ class _Search:
         }
         for name, most in counts.items():
             now = getattr(config, name)
-            if name in kinds and now < most and not _is_set(user, name) and config.resident != "all":
+            if name in kinds and now < most and not _is_set(self.run, name) and config.resident != "all":
                 # All of them, too: slots go with the last layer that is uploaded.
                 for count in {min(most, now + at_once), most}:
                     more = {name: count}

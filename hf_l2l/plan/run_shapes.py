@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,11 @@ class RunShapes:
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
         device_memory: int | None = None,
+        given: Collection[str] = (),
     ) -> None:
-        """`inputs` are those of the whole device batch; see `estimate` for the others."""
+        """`inputs` are those of the whole device batch; `given` names options of `config` that bind a plan even if
+        they have their defaults; see `estimate` for the others."""
+        self.given = given
         self.device = device or device_to_train_on(config)
         self.model, self.config, self.inputs = model, config, dict(inputs)
         self.optimizer = optimizer
@@ -60,12 +63,13 @@ class RunShapes:
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
         self.rows = max(t.shape[0] for t in inputs.values() if t.dim())
         self.device_memory = device_memory or _memory_of(self.device)
+        self.fuses = _always if self.device.type in _FUSING else _without_dropout
         self._tracer = Tracer(
             model,
             self.precision,
             layer_classes=config.layer_classes,
             chunked_loss=config.chunked_loss != "off",
-            fuses=_always if self.device.type in _FUSING else _without_dropout,
+            fuses=self.fuses,
         )
         state = memory_estimate.estimate(model, L2LConfig(), optimizer, ELSEWHERE)
         self.moments = state.moments
@@ -122,7 +126,7 @@ class RunShapes:
         places = self.places(config)
         whole = self.traced(self.rows)
         part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
-        shell = config.resident != "none"
+        shell = _updates_shell_there(config)
         held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
         is_chunked = part is not None and boundary == "host" and self.has_chunked_head
         head = self.traced(self.rows, by_rows=True) if is_chunked else None
@@ -162,8 +166,12 @@ class RunShapes:
         leaves, by_rows = stash != "device", boundary == "host" and ubatch < self.rows
         short = 2 if config.grad_dtype == "16bit" else 4
         layers = []
+        updated: set[int] = set()
         for number, call in enumerate(whole.calls):
             place, weights = places[call.number], self.weights.layers[call.number]
+            # A layer that is called several times is updated once.
+            trained = 0 if call.number in updated else weights.trained
+            updated.add(call.number)
             own = _own(call.arguments)
             up = 0 if place.is_resident else weights.travels
             # Of what travels, the last two layers of the forward are still in their slots.
@@ -178,8 +186,8 @@ class RunShapes:
                     forward_down=stashed,
                     backward_up=up_again + stashed + passing,
                     backward_down=(0 if place.is_resident else weights.trained * short) + passing,
-                    parameters=0 if place.is_resident else weights.trained,
-                    on_device=weights.trained if place.is_resident else 0,
+                    parameters=0 if place.is_resident else trained,
+                    on_device=trained if place.is_resident else 0,
                 )
             )
         return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
@@ -203,7 +211,7 @@ class RunShapes:
 
     def _shell_cost(self, config: L2LConfig, short: int) -> Cost:
         whole, shell = self.traced(self.rows), self.weights.shell
-        is_resident = config.resident != "none"
+        is_resident = _updates_shell_there(config)
         return Cost(
             forward_flops=sum(piece.forward_flops for piece in whole.pieces),
             backward_flops=sum(piece.backward_flops for piece in whole.pieces),
@@ -212,6 +220,12 @@ class RunShapes:
             parameters=0 if is_resident else shell.trained,
             on_device=shell.trained if is_resident else 0,
         )
+
+
+def _updates_shell_there(config: L2LConfig) -> bool:
+    """Whether the state of the shell is on the device. With updates on the host, its weights are uploaded once per
+    step, as they are if they do not stay."""
+    return config.resident != "none" and config.resident_update == "device"
 
 
 def device_to_train_on(config: L2LConfig) -> torch.device:

@@ -85,10 +85,11 @@ class ModelWeights:
         return WeightBytes(
             shell=shell + self.buffers,
             shell_is_resident=shell_is_resident,
-            resident=sum(layer.state for layer in resident),
+            resident=sum(layer.state for layer in resident)
+            + sum(each.travels for each, place in pairs if place.keeps_copy),
             slots=2 * max((layer.travels for layer in in_turn), default=0)
             + gradient_slots * max((layer.sums for layer in streamed), default=0),
-            kept=sum(layer.travels for layer, place in pairs if place.keeps_weights),
+            kept=sum(each.travels for each, place in pairs if place.keeps_weights and not place.keeps_copy),
         )
 
 

@@ -20,6 +20,7 @@ from hf_l2l.model.precision import Precision, let_heads_return_fp32
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
+from hf_l2l.shapes.losses import loss_of, told_failures
 from hf_l2l.shapes.shadow import like, shadow
 
 
@@ -162,9 +163,8 @@ class Tracer:
         with counted(self._fake, self._fuses) as memory:
             memory.leave_out([*self.model.parameters(), *self.model.buffers(), *leaves_of(given)])
             run = self._run = _Run(memory)
-            with _TablesApart() if by_rows else torch.enable_grad(), torch.enable_grad():
-                loss = self.model(**given)["loss"]
-            run.end(loss)
+            with told_failures(self.model), _TablesApart() if by_rows else torch.enable_grad(), torch.enable_grad():
+                run.end(loss_of(self.model(**given)))
             self._run = None
         return Traced(run.pieces, run.calls, *run.gradients(), tensor_bytes(leaves_of(given)), run.left, run.head)
 

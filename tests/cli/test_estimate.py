@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli_models import LLAMA, Ran, ran, written
+from cli_models import LLAMA, T5, Ran, ran, written
 from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.ledger import HOST_NAMES
 from hf_l2l.probe.figures import HardwareFigures
@@ -65,7 +65,7 @@ def test_the_text_and_the_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "memory.png"
     found = estimated(capsys, tmp_path, "--plot", str(picture))
-    assert "slots" in found.out and "Plain training would need" in found.out
+    assert "slots" in found.out and "Plain training in fp32 would need" in found.out
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -106,6 +106,9 @@ def test_a_model_of_numbers(capsys):
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
         (["--params", "1e9"], "a model is given by MODEL, or by --params"),
         (["--class", "AutoModel"], "takes no labels"),
+        (["--tokens", "0"], "--tokens must be at least 1 (got 0)"),
+        (["--device-type", "foo"], "--device-type must be a type of device that torch has (got 'foo')"),
+        (["--device-type", "cpu"], "must be a device with memory of its own"),
         (["--figures", "/nowhere.json"], "No such file"),
     ],
 )
@@ -113,6 +116,24 @@ def test_bad_input_is_one_sentence(flags, said, tmp_path, capsys):
     found = estimated(capsys, tmp_path, *flags)
     assert found.status == 2 and found.err.startswith("hf-l2l estimate: ") and found.err.count("\n") == 1
     assert said in found.err
+
+
+def test_what_is_given_binds_the_plan_even_at_its_default(tmp_path, capsys, machine):
+    flags = ["--figures", machine, "--budget", "600KB", "--json"]
+    free, bound = (estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--stash", "device"]))
+    assert free["chosen"]["stash"] == "host" and "stash" not in bound["chosen"]
+
+
+def test_a_model_that_fails_is_one_sentence(tmp_path, capsys):
+    """T5 cannot make inputs of its decoder without the token that begins them."""
+    found = ran(capsys, "estimate", written(tmp_path, T5, decoder_start_token_id=None), "--tokens", "8")
+    assert found.status == 2 and "runs the model on tensors without values, which failed" in found.err
+
+
+def test_figures_of_a_cpu_have_no_link(tmp_path, capsys, machine):
+    without = json.loads(MACHINE.to_json()) | dict.fromkeys(("link_up", "link_down", "link_up_both", "link_down_both"))
+    Path(machine).write_text(json.dumps(without))
+    assert "whose device has memory of its own" in estimated(capsys, tmp_path, "--figures", machine).err
 
 
 def test_a_budget_that_is_too_small_names_the_smallest(tmp_path, capsys, machine):
