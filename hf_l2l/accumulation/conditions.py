@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hf_l2l.compat import mixes_rows
@@ -30,6 +31,12 @@ def why_not_folded(trainer: Any) -> str | None:
         return f"the loss of a {type(model).__name__} is a mean over each batch: it takes no num_items_in_batch"
     if getattr(trainer, "loss_is_scaled_for_ga", None) is False:
         return "loss_is_scaled_for_ga=False says that the loss is a mean over each batch"
+    if getattr(args, "l2l_resident", "none") == "all":
+        return "nothing of a model whose layers are all resident travels"
+    if getattr(args, "l2l_kept_graphs", 0):
+        return "l2l_kept_graphs would keep the graphs of all batches at once"
+    if any(_depends_on_longest_row(getattr(module, "config", None)) for module in model.modules()):
+        return "its rotary positions depend on the longest row of a batch"
     norm = next((name for name, module in model.named_modules() if mixes_rows(module)), None)
     if norm is not None:
         return f"{norm} normalizes over the rows of each batch"
@@ -46,6 +53,20 @@ def _replaced_by(trainer: Any, name: str) -> str | None:
         if name in vars(kind) and not str(getattr(vars(kind)[name], "__module__", "")).startswith(_OWN):
             return str(kind.__name__)
     return None
+
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary positions whose frequencies depend on the length of the call."""
+
+
+def _depends_on_longest_row(config: Any) -> bool:
+    def says_so(value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        kinds = (value.get("rope_type"), value.get("type"))
+        return any(kind in _BY_LENGTH for kind in kinds) or any(map(says_so, value.values()))
+
+    return any(says_so(getattr(config, name, None)) for name in ("rope_parameters", "rope_scaling"))
 
 
 def _returns_router_logits(model: Any) -> bool:

@@ -97,7 +97,7 @@ class Folding:
         except (CannotMerge, NotCut) as reason:
             # A call that cannot be cut is found in the forward, before there are any gradients.
             self._refuse(str(reason))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # of the device, the host, or a stash on disk
             if adds or step.eps.updates.mode == "eager":  # gradients that cannot be made again may be lost, or used
                 error.add_note("l2l_merge_accumulation='off' runs accumulated batches one by one")
                 raise

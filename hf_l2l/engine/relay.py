@@ -298,7 +298,7 @@ class Relay:
         units = map(self.eps.masters.unit, self._last_time.get(root.module, ()))
         first = next((unit for unit in units if not unit.place.is_resident), None)
         if self._slots is not None:
-            self._slots.forget()
+            self._slots.forget(self.eps.masters.layer_units)
             if self.prefetch and first is not None and not first.is_updating:
                 with RaisedIn("the upload of", first.name):
                     self._slots.prefetch(first)
@@ -307,7 +307,7 @@ class Relay:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
         self._settle()
         if self._slots is not None and self.eps.masters.is_changed_for_call:
-            self._slots.forget()
+            self._slots.forget(self.eps.masters.layer_units)
 
     def _slot_memory(self) -> list[torch.Tensor]:
         """The memory of all slots."""

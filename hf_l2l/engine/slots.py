@@ -7,7 +7,7 @@ while another layer computes; gradient sums are downloaded on a second lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -118,9 +118,12 @@ class WeightSlots:
             if unit.place.keeps_weights:
                 self._own_slot(unit)
 
-    def forget(self) -> None:
+    def forget(self, units: Collection[MasterUnit]) -> None:
         """Never reuse the weights in the slots: the masters may have been written in a way that no version shows. Uses
-        of those whose copies stay are known."""
+        of those whose copies stay are known. Of layers that are not among `units`, as those of a call with other
+        parameters, nothing stays."""
+        for unit in [unit for unit in self._kept if unit not in units]:
+            self._kept.pop(unit).unit = None  # else the slot would keep its own key alive
         for slot in (*self.slots, *self._kept.values()):
             if slot.unit is None or not slot.unit.place.keeps_copy or not slot.is_right():
                 slot.unit = None

@@ -184,7 +184,7 @@ def refuse_several_devices(args: Any) -> None:
 def warn_of_accumulation(args: Any, ubatch_size: int | None, reason: str) -> None:
     """Warn if training arguments accumulate gradients over several batches, which run one by one for this reason."""
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if steps == 1:
+    if steps == 1 or getattr(args, "l2l_resident", "none") == "all":  # then nothing travels
         return
     warnings.warn(
         f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step: {reason}. "

@@ -51,6 +51,13 @@ def fixed_loss(outputs, labels, num_items_in_batch=None):
     return outputs.logits.mean()
 
 
+def with_longer_rows() -> nn.Module:
+    """Says so in a part of its configuration, as models with positions per kind of layer do."""
+    model = mixtral()
+    model.config.rope_parameters = {"full_attention": {"rope_type": "longrope"}}
+    return model
+
+
 CASES = {
     "off": ({"l2l_merge_accumulation": "off"}, "l2l_merge_accumulation='off'"),
     "compute_loss": ({"kind": OwnLoss}, "OwnLoss has a compute_loss of its own"),
@@ -59,6 +66,11 @@ CASES = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor makes the Trainer compute the loss"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "the noise of neftune_noise_alpha depends on the longest row"),
     "routers": ({"model": lambda: mixtral(output_router_logits=True)}, r"auxiliary loss of its routers"),
+    "graphs": ({"l2l_kept_graphs": 1}, "l2l_kept_graphs would keep the graphs of all batches at once"),
+    "rotary positions": (
+        {"model": with_longer_rows},
+        "its rotary positions depend on the longest row of a batch",
+    ),
     "batch norm": (
         {"model": with_batch_norm},
         "model.embed_tokens.1.norm normalizes over the rows of each batch",
@@ -75,6 +87,12 @@ def test_batches_run_one_by_one_and_a_warning_says_why(tmp_path, options, reason
     assert said.startswith("batch 2 x accumulation 4 moves the weights 8 times per step: ") and reason in said
     assert ". per_device_train_batch_size=8, ubatch_size=2, gradient_accumulation_steps=1 moves them twice" in said
     assert seen == [2, 2, 2, 2]
+
+
+def test_nothing_is_won_where_all_layers_are_resident(tmp_path):
+    made = accumulated.made(tmp_path, model=tiny_llama(), l2l_resident="all", max_steps=1)
+    seen = forwards(made)
+    assert train(made) == [] and seen == [2, 2, 2, 2]
 
 
 def test_a_method_that_is_replaced_on_the_trainer_counts(tmp_path):

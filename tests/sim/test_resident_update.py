@@ -177,6 +177,27 @@ def test_they_have_a_name_and_an_estimate():
     assert model.device.type == "cpu"
 
 
+@pytest.mark.parametrize("change", ["frozen", "assigned"])
+def test_evaluations_of_a_changed_model_leave_no_copies_behind(change):
+    """Each such call has units of its own, until one that trains."""
+    model = tiny_bert()
+    attach_l2l(model, L2LConfig(device="sim", **ON_HOST))
+    ids = torch.randint(5, 50, (2, 6))
+    model(input_ids=ids, labels=torch.zeros(2, dtype=torch.long)).loss.backward()
+    if change == "frozen":
+        model.requires_grad_(False)
+    else:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    held = []
+    for _ in range(4):
+        with torch.no_grad():
+            model(input_ids=ids)
+        settled_memory()
+        held.append(torch.accelerator.memory_allocated())
+    assert held[1] == held[2] == held[3]
+    detach_l2l(model)
+
+
 def test_it_goes_on_when_it_is_detached():
     model, eps, optimizer, batch = toy_under("sim", "deferred", **ON_HOST)
     for _ in range(2):
