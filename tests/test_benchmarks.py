@@ -165,6 +165,7 @@ def test_host_overhead_runs_as_a_script():
     assert all(case["step"] > 0 for case in found["microseconds"].values())
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_does_not_hold_up_the_start_of_a_step(tmp_path):
     """In a process of its own, with the simulated accelerator."""
     asked = [sys.executable, str(FOLDER / "step_start.py"), "--out", str(tmp_path / "table.md")]
@@ -191,6 +192,7 @@ def test_attach_runs_as_a_script():
         assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in way.values())
 
 
+@pytest.mark.slow
 def test_launch_time_runs_as_a_script():
     asked = [sys.executable, str(FOLDER / "launch_time.py"), "--rounds", "1", "--steps", "2", "--settings", "1 thread"]
     env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent)}

@@ -61,6 +61,7 @@ def test_the_probe_is_rehearsed(tmp_path):
     assert all("MATH" in row["runs"] for row in attention)
 
 
+@pytest.mark.slow
 def test_the_tests_are_rehearsed(tmp_path):
     rows = rehearsed("tests", tmp_path)
     outcomes = {row["name"].rpartition("::")[2].partition("[")[0]: row["outcome"] for row in rows}

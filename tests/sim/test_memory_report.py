@@ -340,7 +340,8 @@ def layer_outputs(places: dict[str, Any], layers: int, trains: bool) -> float:
         (PLACES[0], False, 3),  # what the program gave, the input and the output of a layer
         (PLACES[0], True, 4 + 2),  # the inputs of 4 layers, what the program holds, the gradient of an input
         (PLACES[1], False, 3),
-        (PLACES[1], True, 3),  # what the program holds, the gradients of an output and of an input
+        # What the program holds, the gradients of an output and of an input.
+        pytest.param(PLACES[1], True, 3, marks=pytest.mark.slow),
     ],
 )
 def test_outputs_that_were_replaced_are_freed_in_time(places, trains, expected):
