@@ -286,11 +286,11 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         """Overridden to train with the batches of a step that a callback has ended early, as transformers does."""
         super()._run_epoch(*args, **kwargs)
         attached = attachment_of(self.model)
-        late = None if attached is None else self._folding.finish(self._step(attached, self.model_wrapped))
+        late = None if attached is None else self._folding.finish(self._l2l_step(attached, self.model_wrapped))
         if late is not None:
             self._tr_loss += late
 
-    def _step(self, attached: Attachment, model: nn.Module) -> Step:
+    def _l2l_step(self, attached: Attachment, model: nn.Module) -> Step:
         return step_of(self, attached.eps, attached.cuts, partial(super().training_step, model))
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -307,7 +307,7 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         attached.eps.updates.steps = self.state.global_step  # for the text of errors
         items = args[0] if args else kwargs.get("num_items_in_batch")
         count = getattr(self, "current_gradient_accumulation_steps", 1)
-        loss = self._folding.step(inputs, items, count, self._step(attached, model))
+        loss = self._folding.step(inputs, items, count, self._l2l_step(attached, model))
         scale = attached.eps.loss_scale
         # The Trainer reads each loss anyway, so this adds no wait. In fp16 only the gradients decide.
         if not (scale is not None and scale.is_dynamic) and not bool(loss.isfinite()):
