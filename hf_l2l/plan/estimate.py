@@ -84,10 +84,11 @@ def estimate(
     """
     config = config or L2LConfig()
     place = None if device is None else torch.device(device)
-    if rows is None and inputs is None:
-        return Estimate(**_values(memory_estimate.estimate(model, config, optimizer, place)))
-    made = example_inputs(model, rows or 1, tokens) if inputs is None else inputs
-    run = RunShapes(model, config, made, optimizer=optimizer, device=place, device_memory=device_memory)
+    if inputs is None:
+        if rows is None:
+            return Estimate(**_values(memory_estimate.estimate(model, config, optimizer, place)))
+        inputs = example_inputs(model, rows, tokens)
+    run = RunShapes(model, config, inputs, optimizer=optimizer, device=place, device_memory=device_memory)
     return estimate_of(run, config)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import L2LConfig, option
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
@@ -72,6 +72,11 @@ class RunShapes:
             fuses=self.fuses,
         )
         state = memory_estimate.estimate(model, L2LConfig(), optimizer, ELSEWHERE)
+        if not self._tracer.layers:
+            raise ValueError(
+                "an estimate for a batch is made of a model with a stack of layers (none was found in a "
+                f"{type(model).__name__}); name the classes of its layers with {option('layer_classes')}"
+            )
         self.moments = state.moments
         """Bytes of the optimizer's state in fp32, wherever it is."""
         self.layers = self._tracer.layers

@@ -29,6 +29,9 @@ def example_inputs(model: nn.Module, rows: int, tokens: int | None = None) -> di
     Raises:
         ValueError: if the model takes other inputs than ids, pixels or sound features, or computes no loss.
     """
+    for name, count in (("rows", rows), ("tokens", tokens)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} of an estimate must be at least 1 (got {count}); give those of a batch")
     arguments = inspect.signature(model.forward).parameters
     name = str(getattr(model, "main_input_name", "input_ids"))
     config: Any = getattr(model, "config", None)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from families import SMALL, bert, llama, t5
+from hf_l2l import estimate
 from hf_l2l.compat import FakeTensorMode
 from hf_l2l.model.precision import Precision
 from hf_l2l.shapes.fake_memory import counted
@@ -148,6 +149,17 @@ def test_inputs_of_models(rows):
     assert {name: tuple(t.shape) for name, t in found.items()} == {"input_ids": (rows, 5), "labels": (rows,)}
     assert {t.device.type for t in found.values()} == {"meta"}
     assert tuple(example_inputs(llama(), rows, 5)["labels"].shape) == (rows, 5)
+
+
+@pytest.mark.parametrize("sizes", [{"rows": 0}, {"rows": 1, "tokens": 0}], ids=str)
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(ValueError, match="of an estimate must be at least 1 \\(got 0\\)"):
+        estimate(llama(), **sizes)
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ValueError, match="none was found in a Linear"):
+        estimate(nn.Linear(3, 2), inputs={"input": torch.empty(2, 3)})
 
 
 def test_models_without_a_loss_or_with_other_inputs_are_refused():
