@@ -33,7 +33,6 @@ class LayerBytes:
     """The copies in 16 bits that a resident layer computes with; 0 if it computes with the masters."""
     largest: int
     """The largest trained master."""
-    parameters: int
     trained: int
     """Parameters that are updated."""
 
@@ -109,6 +108,5 @@ def _of(parameters: Sequence[torch.Tensor], precision: Precision, moments: float
         sent_gradients=sum(p.numel() * precision.of(p).itemsize for p in trained),
         copies=sum(p.numel() * precision.of(p).itemsize for p in rounded),
         largest=max((masters([p]) for p in trained), default=0),
-        parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in trained),
     )
