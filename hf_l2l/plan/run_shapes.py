@@ -52,9 +52,13 @@ class RunShapes:
         device: torch.device | None = None,
         device_memory: int | None = None,
         given: Collection[str] = (),
+        batches: int = 1,
+        accumulates: bool = False,
     ) -> None:
-        """`inputs` are those of the whole device batch; `given` names options of `config` that bind a plan even if
-        they have their defaults; see `estimate` for the others."""
+        """`inputs` are those of the whole device batch, which consists of so many `batches`, whose rows are in
+        micro-batches of their own; `accumulates` says whether a step has several such batches, one after the other;
+        `given` names options of `config` that bind a plan even if they have their
+        defaults; see `estimate` for the others."""
         self.given = given
         self.device = device or device_to_train_on(config)
         self.model, self.config, self.inputs = model, config, dict(inputs)
@@ -62,6 +66,7 @@ class RunShapes:
         self.dtype = computing_dtype(config.cmp, self.device)
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
         self.rows = max(t.shape[0] for t in inputs.values() if t.dim())
+        self.batches, self.most_rows, self.accumulates = batches, self.rows // batches, accumulates
         self.device_memory = device_memory or _memory_of(self.device)
         self.fuses = _always if self.device.type in _FUSING else _without_dropout
         self._tracer = Tracer(
@@ -109,7 +114,7 @@ class RunShapes:
 
     def resolved(self, config: L2LConfig) -> tuple[str, str, int]:
         """Where the stash is, and the boundary, and the rows of a micro-batch: without "auto" and None."""
-        ubatch = min(config.ubatch_size or self.rows, self.rows)
+        ubatch = min(config.ubatch_size or self.most_rows, self.most_rows)
         stash: str = config.stash
         if stash == "auto":
             needed = self._own_input * len(self.layers)
@@ -145,6 +150,8 @@ class RunShapes:
             boundary=boundary,
             head=head,
             transients=self._transients(places, shell),
+            accumulates=self.accumulates,
+            copies_of_inputs=2 if self.batches > 1 else 1,
         )
 
     def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:
@@ -163,6 +170,10 @@ class RunShapes:
     def peak(self, config: L2LConfig) -> tuple[str, Bytes]:
         """What runs when the device holds most, and its bytes by name."""
         return self.on_device(config).peak()
+
+    def bytes(self, config: L2LConfig) -> int:
+        """Of the device at the peak."""
+        return sum(self.peak(config)[1].values())
 
     def costs(self, config: L2LConfig) -> Costs:
         """What each layer computes and sends, for the cost model."""
