@@ -327,7 +327,7 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
 
 @pytest.mark.parametrize("budget", ["550KiB", "900KiB", "auto"])
 def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
-    """They run as one, unless all of the model is resident, so that nothing travels."""
+    """They run as one where that is faster: not where their rows would have to travel, or nothing travels at all."""
     limit = {"550KiB": 550 * KIB, "900KiB": 900 * KIB, "auto": int(0.9 * 2**23)}[budget]
     slow = HardwareFigures("sim", 2**23, 1e7, 1e7, 1e7, 1e7, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
     (tmp_path / "figures.json").write_text(slow.to_json())
@@ -342,10 +342,9 @@ def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
     assert peak_of(made) <= limit
     plan = plan_of(made)
     assert plan.peak_bytes <= limit
-    if budget == "auto":
-        assert (plan.config.resident, plan.batches, seen[-4:], said) == ("all", 1, [6, 6, 6, 6], [])
-    else:
-        assert (plan.batches, seen[-2:], said) == (4, [24, 24], [])
+    assert (plan.batches, said) == (4 if budget == "900KiB" else 1, [])
+    assert seen[-1] == 6 * plan.batches
+    assert (plan.config.resident == "all") == (budget == "auto")
 
 
 def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tmp_path):
