@@ -38,6 +38,7 @@ FLOORS: dict[str, set[str]] = {
     "plan": TORCH,
     "accumulation": TORCH,
     "hf": HF | {"tqdm"},
+    "sizing": HF,
     "measure": HF | {"psutil"},
     "verify": HF | {"peft"},
     "glue": HF | {"datasets", "evaluate", "numpy", "scipy", "sklearn", "matplotlib"},

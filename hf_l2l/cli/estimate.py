@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +13,16 @@ from hf_l2l.cli.command import GOOD, Command, add_json, flag, print_json, quiet
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import TrainingArguments
 
-    from hf_l2l.config import L2LConfig
     from hf_l2l.plan.estimate import Estimate
     from hf_l2l.plan.planner import Plan
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.plan.step_time import Rates, StepTime
 
 ROWS = "per_device_train_batch_size"
+STEPS = "gradient_accumulation_steps"
+OF_TRAINER = (ROWS, STEPS, "optim")
 NUMBERS = ("params", "layers", "hidden", "vocab")
 
 
@@ -48,6 +52,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
+    _add(parser, "optim", metavar="NAME", help="the optimizer (default: that of the Trainer)")
+    _add(parser, STEPS, type=int, default=1, metavar="N", help="batches of an optimizer step (default: 1)")
     group = parser.add_argument_group("options of the training, as the Trainer's arguments call them")
     for name, (where, text) in _options().items():
         _add(group, where, dest=f"config_{name}", metavar="VALUE", help=text, nargs="+" if name in _LISTS else None)
@@ -92,17 +98,21 @@ def _value(text: str) -> Any:
     return text
 
 
-def _config(options: argparse.Namespace) -> L2LConfig:
-    from hf_l2l.config import L2LConfig
+def _arguments(options: argparse.Namespace) -> TrainingArguments:
+    """The Trainer's arguments that the flags stand for."""
+    from hf_l2l.config import argument
+    from hf_l2l.hf.training_args import L2LTrainingArguments
 
     given: dict[str, Any] = {
-        name.removeprefix("config_"): [*value] if isinstance(value, list) else _value(value)
+        argument(name.removeprefix("config_")): [*value] if isinstance(value, list) else _value(value)
         for name, value in vars(options).items()
         if name.startswith("config_") and value is not None
     }
-    if "layer_classes" in given:
-        given["layer_classes"] = tuple(given["layer_classes"])
-    return L2LConfig(**given)
+    for name in OF_TRAINER:
+        if getattr(options, name) is not None:
+            given[name] = getattr(options, name)
+    # What it clips changes no bytes, and with the default there could be no eager update.
+    return L2LTrainingArguments(output_dir=os.devnull, max_grad_norm=0, report_to="none", **given)
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
@@ -195,21 +205,26 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.shapes.inputs import example_inputs
+    from hf_l2l.sizing.arguments import asked_by
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget)
     with options_of_the_trainer():
-        config = _config(options)
+        for name in (ROWS, STEPS):
+            if getattr(options, name) < 1:
+                raise ValueError(
+                    f"--{name} must be at least 1 (got {getattr(options, name)}); leave it out for the default"
+                )
         model = _model(options)
-        rows = getattr(options, ROWS)
-        if rows < 1:
-            raise ValueError(f"--{ROWS} must be at least 1 (got {rows}); give the rows of a batch")
+        asked = asked_by(_arguments(options), model)
+        config, rows = asked.config, asked.rows
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         run = RunShapes(
             model,
             config,
             example_inputs(model, rows, options.tokens),
+            optimizer=asked.optimizer,
             device=_device(options.device_type),
             device_memory=budget,
             given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
@@ -223,6 +238,7 @@ def _run(options: argparse.Namespace) -> int:
         plan = None if budget is None or rates is None else make_plan(run, budget, rates)
         config = config if plan is None else plan.config
         found = estimate_of(run, config)
+        found = replace(found, notes=(*asked.notes, *found.notes))
         time = None if rates is None else time_of(run, config, rates)
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
         _show(options, found, time, plan, hidden)
@@ -245,10 +261,11 @@ def _show(
         print_json(
             {
                 "model": options.model,
-                "rows": getattr(options, ROWS),
+                "rows": found.rows,
                 "device": found.report["device"],
                 "host": found.report["host"],
                 "phase": found.phase,
+                "notes": found.notes,
                 "plain": found.plain,
                 "plain_checkpointing": found.plain_checkpointing,
                 "chosen": None if plan is None else plan.chosen,

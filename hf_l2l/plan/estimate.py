@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
@@ -21,7 +20,7 @@ from hf_l2l.plan.plain import PlainBytes
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
-from hf_l2l.shapes.inputs import example_inputs
+from hf_l2l.shapes.inputs import left_out
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,16 @@ class Estimate(MemoryEstimate):
     report: MemoryReport | None = None
     """Tier -> name -> bytes "now" (between steps) and at the "peak", with the names of `eps.memory_report()`; None
     without the number of rows."""
+    rows: int = 0
+    """Rows that are on the device at once."""
     phase: str = ""
     """What runs when the device holds most."""
     plain: int = 0
     """Device bytes at the peak of transformers' Trainer, with the whole model on the device."""
     plain_checkpointing: int = 0
     """Those with activation checkpointing."""
+    notes: tuple[str, ...] = ()
+    """What is left out, in sentences."""
 
     @property
     def device_peak(self) -> int:
@@ -47,49 +50,16 @@ class Estimate(MemoryEstimate):
         return self.device_bytes if self.report is None else self.report["device"]["total"]["peak"]
 
     def __str__(self) -> str:
-        return super().__repr__() if self.report is None else str(self.report)
+        text = super().__repr__() if self.report is None else str(self.report)
+        return "\n".join([text, *self.notes])
 
     def _repr_html_(self) -> str:
         return f"<pre>{self!r}</pre>" if self.report is None else self.report._repr_html_()
 
 
-def estimate(
-    model: nn.Module,
-    config: L2LConfig | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    rows: int | None = None,
-    tokens: int | None = None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
-    device: torch.device | str | None = None,
-    device_memory: int | None = None,
-) -> Estimate:
-    """Estimate the memory for training `model` layer to layer, from shapes alone; nothing is allocated.
-
-    Args:
-        model: the model; it may be on the meta device.
-        config: the options; None for the defaults.
-        optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
-            assumes two moments per trainable parameter.
-        rows: rows of the device batch. Without rows and inputs, bytes that depend on the batch are left out.
-        tokens: tokens per row, of models of texts (see `example_inputs`).
-        inputs: the arguments of one call of the model, labels included, instead of rows and tokens; on any device.
-        device: the device that will train it, which this machine need not have; None takes that of `config`, or, if it
-            shares the host's memory and there are rows or inputs, a CUDA device.
-        device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
-            of the execution device.
-
-    Raises:
-        ValueError: if no inputs can be made for the model, or it has no stack of layers.
-    """
-    config = config or L2LConfig()
-    place = None if device is None else torch.device(device)
-    if inputs is None:
-        if rows is None:
-            return Estimate(**_values(memory_estimate.estimate(model, config, optimizer, place)))
-        inputs = example_inputs(model, rows, tokens)
-    run = RunShapes(model, config, inputs, optimizer=optimizer, device=place, device_memory=device_memory)
-    return estimate_of(run, config)
+def without_batch(state: MemoryEstimate) -> Estimate:
+    """What is known without a batch."""
+    return Estimate(**_values(state))
 
 
 def _values(state: MemoryEstimate) -> dict[str, Any]:
@@ -117,10 +87,21 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     return Estimate(
         **_values(state),
         report=report,
+        rows=run.rows,
         phase=phase,
         plain=plain.peak(checkpointing=False),
         plain_checkpointing=plain.peak(checkpointing=True),
+        notes=tuple(_notes(run)),
     )
+
+
+def _notes(run: RunShapes) -> Iterator[str]:
+    missing = left_out(run.model, run.inputs)
+    if missing:
+        yield (
+            f"a {type(run.model).__name__} takes {' and '.join(missing)}, too: this is the memory for batches of text "
+            "alone"
+        )
 
 
 def _host(

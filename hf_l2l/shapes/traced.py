@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ class Tracer:
         if precision.is_mixed:
             let_heads_return_fp32(self.model, self.layers)
         self._run: _Run | None = None
-        self._apart = False
+        self._apart, self._answer = False, True
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._layer, number, layer, layer.forward)
         outside = set(shell_modules(self.model, self.layers))
@@ -156,11 +157,21 @@ class Tracer:
                 layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head is
                 given hidden states whose memory does not count.
         """
+        try:
+            return self._traced(inputs, by_rows)
+        except ValueError as error:
+            # A check of values, such as that of labels, may raise for the one answer, and not for the other.
+            self._answer = not self._answer
+            with suppress(ValueError):
+                return self._traced(inputs, by_rows)
+            raise error
+
+    def _traced(self, inputs: Mapping[str, torch.Tensor], by_rows: bool) -> Traced:
         self._apart = by_rows
         with self._fake:
             fakes = {name: like(t, t.dtype) for name, t in inputs.items()}
             _, given = self._precision.of_inputs(self.model, (), fakes)
-        with counted(self._fake, self._fuses) as memory:
+        with counted(self._fake, self._fuses, true_or_false=self._answer) as memory:
             memory.leave_out([*self.model.parameters(), *self.model.buffers(), *leaves_of(given)])
             run = self._run = _Run(memory)
             with told_failures(self.model), _TablesApart() if by_rows else torch.enable_grad(), torch.enable_grad():
@@ -348,12 +359,6 @@ class _Run:
             piece.backward_peak, piece.backward_flops = memory.peak - start, memory.flops
             if piece is self.pieces[-1]:
                 self.left = memory.live - sum(map(memory.counted, self._given.values()))
-
-
-def _as_leaf(value: Any, with_graph: bool) -> Any:
-    """A tensor argument as the engine gives it to the layer; other arguments as they are."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return value.detach().requires_grad_(with_graph and value.requires_grad) if is_tensor else value
 
 
 class _Unchanged(NamedTuple):
