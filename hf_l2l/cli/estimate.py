@@ -266,6 +266,10 @@ def _show(
                 "host": found.report["host"],
                 "phase": found.phase,
                 "notes": found.notes,
+                "phases": {
+                    who: {phase: size._asdict() for phase, size in phases.items()}
+                    for who, phases in found.phases.items()
+                },
                 "plain": found.plain,
                 "plain_checkpointing": found.plain_checkpointing,
                 "chosen": None if plan is None else plan.chosen,
@@ -281,6 +285,7 @@ def _show(
         f"Plain training in fp32 would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with "
         "activation checkpointing, all on the device."
     )
+    _print_phases(found)
     if plan is not None:
         print(plan)
     elif time is not None:
@@ -289,6 +294,22 @@ def _show(
     if hidden is not None and any(hidden.values()):
         texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
+
+
+_WHO = {"l2l": "L2L", "plain": "plain", "plain_checkpointing": "plain, checkpointing"}
+
+
+def _print_phases(found: Estimate) -> None:
+    """A table of what is held in each phase, and of whom."""
+    from hf_l2l.runtime.tensors import size_text
+
+    print(f"{'The most in each phase':<32}{''.join(f'{phase:>12}' for phase in found.phases['l2l'])}")
+    for who, phases in found.phases.items():
+        for where in ("host", "device"):
+            sizes = "".join(f"{size_text(getattr(size, where)):>12}" for size in phases.values())
+            print(f"{_WHO[who] + ', ' + where:<32}{sizes}")
+    mapped = max(size.files for size in found.phases["l2l"].values())
+    print(f"Besides, up to {size_text(mapped)} of the checkpoint's files are mapped, which the system can take back.")
 
 
 def _plot(file: str, found: Estimate) -> None:

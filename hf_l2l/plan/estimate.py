@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MAST
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.plan.phases import Phases, phases_of_l2l, phases_of_plain
 from hf_l2l.plan.plain import PlainBytes
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
@@ -41,6 +42,8 @@ class Estimate(MemoryEstimate):
     """Device bytes at the peak of transformers' Trainer, with the whole model on the device."""
     plain_checkpointing: int = 0
     """Those with activation checkpointing."""
+    phases: Mapping[str, Phases] = field(default_factory=dict)
+    """Of "l2l", "plain" and "plain_checkpointing": phase ("load", "attach", "train", "save", "resume") -> bytes."""
     notes: tuple[str, ...] = ()
     """What is left out, in sentences."""
 
@@ -84,13 +87,15 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     )
     report = MemoryReport(title, device, host, {"now": 0, "peak": 0}, f"The device holds most in the {phase}.")
     plain = PlainBytes(run.model, run.inputs, run.moments, layer_classes=config.layer_classes, fuses=run.fuses)
+    peaks = {name: plain.peak(checkpointing=name != "plain") for name in ("plain", "plain_checkpointing")}
+    of_plain = {name: phases_of_plain(plain.weights, run.moments, most) for name, most in peaks.items()}
     return Estimate(
         **_values(state),
+        **peaks,
         report=report,
         rows=run.rows,
         phase=phase,
-        plain=plain.peak(checkpointing=False),
-        plain_checkpointing=plain.peak(checkpointing=True),
+        phases={"l2l": phases_of_l2l(run, config, state, report), **of_plain},
         notes=tuple(_notes(run)),
     )
 
