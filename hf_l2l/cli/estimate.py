@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import GOOD, Command, add_json, flag, print_json, quiet
+from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budget", metavar="SIZE", help="find the fastest options for so much device memory, such as 24GiB"
+    )
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="find the largest model that so much host memory holds, such as 64GiB"
     )
     parser.add_argument("--probe", action="store_true", help="measure this machine for a few seconds, for the times")
     parser.add_argument(
@@ -199,6 +202,17 @@ def _rates(options: argparse.Namespace, run: RunShapes) -> Rates | None:
     return Rates.of(figures, run.dtype)
 
 
+def _host_memory(text: str) -> int:
+    from hf_l2l.plan.planner import parse_budget
+
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--host-memory must be a size with its unit, such as 64GiB (got {text!r}); give one, or leave it out"
+        ) from error
+
+
 def _run(options: argparse.Namespace) -> int:
     from hf_l2l.config import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
@@ -206,9 +220,11 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.shapes.inputs import example_inputs
     from hf_l2l.sizing.arguments import asked_by
+    from hf_l2l.sizing.capacity import largest_models
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget)
+    host_memory = None if options.host_memory is None else _host_memory(options.host_memory)
     with options_of_the_trainer():
         for name in (ROWS, STEPS):
             if getattr(options, name) < 1:
@@ -239,6 +255,8 @@ def _run(options: argparse.Namespace) -> int:
         config = config if plan is None else plan.config
         found = estimate_of(run, config)
         found = replace(found, notes=(*asked.notes, *found.notes))
+        if host_memory is not None:
+            found = replace(found, largest=largest_models(run, config, host_memory))
         time = None if rates is None else time_of(run, config, rates)
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
         _show(options, found, time, plan, hidden)
@@ -277,6 +295,7 @@ def _show(
                 "bound": None if time is None else time.bound,
                 "busy": None if time is None else time.busy,
                 "tokens_that_hide": hidden,
+                "largest": {name: vars(each) for name, each in found.largest.items()} or None,
             }
         )
         return
@@ -286,6 +305,9 @@ def _show(
         "activation checkpointing, all on the device."
     )
     _print_phases(found)
+    for name, each in found.largest.items():
+        size = f"{count_text(each.parameters)} parameters in {each.layers} layers" if each.layers else "no layer fits"
+        print(f"The largest such model with {name}: {size}.")
     if plan is not None:
         print(plan)
     elif time is not None:

@@ -25,6 +25,16 @@ from hf_l2l.shapes.inputs import left_out
 
 
 @dataclass(frozen=True)
+class Largest:
+    """The largest model that fits."""
+
+    layers: int
+    """0 if not even one fits."""
+    parameters: int
+    """Of all its layers and what is outside; those of adapters do not count."""
+
+
+@dataclass(frozen=True)
 class Estimate(MemoryEstimate):
     """Bytes that depend on the model alone, and, for a batch of a given size, the memory report before the run.
 
@@ -44,6 +54,8 @@ class Estimate(MemoryEstimate):
     """Those with activation checkpointing."""
     phases: Mapping[str, Phases] = field(default_factory=dict)
     """Of "l2l", "plain" and "plain_checkpointing": phase ("load", "attach", "train", "save", "resume") -> bytes."""
+    largest: Mapping[str, Largest] = field(default_factory=dict)
+    """For bytes of host memory that were asked about: by setting (see `hf_l2l.sizing.capacity`), the largest model."""
     notes: tuple[str, ...] = ()
     """What is left out, in sentences."""
 
@@ -80,7 +92,7 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     between[SHELL] = held.shell if config.resident != "none" else 0
     for name, size in between.items():
         device[name]["now"] = size
-    host = _host(run, config, state, stash, boundary)
+    host = host_bytes(run, config, state)
     title = (
         f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
         f"stash {stash}, boundary {boundary}"
@@ -109,9 +121,9 @@ def _notes(run: RunShapes) -> Iterator[str]:
         )
 
 
-def _host(
-    run: RunShapes, config: L2LConfig, state: MemoryEstimate, stash: str, boundary: str
-) -> dict[str, dict[str, int]]:
+def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict[str, dict[str, int]]:
+    """Bytes of the host by name, "now" and at the "peak"; `state` is that of the same run and options."""
+    stash, boundary, _ = run.resolved(config)
     calls = run.traced(run.rows).calls
     places = run.places(config)
     # A layer that is called several times keeps an input for each call.

@@ -19,6 +19,7 @@ from hf_l2l.plan.estimate import Estimate, estimate_of, without_batch
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
 from hf_l2l.shapes.inputs import example_inputs
+from hf_l2l.sizing.capacity import largest_models
 
 logger = logging.getLogger("hf_l2l")
 
@@ -33,6 +34,7 @@ def estimate(
     inputs: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str | None = None,
     device_memory: int | None = None,
+    host_memory: int | None = None,
     model_class: str | None = None,
     trust_remote_code: bool = False,
 ) -> Estimate:
@@ -54,6 +56,8 @@ def estimate(
             shares the host's memory and there are rows or inputs, a CUDA device.
         device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
             of the execution device.
+        host_memory: bytes of a host, of which the largest model that it holds is wanted, too (`Estimate.largest`): one
+            with more layers like those of `model`, for each of `hf_l2l.sizing.capacity.SETTINGS`.
         model_class: for a model that is made of its config, the name of its class in transformers, such as
             "AutoModelForSequenceClassification"; None for the architecture that the config names.
         trust_remote_code: whether code that comes with the model may run.
@@ -65,8 +69,8 @@ def estimate(
     if device is not None:
         stream.check_device_name(device)
     place = None if device is None else torch.device(device)
-    _refuse_sizes(config, rows, tokens, inputs)
     is_config = config is None or isinstance(config, L2LConfig)
+    _refuse_sizes(is_config, rows, tokens, inputs, host_memory)
     with named_as_arguments(), nullcontext() if is_config else options_of_the_trainer():
         made = model_of(model, model_class=model_class, trust_remote_code=trust_remote_code)
         notes: tuple[str, ...] = ()
@@ -85,23 +89,31 @@ def estimate(
         else:
             run = RunShapes(made, config, inputs, optimizer=optimizer, device=place, device_memory=device_memory)
             found = estimate_of(run, config)
+            if host_memory is not None:
+                found = replace(found, largest=largest_models(run, config, host_memory))
     found = replace(found, notes=(*notes, *found.notes))
     for note in found.notes:
         logger.warning("%s", note)
     return found
 
 
-def _refuse_sizes(config: Any, rows: int | None, tokens: int | None, inputs: Any) -> None:
+def _refuse_sizes(
+    is_config: bool, rows: int | None, tokens: int | None, inputs: Any, host_memory: int | None
+) -> None:
     """Raise ValueError for sizes of a batch that would not be looked at."""
     if inputs is not None and (rows is not None or tokens is not None):
         raise ValueError(
             f"inputs have rows and tokens of their own (got inputs, with rows={rows} and tokens={tokens}); leave out "
             "rows and tokens, or inputs"
         )
-    if tokens is not None and rows is None and (config is None or isinstance(config, L2LConfig)):
+    if tokens is not None and rows is None and is_config:
         raise ValueError(
             f"tokens are those of a row of a batch (got tokens={tokens} without rows); give rows, too, or leave both "
             "out for the bytes that do not depend on a batch"
+        )
+    if host_memory is not None and rows is None and inputs is None and is_config:
+        raise ValueError(
+            f"the largest model depends on a batch (got host_memory={host_memory} without rows and inputs); give rows"
         )
     if rows is not None and rows < 1:
         raise ValueError(f"rows of an estimate must be at least 1 (got {rows}); give those of a batch")
