@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,6 +23,7 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
 from hf_l2l.shapes.inputs import left_out
+from hf_l2l.stash.rooms import rounded_up
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     of_plain = {name: phases_of_plain(plain.weights, run.moments, most) for name, most in peaks.items()}
     return Estimate(
         **_values(state),
-        **peaks,
+        plain=peaks["plain"],
+        plain_checkpointing=peaks["plain_checkpointing"],
         report=report,
         rows=run.rows,
         phase=phase,
@@ -123,14 +126,8 @@ def _notes(run: RunShapes) -> Iterator[str]:
 
 def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict[str, dict[str, int]]:
     """Bytes of the host by name, "now" and at the "peak"; `state` is that of the same run and options."""
-    stash, boundary, _ = run.resolved(config)
-    calls = run.traced(run.rows).calls
-    places = run.places(config)
-    # A layer that is called several times keeps an input for each call.
-    own = [(call.number, max((a.num_bytes for a in call.arguments if a.needs_gradient), default=0)) for call in calls]
-    stashed = sum(size for number, size in own if not places[number].keeps_input)
-    # With a head that reads hidden states in chunks, what the final norm returns is there, too.
-    passing = (3 if run.has_chunked_head else 2) * max(size for _, size in own) if boundary == "host" else 0
+    stash, _, _ = run.resolved(config)
+    stashed, passing = stash_rooms(run, config)
     rooms = 0 if stash != "host" else stashed + passing
     parameters = sum(1 for p in run.model.parameters() if p.requires_grad)
     transients = 0
@@ -149,6 +146,38 @@ def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict
     }
     lasts = {TRANSIENTS: 0}
     return {name: {"now": lasts.get(name, found.get(name, 0)), "peak": found.get(name, 0)} for name in HOST_NAMES}
+
+
+def stash_rooms(run: RunShapes, config: L2LConfig) -> tuple[int, int]:
+    """Bytes of rooms in host memory: for inputs of layers, which grow with their number, and for what passes between
+    them."""
+    _, boundary, _ = run.resolved(config)
+    traced, places = run.traced(run.rows), run.places(config)
+    uses = Counter[int]()
+    own, most = 0, 0
+    shared: dict[int, tuple[int, bool]] = {}
+    calls = [call for call in traced.calls if call.in_graph and not places[call.number].keeps_input]
+    for call in calls:
+        uses.update({a.memory for a in call.arguments})
+    for argument in {a.memory: a for call in calls for a in call.arguments}.values():
+        if argument.shape[:1] != (run.rows,):
+            continue
+        if uses[argument.memory] == 1:
+            own += argument.num_bytes
+            most = max(most, argument.num_bytes)
+        else:
+            shared[argument.memory] = argument.num_bytes, argument.needs_gradient
+    # What layers share is stashed at its first use, when that is not known yet.
+    if boundary != "host":
+        return own, sum(size for size, _ in shared.values())
+    last = traced.pieces[-1]
+    # What the final norm returns is there, too, if a head reads it in chunks, or a part of it is read; and so are rows
+    # of a table that code of the model still has.
+    normed = run.has_chunked_head or (not run.has_head and last.forward_peak >= most)
+    besides = traced.besides[1] if traced.besides[0][:1] == (run.rows,) else 0
+    # Of what passes to several layers, the sum of its gradients is there, too, and the gradient that is added to it.
+    several = sum((3 if needs else 1) * max(size, most) for size, needs in shared.values())
+    return own, (3 if normed else 2) * rounded_up(most) + besides + several
 
 
 def largest_update(model: nn.Module, config: L2LConfig) -> int:

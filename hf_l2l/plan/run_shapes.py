@@ -86,6 +86,11 @@ class RunShapes:
         self._traced: dict[tuple[int, bool], Traced] = {}
 
     @property
+    def has_head(self) -> bool:
+        """Whether the model computes logits of a vocabulary."""
+        return self._tracer.has_head
+
+    @property
     def has_chunked_head(self) -> bool:
         """Whether logits of a vocabulary are made for a chunk of tokens at a time."""
         return self._tracer.has_head and not self._tracer.makes_all_logits
@@ -145,6 +150,7 @@ class RunShapes:
             part,
             stash=stash,
             boundary=boundary,
+            gradient_slots=config.gradient_slots,
             head=head,
             transients=self._transients(places, shell),
         )

@@ -15,7 +15,7 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.memory import memory_estimate
 from hf_l2l.memory.ledger import HOST_STASH
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.plan.estimate import Largest, host_bytes
+from hf_l2l.plan.estimate import Largest, host_bytes, stash_rooms
 from hf_l2l.plan.run_shapes import RunShapes
 
 _PLAIN: dict[str, Any] = {"cmp": None, "grad_dtype": "fp32", "moment_dtype": "fp32", "host_copies": "kept"}
@@ -79,7 +79,8 @@ def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[
         state = memory_estimate.estimate(run.model, asked, run.optimizer, run.device)
         of_layers = memory_estimate.estimate(layers, asked, run.optimizer, run.device).host_bytes
         host = host_bytes(its, asked, state)
-        stash, whole = host[HOST_STASH]["peak"], sum(size["peak"] for size in host.values())
+        stash = stash_rooms(its, asked)[0] if host[HOST_STASH]["peak"] else 0
+        whole = sum(size["peak"] for size in host.values())
         found[name] = growth.within(host_memory, outside=whole - of_layers - stash, in_layers=of_layers + stash)
         others = whole - state.host_bytes - stash
     in_layers = 2 * growth.in_layers + _PER_ADAPTER * _adapter_parameters(layers) + stash
