@@ -8,6 +8,7 @@ peak. Names are those of `eps.memory_report()`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -75,10 +76,21 @@ class DeviceBytes:
         self._uses: dict[int, list[int]] = {}
         """Memory of an argument -> the calls that take it."""
         self._bytes: dict[int, int] = {}
+        self._needs: dict[int, bool] = {}
+        """Whether it gets a gradient."""
+        self._made_at: dict[int, int] = {}
+        """Memory -> the call that makes it."""
+        self._returned_at: dict[int, set[int]] = {}
+        """Memory -> the calls that return it."""
         for number, call in enumerate(whole.calls):
             for argument in call.arguments:
                 self._uses.setdefault(argument.memory, []).append(number)
                 self._bytes[argument.memory] = argument.num_bytes
+                self._needs.setdefault(argument.memory, argument.needs_gradient)
+            for output in call.outputs:
+                self._returned_at.setdefault(output.memory, set()).add(number)
+                if output.is_new:
+                    self._made_at[output.memory] = number
         self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
 
     def peak(self) -> tuple[str, Bytes]:
@@ -151,8 +163,8 @@ class DeviceBytes:
             yield argument.memory, _Kept(name, argument.num_bytes, self._first_on_device(number, uses, has_rows=rows))
 
     def _first_on_device(self, number: int, uses: list[int], *, has_rows: bool) -> int:
-        """The first of these calls for which the stash keeps the tensor on the device. At its first use it is not known
-        yet that layers share it, so that one is stashed like those of a single layer."""
+        """The first of these calls for which the stash keeps the tensor on the device. At its first use it is not
+        known yet that layers share it, so that one is stashed like those of a single layer."""
         leaves = self.leaves and has_rows and not self.by_rows and not self.places[min(uses)].keeps_input
         return sorted(uses)[1] if leaves and len(uses) > 1 else min(uses)
 
@@ -177,7 +189,7 @@ class DeviceBytes:
             if kept.first <= number:
                 found[kept.name] += kept.num_bytes
         if self.by_rows:
-            return found | {EMBEDDING: self._last_sent(), HEAD: whole.late}
+            return found | {EMBEDDING: self._last_sent, HEAD: whole.late}
         left = whole.left + whole.late
         found[EMBEDDING] = min(left, max(0, whole.pieces[0].kept))
         return found | {HEAD: left - found[EMBEDDING]}
@@ -187,6 +199,7 @@ class DeviceBytes:
         pairs = zip(self.whole.calls[: number + 1], self.places, strict=False)
         return sum(call.layer.graph for call, place in pairs if place.keeps_graph)
 
+    @cached_property
     def _last_sent(self) -> int:
         """Bytes of the last rows that were sent to the host, with a boundary there."""
         return max(
@@ -213,7 +226,8 @@ class DeviceBytes:
         if self.places[number].is_resident:
             found[WORKSPACE] += self.weights.layers[call.number].copies
         found[BOUNDARY] += self._boundary(number, call)
-        sums = self._shared_gradients(number)
+        waiting, sums = self._gradients_waiting(number)
+        found[BOUNDARY] += waiting
         found[EMBEDDING] += sums
         ahead = uploaded // 2 if self.leaves and self.is_split else 0
         if self.by_rows:
@@ -257,30 +271,18 @@ class DeviceBytes:
         ]
         return sum(sizes) - max(sizes, default=0)
 
-    def _shared_gradients(self, number: int) -> int:
-        """Sums that autograd has made of the gradients of what several of the later layers read, on the device."""
-        return sum(
-            self._waiting(memory, number)
-            for memory, uses in self._uses.items()
-            if sum(use > number for use in uses) > 1
-        )
-
-    def _waiting(self, memory: int, number: int) -> int:
-        """Bytes of the gradient of this memory that waits, on the device, in the backward of call `number`, for those
-        of earlier layers that read it. Of what this call and later ones return, the gradients are those of their
-        outputs."""
-        uses = self._uses[memory]
-        if max(uses) <= number or memory in self._returned(number) or (self.by_rows and memory not in self._kept):
-            return 0
-        needs = any(a.memory == memory and a.needs_gradient for a in self.whole.calls[uses[0]].arguments)
-        return self._bytes[memory] if needs else 0
-
-    def _returned(self, number: int) -> set[int]:
-        """The memory of what call `number` returns, and of what later ones make."""
-        calls = self.whole.calls
-        return {out.memory for out in calls[number].outputs} | {
-            out.memory for later in calls[number:] for out in later.outputs if out.is_new
-        }
+    def _gradients_waiting(self, number: int) -> tuple[int, int]:
+        """Bytes of gradients of what layers read that wait, on the device, in the backward of call `number`, for those
+        of earlier layers that read it: those of a single layer, and the sums of those of several. Of what this call
+        and later ones return, the gradients are those of their outputs."""
+        single, sums = 0, 0
+        for memory, uses in self._uses.items():
+            count = sum(use > number for use in uses)
+            returned = self._made_at.get(memory, -1) >= number or number in self._returned_at.get(memory, ())
+            if count and not returned and self._needs[memory] and (not self.by_rows or memory in self._kept):
+                single += self._bytes[memory] if count == 1 else 0
+                sums += self._bytes[memory] if count > 1 else 0
+        return single, sums
 
     def _uploaded(self, number: int) -> int:
         """Rows of one micro-batch in host memory, and of the next one, which are uploaded meanwhile."""
@@ -322,9 +324,6 @@ class DeviceBytes:
             total += sum(
                 a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and self._has_rows(number, i)
             )
-        total += sum(
-            self._waiting(memory, number) for memory, uses in self._uses.items() if sum(u > number for u in uses) == 1
-        )
         return total + self._kept_outputs(number)
 
     def _kept_outputs(self, number: int) -> int:
@@ -345,7 +344,7 @@ class DeviceBytes:
         last = self.whole.pieces[-1]
         peak = max(last.backward_peak, last.forward_peak)
         found[HEAD] = peak - early
-        found[EMBEDDING] = self._last_sent() if self.by_rows else self.whole.left
+        found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
         # With a boundary on the host, all rows of the last layer's output alone are needed at once.
         there = self.whole.calls[-1:] if self.by_rows else self.whole.calls
         kept = sum(out.num_bytes for call in there for out in call.outputs if out.kept)

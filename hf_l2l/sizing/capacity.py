@@ -1,8 +1,8 @@
 """The largest model that a host holds, by the options that say in which dtypes it keeps what.
 
-A larger model is one with more layers like those of the given one: the same modules outside the layers, and layers that
-have the average size of its own. What grows with the layers is their masters, gradients, moments and copies, and their
-inputs, if the stash is in host memory.
+A larger model is one with more layers like those of the given one: the same modules outside the layers, and layers
+that have the average size of its own. What grows with the layers is their masters, gradients, moments and copies, and
+their inputs, if the stash is in host memory.
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ def estimate(
     return found
 
 
-def _refuse_sizes(
-    is_config: bool, rows: int | None, tokens: int | None, inputs: Any, host_memory: int | None
-) -> None:
+def _refuse_sizes(is_config: bool, rows: int | None, tokens: int | None, inputs: Any, host_memory: int | None) -> None:
     """Raise ValueError for sizes of a batch that would not be looked at."""
     if inputs is not None and (rows is not None or tokens is not None):
         raise ValueError(

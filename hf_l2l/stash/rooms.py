@@ -51,7 +51,8 @@ class RoomPool:
 
 
 def rounded_up(num_bytes: int) -> int:
-    """The bytes of a room that is made when there are some already: up to a quarter more bytes, in four sizes for each power of two: while batches slowly become longer, few of them
-    need larger rooms, which are page-locked in the midst of a step."""
+    """The bytes of a room for so many, if there are rooms already: up to a quarter more, in four sizes for each power
+    of two. While batches slowly become longer, few of them need larger rooms, which are page-locked in the midst of a
+    step."""
     size = 1 << max(0, num_bytes.bit_length() - 3)
     return -(-num_bytes // size) * size

@@ -82,4 +82,3 @@ def test_it_depends_on_the_optimizer_and_the_stash():
 def test_without_a_batch_it_is_refused():
     with pytest.raises(ValueError, match="the largest model depends on a batch"):
         estimate(of_layers(3), HOST, host_memory=10**7)
-
