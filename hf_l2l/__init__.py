@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from hf_l2l.hf.variants import make_l2l_arguments, make_l2l_trainer
     from hf_l2l.model.precision import copy_as
     from hf_l2l.optim.lamb import Lamb
-    from hf_l2l.plan.estimate import estimate
     from hf_l2l.runtime.worker import EngineFailedError
+    from hf_l2l.sizing.estimate import estimate
 
 __all__ = [
     "EagerParamServer",
@@ -76,7 +76,7 @@ _PLACES = {
     "attach_l2l": "hf.attach",
     "copy_as": "model.precision",
     "detach_l2l": "hf.attach",
-    "estimate": "plan.estimate",
+    "estimate": "sizing.estimate",
     "make_l2l_arguments": "hf.variants",
     "make_l2l_trainer": "hf.variants",
 }

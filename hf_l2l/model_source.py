@@ -9,6 +9,9 @@ import json
 import os
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,28 @@ _FAILS = (
 )
 """What code of transformers raises for a config that it cannot use."""
 
+FLAGS = {"model": "MODEL", "model_class": "--class", "trust_remote_code": "--trust-remote-code"}
+"""What a source, the class and the trust in code are called on the command line."""
+
+_called: ContextVar[dict[str, str]] = ContextVar("called", default=FLAGS)
+
+
+@contextmanager
+def named_as_arguments() -> Iterator[None]:
+    """Inside, errors name what the user gave as arguments of a function, and not as flags."""
+    names = {"model": "model", "model_class": "model_class", "trust_remote_code": "trust_remote_code=True"}
+    token = _called.set(names)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def named(what: str) -> str:
+    """What the user called one of `FLAGS`."""
+    return _called.get()[what]
+
+
 _SIZES = {
     "num_hidden_layers": re.compile("layer|depth|block|stage"),
     "hidden_size": re.compile("hidden|embd|embed|d_model|dim|width|channel"),
@@ -56,7 +81,8 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     file = _local_file(given)
     if file is None and (given.startswith((".", "/", "~")) or given.endswith(".json") or given.count("/") > 1):
         raise ValueError(
-            f"MODEL must be a folder with a {CONFIG}, the path of one, or a name on the Hub (got {given!r}, and there "
+            f"{named('model')} must be a folder with a {CONFIG}, the path of one, or a name on the Hub (got "
+            f"{given!r}, and there "
             "is no such file or folder); check the path"
         )
     packed = file is not None and file.suffix == GGUF
@@ -109,7 +135,7 @@ def _why_no_config(given: str, file: Path | None, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
             f"the model {given!r} comes with code of its own, which runs only if you trust it; look at the code, and "
-            "pass --trust-remote-code"
+            f"pass {named('trust_remote_code')}"
         )
     if file is not None:
         return (
@@ -118,9 +144,9 @@ def _why_no_config(given: str, file: Path | None, error: Exception) -> str:
         )
     why = "HF_HUB_OFFLINE is set, and the cache has no such model" if _is_offline() else text
     return (
-        f"MODEL must be a folder with a {CONFIG}, the path of one, or a name on the Hub that can be reached or is in "
-        f"its cache (got {given!r}: {why}); download it where there is a connection, with: hf download {given} "
-        f"{CONFIG}, or give a folder"
+        f"{named('model')} must be a folder with a {CONFIG}, the path of one, or a name on the Hub that can be "
+        f"reached or is in its cache (got {given!r}: {why}); download it where there is a connection, with: hf "
+        f"download {given} {CONFIG}, or give a folder"
     )
 
 
@@ -149,6 +175,32 @@ def _is_size(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value)
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def model_of(source: nn.Module | Any, *, model_class: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The model that a `source` stands for: itself, or on the meta device that of a config of transformers, or of what
+    `load_config` takes.
+
+    Raises:
+        ValueError: as `load_shapes`; for a source of another kind; for a class named for a model that is made already.
+    """
+    from transformers import PreTrainedConfig
+
+    if isinstance(source, nn.Module):
+        if model_class is not None:
+            raise ValueError(
+                f"{named('model_class')} is for a model that is made of its config (got {model_class!r} and a "
+                f"{type(source).__name__}); leave it out"
+            )
+        return source
+    if isinstance(source, PreTrainedConfig):
+        return shapes_of(source, model_class=model_class, trust_remote_code=trust_remote_code)
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"{named('model')} must be a model, a config of transformers, a folder with a {CONFIG}, the path of "
+            f"one, or a name on the Hub (got {source!r}); give one of them"
+        )
+    return load_shapes(source, model_class=model_class, trust_remote_code=trust_remote_code)
 
 
 def load_shapes(
@@ -198,7 +250,7 @@ def shapes_of(
     except _FAILS as error:
         raise ValueError(
             f"{kind.__name__} must be able to make a model of this config (got {type(error).__name__}: "
-            f"{told(error)}); correct the fields that it names, or choose another class with --class"
+            f"{told(error)}); correct the fields that it names, or choose another class with {named('model_class')}"
         ) from error
     finally:
         torch.set_default_dtype(before)
@@ -218,8 +270,8 @@ def class_for(config: Any, model_class: str | None = None) -> Any:
         kind = getattr(transformers, model_class, None)
         if not (hasattr(kind, "from_config") or hasattr(kind, "_from_config")) or not hasattr(kind, "from_pretrained"):
             raise ValueError(
-                f"--class must be a class of models in transformers {transformers.__version__} (got {model_class!r}); "
-                "use one such as AutoModelForCausalLM or BertForSequenceClassification"
+                f"{named('model_class')} must be a class of models in transformers {transformers.__version__} (got "
+                f"{model_class!r}); use one such as AutoModelForCausalLM or BertForSequenceClassification"
             )
         return kind
     known = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]

@@ -40,6 +40,7 @@ FLOORS: dict[str, set[str]] = {
     "accumulation": TORCH,
     "budget": TORCH,
     "hf": HF | {"tqdm"},
+    "sizing": HF,
     "measure": HF | {"psutil"},
     "verify": HF | {"peft"},
     "glue": HF | {"datasets", "evaluate", "numpy", "scipy", "sklearn", "matplotlib"},

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import GOOD, Command, add_json, flag, print_json, quiet
+from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import TrainingArguments
 
-    from hf_l2l.config import L2LConfig
     from hf_l2l.plan.estimate import Estimate
     from hf_l2l.plan.planner import Plan
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.plan.step_time import Rates, StepTime
 
 ROWS = "per_device_train_batch_size"
+STEPS = "gradient_accumulation_steps"
+OF_TRAINER = (ROWS, STEPS, "optim")
 NUMBERS = ("params", "layers", "hidden", "vocab")
 
 
@@ -40,7 +44,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--device-type", metavar="TYPE", help="the type of the device that will train it, such as cuda"
     )
     parser.add_argument(
-        "--budget", metavar="SIZE", help="find the fastest options for so much device memory, such as 24GiB"
+        "--budget",
+        "--device_memory_budget",
+        metavar="SIZE",
+        help="find the fastest options for so much device memory, such as 24GiB",
+    )
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="find the largest model that so much host memory holds, such as 64GiB"
     )
     parser.add_argument("--probe", action="store_true", help="measure this machine for a few seconds, for the times")
     parser.add_argument(
@@ -48,6 +58,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
+    _add(parser, "optim", metavar="NAME", help="the optimizer (default: that of the Trainer)")
+    _add(parser, STEPS, type=int, default=1, metavar="N", help="batches of an optimizer step (default: 1)")
     group = parser.add_argument_group("options of the training, as the Trainer's arguments call them")
     for name, (where, text) in _options().items():
         _add(group, where, dest=f"config_{name}", metavar="VALUE", help=text, nargs="+" if name in _LISTS else None)
@@ -68,8 +80,12 @@ def _options() -> dict[str, tuple[str, str]]:
 
     from hf_l2l.config import L2LConfig, argument
 
-    texts = {each.name: each.metadata["help"] for each in fields(L2LConfig) if each.name not in ("device", "trace")}
+    texts = {each.name: each.metadata["help"] for each in fields(L2LConfig) if each.name not in _APART}
     return {name: (argument(name), text.split(". ")[0].replace("%", "%%") + ".") for name, text in texts.items()}
+
+
+_APART = ("device", "trace", "device_memory_budget")
+"""Options that no flag, or another one, is for."""
 
 
 def _number(text: str) -> int:
@@ -92,17 +108,21 @@ def _value(text: str) -> Any:
     return text
 
 
-def _config(options: argparse.Namespace) -> L2LConfig:
-    from hf_l2l.config import L2LConfig
+def _arguments(options: argparse.Namespace) -> TrainingArguments:
+    """The Trainer's arguments that the flags stand for."""
+    from hf_l2l.config import argument
+    from hf_l2l.hf.training_args import L2LTrainingArguments
 
     given: dict[str, Any] = {
-        name.removeprefix("config_"): [*value] if isinstance(value, list) else _value(value)
+        argument(name.removeprefix("config_")): [*value] if isinstance(value, list) else _value(value)
         for name, value in vars(options).items()
         if name.startswith("config_") and value is not None
     }
-    if "layer_classes" in given:
-        given["layer_classes"] = tuple(given["layer_classes"])
-    return L2LConfig(**given)
+    for name in OF_TRAINER:
+        if getattr(options, name) is not None:
+            given[name] = getattr(options, name)
+    # What it clips changes no bytes, and with the default there could be no eager update.
+    return L2LTrainingArguments(output_dir=os.devnull, max_grad_norm=0, report_to="none", **given)
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
@@ -189,27 +209,45 @@ def _rates(options: argparse.Namespace, run: RunShapes) -> Rates | None:
     return Rates.of(figures, run.dtype)
 
 
+def _host_memory(text: str) -> int:
+    from hf_l2l.plan.planner import parse_budget
+
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--host-memory must be a size with its unit, such as 64GiB (got {text!r}); give one, or leave it out"
+        ) from error
+
+
 def _run(options: argparse.Namespace) -> int:
     from hf_l2l.config import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.shapes.inputs import example_inputs
+    from hf_l2l.sizing.arguments import asked_by
+    from hf_l2l.sizing.capacity import largest_models
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget)
+    host_memory = None if options.host_memory is None else _host_memory(options.host_memory)
     with options_of_the_trainer():
-        config = _config(options)
+        for name in (ROWS, STEPS):
+            if getattr(options, name) < 1:
+                raise ValueError(
+                    f"--{name} must be at least 1 (got {getattr(options, name)}); leave it out for the default"
+                )
         model = _model(options)
-        rows = getattr(options, ROWS)
-        if rows < 1:
-            raise ValueError(f"--{ROWS} must be at least 1 (got {rows}); give the rows of a batch")
+        asked = asked_by(_arguments(options), model)
+        config, rows = asked.config, asked.rows
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         run = RunShapes(
             model,
             config,
             example_inputs(model, rows, options.tokens),
+            optimizer=asked.optimizer,
             device=_device(options.device_type),
             device_memory=budget,
             given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
@@ -223,6 +261,9 @@ def _run(options: argparse.Namespace) -> int:
         plan = None if budget is None or rates is None else make_plan(run, budget, rates)
         config = config if plan is None else plan.config
         found = estimate_of(run, config)
+        found = replace(found, notes=(*asked.notes, *found.notes))
+        if host_memory is not None:
+            found = replace(found, largest=largest_models(run, config, host_memory))
         time = None if rates is None else time_of(run, config, rates)
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
         _show(options, found, time, plan, hidden)
@@ -245,10 +286,15 @@ def _show(
         print_json(
             {
                 "model": options.model,
-                "rows": getattr(options, ROWS),
+                "rows": found.rows,
                 "device": found.report["device"],
                 "host": found.report["host"],
                 "phase": found.phase,
+                "notes": found.notes,
+                "phases": {
+                    who: {phase: size._asdict() for phase, size in phases.items()}
+                    for who, phases in found.phases.items()
+                },
                 "plain": found.plain,
                 "plain_checkpointing": found.plain_checkpointing,
                 "chosen": None if plan is None else plan.chosen,
@@ -256,6 +302,7 @@ def _show(
                 "bound": None if time is None else time.bound,
                 "busy": None if time is None else time.busy,
                 "tokens_that_hide": hidden,
+                "largest": {name: vars(each) for name, each in found.largest.items()} or None,
             }
         )
         return
@@ -264,6 +311,10 @@ def _show(
         f"Plain training in fp32 would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with "
         "activation checkpointing, all on the device."
     )
+    _print_phases(found)
+    for name, each in found.largest.items():
+        size = f"{count_text(each.parameters)} parameters in {each.layers} layers" if each.layers else "no layer fits"
+        print(f"The largest such model with {name}: {size}.")
     if plan is not None:
         print(plan)
     elif time is not None:
@@ -272,6 +323,22 @@ def _show(
     if hidden is not None and any(hidden.values()):
         texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
+
+
+_WHO = {"l2l": "L2L", "plain": "plain", "plain_checkpointing": "plain, checkpointing"}
+
+
+def _print_phases(found: Estimate) -> None:
+    """A table of what is held in each phase, and of whom."""
+    from hf_l2l.runtime.tensors import size_text
+
+    print(f"{'The most in each phase':<32}{''.join(f'{phase:>12}' for phase in found.phases['l2l'])}")
+    for who, phases in found.phases.items():
+        for where in ("host", "device"):
+            sizes = "".join(f"{size_text(getattr(size, where)):>12}" for size in phases.values())
+            print(f"{_WHO[who] + ', ' + where:<32}{sizes}")
+    mapped = max(size.files for size in found.phases["l2l"].values())
+    print(f"Besides, up to {size_text(mapped)} of the checkpoint's files are mapped, which the system can take back.")
 
 
 def _plot(file: str, found: Estimate) -> None:

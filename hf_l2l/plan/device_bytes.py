@@ -8,6 +8,7 @@ peak. Names are those of `eps.memory_report()`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class DeviceBytes:
         *,
         stash: str,
         boundary: str,
+        gradient_slots: int = 2,
         head: Traced | None = None,
         transients: int = 0,
         accumulates: bool = False,
@@ -63,7 +65,7 @@ class DeviceBytes:
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
         is one micro-batch. `accumulates` says whether a step has several batches, one after the other."""
-        self.weights, self.held = weights, held
+        self.weights, self.held, self.gradient_slots = weights, held, gradient_slots
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
         self.chunked_head = head
@@ -80,10 +82,21 @@ class DeviceBytes:
         self._uses: dict[int, list[int]] = {}
         """Memory of an argument -> the calls that take it."""
         self._bytes: dict[int, int] = {}
+        self._needs: dict[int, bool] = {}
+        """Whether it gets a gradient."""
+        self._made_at: dict[int, int] = {}
+        """Memory -> the call that makes it."""
+        self._returned_at: dict[int, set[int]] = {}
+        """Memory -> the calls that return it."""
         for number, call in enumerate(whole.calls):
             for argument in call.arguments:
                 self._uses.setdefault(argument.memory, []).append(number)
                 self._bytes[argument.memory] = argument.num_bytes
+                self._needs.setdefault(argument.memory, argument.needs_gradient)
+            for output in call.outputs:
+                self._returned_at.setdefault(output.memory, set()).add(number)
+                if output.is_new:
+                    self._made_at[output.memory] = number
         self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
 
     def peak(self) -> tuple[str, Bytes]:
@@ -155,13 +168,22 @@ class DeviceBytes:
             passes = self.by_rows and rows and argument.needs_gradient and not self.places[number].keeps_input
             if travels or passes:
                 continue
-            name = MASK if id(likes[i]) in masks else STASH
-            yield argument.memory, _Kept(name, argument.num_bytes, min(uses))
+            # A layer that keeps its graph has nothing in the stash.
+            stashed = any(not self.places[use].keeps_graph for use in uses)
+            name = MASK if id(likes[i]) in masks else STASH if stashed else BOUNDARY
+            yield argument.memory, _Kept(name, argument.num_bytes, self._first_on_device(number, uses, has_rows=rows))
+
+    def _first_on_device(self, number: int, uses: list[int], *, has_rows: bool) -> int:
+        """The first of these calls for which the stash keeps the tensor on the device. At its first use it is not
+        known yet that layers share it, so that one is stashed like those of a single layer."""
+        leaves = self.leaves and has_rows and not self.by_rows and not self.places[min(uses)].keeps_input
+        return sorted(uses)[1] if leaves and len(uses) > 1 else min(uses)
 
     def _base(self) -> Bytes:
         held = self.held
         return {
-            SHELL: held.shell - (0 if held.shell_is_resident else self.weights.frozen_tables),
+            # What is computed by rows before the layers keeps its weights until it is recomputed.
+            SHELL: held.shell - (0 if held.shell_is_resident or self.by_rows else self.weights.frozen_tables),
             RESIDENT: held.resident,
             SLOTS: held.slots,
             KEPT_WEIGHTS: held.kept,
@@ -171,15 +193,14 @@ class DeviceBytes:
     def _held(self, number: int) -> Bytes:
         """What is held in the backward of call `number`, besides what it computes with."""
         whole = self.whole
-        found = self._base() | {STASH: 0, MASK: 0, KEPT_GRAPHS: self._graphs(number)}
+        found = self._base() | {STASH: 0, MASK: 0, BOUNDARY: 0, KEPT_GRAPHS: self._graphs(number)}
         if number < len(whole.calls) or self.accumulates:
             found = self._with_gradients(found, number)
         for kept in self._kept.values():
             if kept.first <= number:
                 found[kept.name] += kept.num_bytes
         if self.by_rows:
-            # The last rows that were sent to the host.
-            return found | {EMBEDDING: self._arguments_of_first(), HEAD: whole.late}
+            return found | {EMBEDDING: self._last_sent, HEAD: whole.late}
         left = whole.left + whole.late
         found[EMBEDDING] = min(left, max(0, whole.pieces[0].kept))
         return found | {HEAD: left - found[EMBEDDING]}
@@ -189,6 +210,19 @@ class DeviceBytes:
         pairs = zip(self.whole.calls[: number + 1], self.places, strict=False)
         return sum(call.layer.graph for call, place in pairs if place.keeps_graph)
 
+    @cached_property
+    def _last_sent(self) -> int:
+        """Bytes of the last rows that were sent to the host, with a boundary there."""
+        return max(
+            (
+                a.num_bytes
+                for number, call in enumerate(self.part.calls)
+                for i, a in enumerate(call.arguments)
+                if a.needs_gradient and self._has_rows(number, i)
+            ),
+            default=0,
+        )
+
     def _arguments_of_first(self) -> int:
         """Bytes of what the embedding gives to the first layer."""
         return sum(a.num_bytes for a in self.part.calls[0].arguments if a.needs_gradient)
@@ -196,14 +230,21 @@ class DeviceBytes:
     def _layer(self, number: int) -> Bytes:
         call, small = self.whole.calls[number], self.part.calls[number]
         found = self._held(number)
-        found[WORKSPACE] = small.layer.backward_peak + self._uploaded(number)
+        uploaded = self._uploaded(number)
+        found[WORKSPACE] = small.layer.backward_peak + uploaded + self._outgrown_slot(number)
         if self.places[number].keeps_graph:
             found[WORKSPACE] -= small.layer.graph
         if self.places[number].is_resident:
             found[WORKSPACE] += self.weights.layers[call.number].copies
-        found[BOUNDARY] = self._boundary(number, call)
+        found[BOUNDARY] += self._boundary(number, call)
+        waiting, sums = self._gradients_waiting(number)
+        found[BOUNDARY] += waiting
+        found[EMBEDDING] += sums
+        ahead = uploaded // 2 if self.leaves and self.is_split else 0
         if self.by_rows:
-            found[WORKSPACE] += self._gradient_rows(call, small, number)
+            rows = self._gradient_rows(call, small, number)
+            ahead += rows // 2
+            found[WORKSPACE] += rows + self._sent_besides(number)
         elif not self.is_split:
             # What the layer computes itself becomes the gradients of its arguments.
             own = sum(a.num_bytes for a in call.arguments if a.needs_gradient)
@@ -211,17 +252,55 @@ class DeviceBytes:
             found[BOUNDARY] += own
         if self.is_split:
             # Gradients of arguments without rows are summed over the micro-batches.
-            found[WORKSPACE] += sum(
+            found[BOUNDARY] += sum(
                 a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and not self._has_rows(number, i)
             )
+        if number + 1 < len(self.whole.calls):
+            # The first rows were uploaded in the backward of the layer after it, and are what that has left.
+            found[WORKSPACE] -= ahead
+            found[EMBEDDING] += ahead
         return found
+
+    def _outgrown_slot(self, number: int) -> int:
+        """The slot for sums of gradients that the first backward replaces with a larger one in this call, and whose
+        memory is free only when its download has been waited for."""
+        calls, layers = self.whole.calls, self.weights.layers
+        sums = [
+            layers[call.number].sums
+            for call, place in zip(calls[number:], self.places[number:], strict=True)
+            if call.in_graph and not place.is_resident
+        ]
+        own, later = sums[0] if sums else 0, sums[1:]
+        return max(later) if len(later) >= self.gradient_slots and own > max(later) else 0
+
+    def _sent_besides(self, number: int) -> int:
+        """Rows of gradients of one micro-batch that go to the host besides those that are sent last."""
+        sizes = [
+            a.num_bytes
+            for i, a in enumerate(self.part.calls[number].arguments)
+            if a.needs_gradient and self._has_rows(number, i) and not self.places[number].keeps_input
+        ]
+        return sum(sizes) - max(sizes, default=0)
+
+    def _gradients_waiting(self, number: int) -> tuple[int, int]:
+        """Bytes of gradients of what layers read that wait, on the device, in the backward of call `number`, for those
+        of earlier layers that read it: those of a single layer, and the sums of those of several. Of what this call
+        and later ones return, the gradients are those of their outputs."""
+        single, sums = 0, 0
+        for memory, uses in self._uses.items():
+            count = sum(use > number for use in uses)
+            returned = self._made_at.get(memory, -1) >= number or number in self._returned_at.get(memory, ())
+            if count and not returned and self._needs[memory] and (not self.by_rows or memory in self._kept):
+                single += self._bytes[memory] if count == 1 else 0
+                sums += self._bytes[memory] if count > 1 else 0
+        return single, sums
 
     def _uploaded(self, number: int) -> int:
         """Rows of one micro-batch in host memory, and of the next one, which are uploaded meanwhile."""
         rows = sum(
             a.num_bytes
             for whole, a in zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
-            if whole.memory not in self._kept
+            if whole.memory not in self._kept or self._kept[whole.memory].first > number
         )
         return 2 * rows if self.is_split else rows
 
@@ -256,13 +335,6 @@ class DeviceBytes:
             total += sum(
                 a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and self._has_rows(number, i)
             )
-        # Of what this call and later ones return, the gradients are those of their outputs.
-        returned = {out.memory for out in call.outputs}
-        returned |= {out.memory for later in self.whole.calls[number:] for out in later.outputs if out.is_new}
-        for memory, uses in self._uses.items():
-            if max(uses) > number and memory not in returned and (not self.by_rows or memory in self._kept):
-                needs = any(a.memory == memory and a.needs_gradient for a in self.whole.calls[uses[0]].arguments)
-                total += self._bytes[memory] if needs else 0
         return total + self._kept_outputs(number)
 
     def _kept_outputs(self, number: int) -> int:
@@ -273,14 +345,23 @@ class DeviceBytes:
 
     def _head(self) -> Bytes:
         found = self._held(len(self.whole.calls))
+        early = self._early_gradients()
+        found[SHELL] += early
         if self.chunked_head is not None:
             last = self.chunked_head.pieces[-1]
             # Gradients of hidden states go to the host.
-            found[HEAD] = max(last.backward_peak, last.forward_peak) - self.chunked_head.head
+            found[HEAD] = max(last.backward_peak, last.forward_peak) - self.chunked_head.head - early
             return found
         last = self.whole.pieces[-1]
         peak = max(last.backward_peak, last.forward_peak)
-        found[HEAD] = peak
-        found[EMBEDDING] = self._arguments_of_first() if self.by_rows else self.whole.left
-        found[BOUNDARY] = sum(out.num_bytes for call in self.whole.calls for out in call.outputs if out.kept)
+        found[HEAD] = peak - early
+        found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
+        # With a boundary on the host, all rows of the last layer's output alone are needed at once.
+        there = self.whole.calls[-1:] if self.by_rows else self.whole.calls
+        kept = sum(out.num_bytes for call in there for out in call.outputs if out.kept)
+        # At the end of the head, the gradient of what the last layer has returned takes the place of that.
+        arrived = sum(out.num_bytes for out in self.whole.calls[-1].outputs if out.has_gradient)
+        later = 0 if self.by_rows else max(0, arrived - kept)
+        found[BOUNDARY] += kept + later
+        found[HEAD] -= later
         return found

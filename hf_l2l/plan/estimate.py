@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
@@ -17,11 +17,23 @@ from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MAST
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.plan.phases import Phases, phases_of_l2l, phases_of_plain
 from hf_l2l.plan.plain import PlainBytes
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
-from hf_l2l.shapes.inputs import example_inputs
+from hf_l2l.shapes.inputs import left_out
+from hf_l2l.stash.rooms import rounded_up
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest model that fits."""
+
+    layers: int
+    """0 if not even one fits."""
+    parameters: int
+    """Of all its layers and what is outside; those of adapters do not count."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +46,20 @@ class Estimate(MemoryEstimate):
     report: MemoryReport | None = None
     """Tier -> name -> bytes "now" (between steps) and at the "peak", with the names of `eps.memory_report()`; None
     without the number of rows."""
+    rows: int = 0
+    """Rows that are on the device at once."""
     phase: str = ""
     """What runs when the device holds most."""
     plain: int = 0
     """Device bytes at the peak of transformers' Trainer, with the whole model on the device."""
     plain_checkpointing: int = 0
     """Those with activation checkpointing."""
+    phases: Mapping[str, Phases] = field(default_factory=dict)
+    """Of "l2l", "plain" and "plain_checkpointing": phase ("load", "attach", "train", "save", "resume") -> bytes."""
+    largest: Mapping[str, Largest] = field(default_factory=dict)
+    """For bytes of host memory that were asked about: by setting (see `hf_l2l.sizing.capacity`), the largest model."""
+    notes: tuple[str, ...] = ()
+    """What is left out, in sentences."""
 
     @property
     def device_peak(self) -> int:
@@ -47,49 +67,16 @@ class Estimate(MemoryEstimate):
         return self.device_bytes if self.report is None else self.report["device"]["total"]["peak"]
 
     def __str__(self) -> str:
-        return super().__repr__() if self.report is None else str(self.report)
+        text = super().__repr__() if self.report is None else str(self.report)
+        return "\n".join([text, *self.notes])
 
     def _repr_html_(self) -> str:
         return f"<pre>{self!r}</pre>" if self.report is None else self.report._repr_html_()
 
 
-def estimate(
-    model: nn.Module,
-    config: L2LConfig | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    rows: int | None = None,
-    tokens: int | None = None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
-    device: torch.device | str | None = None,
-    device_memory: int | None = None,
-) -> Estimate:
-    """Estimate the memory for training `model` layer to layer, from shapes alone; nothing is allocated.
-
-    Args:
-        model: the model; it may be on the meta device.
-        config: the options; None for the defaults.
-        optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
-            assumes two moments per trainable parameter.
-        rows: rows of the device batch. Without rows and inputs, bytes that depend on the batch are left out.
-        tokens: tokens per row, of models of texts (see `example_inputs`).
-        inputs: the arguments of one call of the model, labels included, instead of rows and tokens; on any device.
-        device: the device that will train it, which this machine need not have; None takes that of `config`, or, if it
-            shares the host's memory and there are rows or inputs, a CUDA device.
-        device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
-            of the execution device.
-
-    Raises:
-        ValueError: if no inputs can be made for the model, or it has no stack of layers.
-    """
-    config = config or L2LConfig()
-    place = None if device is None else torch.device(device)
-    if inputs is None:
-        if rows is None:
-            return Estimate(**_values(memory_estimate.estimate(model, config, optimizer, place)))
-        inputs = example_inputs(model, rows, tokens)
-    run = RunShapes(model, config, inputs, optimizer=optimizer, device=place, device_memory=device_memory)
-    return estimate_of(run, config)
+def without_batch(state: MemoryEstimate) -> Estimate:
+    """What is known without a batch."""
+    return Estimate(**_values(state))
 
 
 def _values(state: MemoryEstimate) -> dict[str, Any]:
@@ -107,32 +94,40 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     between[SHELL] = held.shell if config.resident != "none" else 0
     for name, size in between.items():
         device[name]["now"] = size
-    host = _host(run, config, state, stash, boundary)
+    host = host_bytes(run, config, state)
     title = (
         f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
         f"stash {stash}, boundary {boundary}"
     )
     report = MemoryReport(title, device, host, {"now": 0, "peak": 0}, f"The device holds most in the {phase}.")
     plain = PlainBytes(run.model, run.inputs, run.moments, layer_classes=config.layer_classes, fuses=run.fuses)
+    peaks = {name: plain.peak(checkpointing=name != "plain") for name in ("plain", "plain_checkpointing")}
+    of_plain = {name: phases_of_plain(plain.weights, run.moments, most) for name, most in peaks.items()}
     return Estimate(
         **_values(state),
+        plain=peaks["plain"],
+        plain_checkpointing=peaks["plain_checkpointing"],
         report=report,
+        rows=run.rows,
         phase=phase,
-        plain=plain.peak(checkpointing=False),
-        plain_checkpointing=plain.peak(checkpointing=True),
+        phases={"l2l": phases_of_l2l(run, config, state, report), **of_plain},
+        notes=tuple(_notes(run)),
     )
 
 
-def _host(
-    run: RunShapes, config: L2LConfig, state: MemoryEstimate, stash: str, boundary: str
-) -> dict[str, dict[str, int]]:
-    calls = run.traced(run.rows).calls
-    places = run.places(config)
-    # A layer that is called several times keeps an input for each call.
-    own = [(call.number, max((a.num_bytes for a in call.arguments if a.needs_gradient), default=0)) for call in calls]
-    stashed = sum(size for number, size in own if not places[number].keeps_input)
-    # With a head that reads hidden states in chunks, what the final norm returns is there, too.
-    passing = (3 if run.has_chunked_head else 2) * max(size for _, size in own) if boundary == "host" else 0
+def _notes(run: RunShapes) -> Iterator[str]:
+    missing = left_out(run.model, run.inputs)
+    if missing:
+        yield (
+            f"a {type(run.model).__name__} takes {' and '.join(missing)}, too: this is the memory for batches of text "
+            "alone"
+        )
+
+
+def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict[str, dict[str, int]]:
+    """Bytes of the host by name, "now" and at the "peak"; `state` is that of the same run and options."""
+    stash, _, _ = run.resolved(config)
+    stashed, passing = stash_rooms(run, config)
     rooms = 0 if stash != "host" else stashed + passing
     parameters = sum(1 for p in run.model.parameters() if p.requires_grad)
     transients = 0
@@ -151,6 +146,38 @@ def _host(
     }
     lasts = {TRANSIENTS: 0}
     return {name: {"now": lasts.get(name, found.get(name, 0)), "peak": found.get(name, 0)} for name in HOST_NAMES}
+
+
+def stash_rooms(run: RunShapes, config: L2LConfig) -> tuple[int, int]:
+    """Bytes of rooms in host memory: for inputs of layers, which grow with their number, and for what passes between
+    them."""
+    _, boundary, _ = run.resolved(config)
+    traced, places = run.traced(run.rows), run.places(config)
+    uses = Counter[int]()
+    own, most = 0, 0
+    shared: dict[int, tuple[int, bool]] = {}
+    calls = [call for call in traced.calls if call.in_graph and not places[call.number].keeps_input]
+    for call in calls:
+        uses.update({a.memory for a in call.arguments})
+    for argument in {a.memory: a for call in calls for a in call.arguments}.values():
+        if argument.shape[:1] != (run.rows,):
+            continue
+        if uses[argument.memory] == 1:
+            own += argument.num_bytes
+            most = max(most, argument.num_bytes)
+        else:
+            shared[argument.memory] = argument.num_bytes, argument.needs_gradient
+    # What layers share is stashed at its first use, when that is not known yet.
+    if boundary != "host":
+        return own, sum(size for size, _ in shared.values())
+    last = traced.pieces[-1]
+    # What the final norm returns is there, too, if a head reads it in chunks, or a part of it is read; and so are rows
+    # of a table that code of the model still has.
+    normed = run.has_chunked_head or (not run.has_head and last.forward_peak >= most)
+    besides = traced.besides[1] if traced.besides[0][:1] == (run.rows,) else 0
+    # Of what passes to several layers, the sum of its gradients is there, too, and the gradient that is added to it.
+    several = sum((3 if needs else 1) * max(size, most) for size, needs in shared.values())
+    return own, (3 if normed else 2) * rounded_up(most) + besides + several
 
 
 def largest_update(model: nn.Module, config: L2LConfig) -> int:

@@ -27,7 +27,7 @@ class PlainBytes:
         """`moments` are bytes of the optimizer's state in fp32; see `Tracer` for the others."""
         tracer = Tracer(model, Precision(model), layer_classes=layer_classes, chunked_loss=False, fuses=fuses)
         self._traced = tracer.trace(inputs)
-        self._weights = tensor_bytes([*model.parameters(), *model.buffers()])
+        self.weights = tensor_bytes([*model.parameters(), *model.buffers()])
         self._gradients = tensor_bytes([p for p in model.parameters() if p.requires_grad])
         self._moments = moments
         self._of_layers = [tensor_bytes([p for p in layer.parameters() if p.requires_grad]) for layer in tracer.layers]
@@ -48,4 +48,4 @@ class PlainBytes:
             found.append(sum(kept[: number + 1]) + between + gradients + working)
             gradients += of_layers.get(number, 0)
         found.append(gradients + traced.pieces[0].backward_peak)
-        return self._weights + self._moments + traced.inputs + max(found)
+        return self.weights + self._moments + traced.inputs + max(found)

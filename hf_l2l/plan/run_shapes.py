@@ -19,6 +19,7 @@ from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
 from hf_l2l.plan.step_time import Cost, Rates
 from hf_l2l.plan.weights import ModelWeights
 from hf_l2l.runtime import stream
+from hf_l2l.shapes.inputs import rows_of
 from hf_l2l.shapes.traced import Traced, Tracer
 from hf_l2l.stash.boundary import fewest_bytes_on_host
 from hf_l2l.stash.tiers import SHARE
@@ -65,7 +66,7 @@ class RunShapes:
         self.optimizer = optimizer
         self.dtype = computing_dtype(config.cmp, self.device)
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
-        self.rows = max(t.shape[0] for t in inputs.values() if t.dim())
+        self.rows = rows_of(model, inputs)
         self.batches, self.most_rows, self.accumulates = batches, self.rows // batches, accumulates
         self.device_memory = device_memory or _memory_of(self.device)
         self.fuses = _always if self.device.type in _FUSING else _without_dropout
@@ -90,6 +91,11 @@ class RunShapes:
         self._traced: dict[tuple[int, bool], Traced] = {}
 
     @property
+    def has_head(self) -> bool:
+        """Whether the model computes logits of a vocabulary."""
+        return self._tracer.has_head
+
+    @property
     def has_chunked_head(self) -> bool:
         """Whether logits of a vocabulary are made for a chunk of tokens at a time."""
         return self._tracer.has_head and not self._tracer.makes_all_logits
@@ -103,8 +109,9 @@ class RunShapes:
         return self._traced[key]
 
     def _part(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        has_rows = tensor.dim() > 0 and tensor.shape[0] % self.rows == 0
-        shape = (tensor.shape[0] * rows // self.rows, *tensor.shape[1:]) if has_rows else tensor.shape
+        # What is packed, such as the patches of all images, is not cut: no layer takes it by rows.
+        has_rows = tensor.dim() > 0 and tensor.shape[0] == self.rows
+        shape = (rows, *tensor.shape[1:]) if has_rows else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     @property
@@ -148,6 +155,7 @@ class RunShapes:
             part,
             stash=stash,
             boundary=boundary,
+            gradient_slots=config.gradient_slots,
             head=head,
             transients=self._transients(places, shell),
             accumulates=self.accumulates,

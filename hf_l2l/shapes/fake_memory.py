@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ class FakeMemory(TorchDispatchMode):
     """Counts bytes of memory of fake tensors that are made inside, as long as it lives.
 
     What needs values gets an answer that is assumed: a condition is `true_or_false`, a number is 1, and a choice of
-    elements by a mask takes as many as a `one_hot` of them would have.
+    elements by a mask takes all of them, or as many as a `one_hot` of them would have.
     """
 
     def __init__(self, true_or_false: bool = True) -> None:
@@ -81,23 +81,37 @@ class FakeMemory(TorchDispatchMode):
 
     def _assumed(self, func: Any, args: Any) -> Any:
         """The result of an operation that needs values; None for other operations."""
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            kind = args[0].dtype
+        if func in (aten._local_scalar_dense.default, aten.equal.default) and isinstance(args[0], FakeTensor):
+            kind = torch.bool if func is aten.equal.default else args[0].dtype
             return self._answer if kind is torch.bool else 1.0 if kind.is_floating_point else 1
-        if func is aten.equal.default and isinstance(args[0], FakeTensor):
-            return self._answer
+        if func in (aten.index_put_.default, aten.index_put.default) and _is_mask(args[1]):
+            return args[0] if func is aten.index_put_.default else self._made(args[0].shape, args[0].dtype)
         if func is aten.nonzero.default and isinstance(args[0], FakeTensor):
-            share = self.shares.get(_memory(args[0])._cdata, 1.0)
-            found = torch.empty(math.ceil(share * args[0].numel()), args[0].dim(), dtype=torch.long)
-            self._count(_memory(found))
-            return found
+            return self._made((self._chosen(args[0]), args[0].dim()), torch.long)
+        if func is aten.index.Tensor and _is_mask(args[1]):
+            mask = args[1][0]
+            return self._made((self._chosen(mask), *args[0].shape[mask.dim() :]), args[0].dtype)
+        if func is aten.masked_select.default and isinstance(args[0], FakeTensor):
+            return self._made((torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+        if func is aten._ctc_loss.Tensor:
+            # The sums for every place in the sequence that labels make with blanks between them.
+            time, rows = args[0].shape[:2]
+            sums = rows, time, 2 * (args[1].numel() // rows) + 1
+            return self._made((rows,), args[0].dtype), self._made(sums, args[0].dtype)
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # The shapes are the same in all dtypes, but tensors without values know one of them only.
             short = [each.to(torch.bfloat16) if _is_float(each) else each for each in args]
-            found = torch.empty_like(func(*short), dtype=args[0].dtype)
-            self._count(_memory(found))
-            return found
+            return self._made(func(*short).shape, args[0].dtype)
         return None
+
+    def _chosen(self, mask: torch.Tensor) -> int:
+        """How many elements a mask is taken to choose."""
+        return math.ceil(self.shares.get(_memory(mask)._cdata, 1.0) * mask.numel())
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        found = torch.empty(tuple(shape), dtype=dtype)
+        self._count(_memory(found))
+        return found
 
     def _count(self, memory: torch.UntypedStorage) -> None:
         key, size = memory._cdata, memory.nbytes()
@@ -135,6 +149,11 @@ _OF_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _Attention(0, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _Attention(1, 5),
 }
+
+
+def _is_mask(indices: Any) -> bool:
+    """Whether elements are chosen by one mask without values."""
+    return len(indices) == 1 and isinstance(indices[0], FakeTensor) and indices[0].dtype is torch.bool
 
 
 def _is_float(value: Any) -> bool:

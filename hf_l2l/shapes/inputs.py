@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,18 @@ _OF_ROWS = (
     "AudioClassification",
     "VideoClassification",
     "NextSentence",
+    "MultipleChoice",
 )
 """Parts of names of classes that have one label per row."""
+
+
+_OTHER_SENSES = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "input_audio_embeds")
+"""Arguments of models of texts that are images or sound."""
+
+CHOICES = 4
+"""Of a question, for models of multiple choice."""
+LETTERS = 16
+"""Of a second of speech, for models that are trained with CTC."""
 
 
 def example_inputs(model: nn.Module, rows: int, tokens: int | None = None) -> dict[str, torch.Tensor]:
@@ -27,17 +38,18 @@ def example_inputs(model: nn.Module, rows: int, tokens: int | None = None) -> di
         tokens: tokens of a row, of models of texts; None takes as many as the model has positions, at most 512.
 
     Raises:
-        ValueError: if the model takes other inputs than ids, pixels or sound features, or computes no loss.
+        ValueError: if the model takes other inputs than ids, pixels or sound features, computes no loss, or has no
+            text, and `tokens` are given.
     """
     for name, count in (("rows", rows), ("tokens", tokens)):
         if count is not None and count < 1:
             raise ValueError(f"{name} of an estimate must be at least 1 (got {count}); give those of a batch")
     arguments = inspect.signature(model.forward).parameters
-    name = str(getattr(model, "main_input_name", "input_ids"))
+    name, kind = _main_input(model), type(model).__name__
     config: Any = getattr(model, "config", None)
-    tokens = tokens or min(512, _first(config, "max_position_embeddings", "n_positions", "max_length") or 512)
+    length = tokens or min(512, _first(config, "max_position_embeddings", "n_positions", "max_length") or 512)
     if name == "input_ids" and name in arguments:
-        found = {name: _ids(rows, tokens)}
+        found = {name: _ids(rows, CHOICES, length) if "MultipleChoice" in kind else _ids(rows, length)}
     elif name == "pixel_values":
         height, width = _pair(_first(config, "image_size") or 224)
         found = {name: _values(rows, _first(config, "num_channels") or 3, height, width)}
@@ -48,14 +60,38 @@ def example_inputs(model: nn.Module, rows: int, tokens: int | None = None) -> di
         found = {name: _values(rows, 16_000)}
     else:
         raise ValueError(
-            f"inputs are made for models that take ids, pixels or sound (got a {type(model).__name__}, which takes "
-            f"{name}); pass inputs, a dict of tensors, which may be on the meta device"
+            f"inputs are made for models that take ids, pixels or sound (got a {kind}, which takes {name}); pass "
+            "inputs, a dict of tensors, which may be on the meta device"
         )
-    return found | _labels(model, arguments, rows, tokens)
+    labels = _labels(kind, arguments, rows, tokens or LETTERS if "CTC" in kind else length)
+    if tokens is not None and name != "input_ids" and all(t.dim() < 2 for t in labels.values()):
+        raise ValueError(
+            f"tokens are those of a text (got tokens={tokens} and a {kind}, which takes {name} and has no text); "
+            "leave tokens out"
+        )
+    return found | labels
 
 
-def _labels(model: nn.Module, arguments: Any, rows: int, tokens: int) -> dict[str, torch.Tensor]:
-    kind = type(model).__name__
+def _main_input(model: nn.Module) -> str:
+    return str(getattr(model, "main_input_name", "input_ids"))
+
+
+def rows_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> int:
+    """The rows of a device batch: what its main input has, or else its labels. Packed inputs, such as the patches of
+    all images, may have another number of rows, even a larger one."""
+    for name in (_main_input(model), "input_ids", "inputs_embeds", "labels"):
+        if name in inputs and inputs[name].dim():
+            return inputs[name].shape[0]
+    return max((t.shape[0] for t in inputs.values() if t.dim()), default=1)
+
+
+def left_out(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[str]:
+    """Arguments of `model` for images or sound that are not among the `inputs`."""
+    arguments = inspect.signature(model.forward).parameters
+    return [name for name in _OTHER_SENSES if name in arguments and name not in inputs and "input_ids" in inputs]
+
+
+def _labels(kind: str, arguments: Any, rows: int, tokens: int) -> dict[str, torch.Tensor]:
     if "start_positions" in arguments:
         return {name: _ids(rows) for name in ("start_positions", "end_positions")}
     if "labels" not in arguments:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import FakeTensorMode
@@ -22,6 +21,7 @@ from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.losses import loss_of, told_failures
 from hf_l2l.shapes.shadow import like, shadow
+from hf_l2l.shapes.tables import Plain, Tables, configs_of
 
 
 @dataclass(eq=False)
@@ -97,11 +97,14 @@ class Traced:
     """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
     that both read, as a tied head."""
     inputs: int
-    """Bytes of the inputs on the device."""
+    """Bytes of the inputs on the device that the graph keeps."""
     left: int
     """Bytes that earlier pieces still keep when the backward of the last one is over, without arguments of layers."""
     head: int = 0
     """Bytes of the hidden states that the head is given, if it is traced apart."""
+    besides: tuple[torch.Size, int] = (torch.Size(), 0)
+    """Shape and bytes of the largest rows of a table of embeddings that code of the model still has while layers run,
+    beside what it gives to them."""
 
 
 class Tracer:
@@ -126,7 +129,7 @@ class Tracer:
         if precision.is_mixed:
             let_heads_return_fp32(self.model, self.layers)
         self._run: _Run | None = None
-        self._apart = False
+        self._apart, self._answer = False, True
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._layer, number, layer, layer.forward)
         outside = set(shell_modules(self.model, self.layers))
@@ -136,14 +139,14 @@ class Tracer:
         self.makes_all_logits = bool(heads) and not chunked_loss
         """Whether logits of a vocabulary are made for all tokens at once."""
         if chunked_loss:
-            runner = OutputEmbeddings(_Plain())
+            runner = OutputEmbeddings(Plain())
             for head in heads:
                 head.forward = partial(self._head, runner, head, head.forward)
         for p in self.model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._arrived)
         for module in self.model.modules():
-            for config in _configs(module):
+            for config in configs_of(module):
                 if getattr(config, "use_cache", None):
                     config.use_cache = False
 
@@ -156,17 +159,31 @@ class Tracer:
                 layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head is
                 given hidden states whose memory does not count.
         """
+        try:
+            return self._traced(inputs, by_rows)
+        except ValueError as error:
+            # A check of values, such as that of labels, may raise for the one answer, and not for the other.
+            self._answer = not self._answer
+            with suppress(ValueError):
+                return self._traced(inputs, by_rows)
+            raise error
+
+    def _traced(self, inputs: Mapping[str, torch.Tensor], by_rows: bool) -> Traced:
         self._apart = by_rows
         with self._fake:
             fakes = {name: like(t, t.dtype) for name, t in inputs.items()}
             _, given = self._precision.of_inputs(self.model, (), fakes)
-        with counted(self._fake, self._fuses) as memory:
+        with counted(self._fake, self._fuses, true_or_false=self._answer) as memory:
             memory.leave_out([*self.model.parameters(), *self.model.buffers(), *leaves_of(given)])
             run = self._run = _Run(memory)
-            with told_failures(self.model), _TablesApart() if by_rows else torch.enable_grad(), torch.enable_grad():
-                run.end(loss_of(self.model(**given)))
+            with told_failures(self.model), Tables(apart=by_rows) as run.tables, torch.enable_grad():
+                loss = loss_of(self.model(**given))
+                memory_of = [(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in leaves_of(given)]
+                del fakes, given
+                kept = sum(size for each, size in memory_of if not each.expired())
+                run.end(loss)
             self._run = None
-        return Traced(run.pieces, run.calls, *run.gradients(), tensor_bytes(leaves_of(given)), run.left, run.head)
+        return Traced(run.pieces, run.calls, *run.gradients(), kept, run.left, run.head, run.besides)
 
     def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._apart and len(args) == 1:
@@ -183,31 +200,6 @@ class Tracer:
         return self._run.layer(number, layer, forward, args, kwargs)
 
 
-class _Plain:
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-
-def _configs(module: nn.Module) -> Iterator[Any]:
-    config = getattr(module, "config", None)
-    if config is not None:
-        yield config
-        for value in vars(config).values():
-            if hasattr(value, "use_cache"):
-                yield value
-
-
-class _TablesApart(TorchFunctionMode):
-    """Inside, tables of embeddings get no gradient."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.embedding and len(args) > 1:
-            found = func(args[0], args[1].detach(), *args[2:], **kwargs)
-            return found.requires_grad_(args[1].requires_grad)
-        return func(*args, **kwargs)
-
-
 class _Run:
     """One forward and backward."""
 
@@ -217,6 +209,8 @@ class _Run:
         self.calls: list[TracedCall] = []
         self.left = 0
         self.head = 0
+        self.tables: Tables | None = None
+        self.besides = torch.Size(), 0
         self._kinds: dict[Any, tuple[TracedLayer, Any, list[Any]]] = {}
         self._roots: list[list[torch.Tensor]] = []
         """Per piece, what it gives to the layer after it, if that has a graph."""
@@ -261,6 +255,8 @@ class _Run:
         if key not in self._kinds:
             self._kinds[key] = self._measured(forward, leaves, spec)
         traced, out_spec, results = self._kinds[key]
+        if self.tables is not None:
+            self.besides = max(self.besides, self.tables.largest_besides(tensors), key=lambda each: each[1])
         self._given.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors)
         arguments = [Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad) for t in tensors]
         outputs: list[Output] = []
@@ -348,12 +344,6 @@ class _Run:
             piece.backward_peak, piece.backward_flops = memory.peak - start, memory.flops
             if piece is self.pieces[-1]:
                 self.left = memory.live - sum(map(memory.counted, self._given.values()))
-
-
-def _as_leaf(value: Any, with_graph: bool) -> Any:
-    """A tensor argument as the engine gives it to the layer; other arguments as they are."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return value.detach().requires_grad_(with_graph and value.requires_grad) if is_tensor else value
 
 
 class _Unchanged(NamedTuple):

@@ -29,7 +29,7 @@ class RoomPool:
         if fitting:
             return min(fitting, key=lambda room: room.num_bytes)
         if self._rooms:
-            self._rooms += self._new_rooms(1, _rounded_up(num_bytes))
+            self._rooms += self._new_rooms(1, rounded_up(num_bytes))
         else:
             self._rooms += self._new_rooms(self._first, num_bytes)
         return self._rooms[-1]
@@ -50,8 +50,9 @@ class RoomPool:
             self._rooms = [room for room in self._rooms if room not in free[:spare]]
 
 
-def _rounded_up(num_bytes: int) -> int:
-    """Up to a quarter more bytes, in four sizes for each power of two: while batches slowly become longer, few of them
-    need larger rooms, which are page-locked in the midst of a step."""
+def rounded_up(num_bytes: int) -> int:
+    """The bytes of a room for so many, if there are rooms already: up to a quarter more, in four sizes for each power
+    of two. While batches slowly become longer, few of them need larger rooms, which are page-locked in the midst of a
+    step."""
     size = 1 << max(0, num_bytes.bit_length() - 3)
     return -(-num_bytes // size) * size

@@ -49,6 +49,23 @@ def test_bytes_by_name(tmp_path, capsys):
     assert found["plain"] > found["plain_checkpointing"] > 0
 
 
+def test_phases_of_a_training(tmp_path, capsys):
+    found = estimated(capsys, tmp_path, "--json").json
+    assert set(found["phases"]) == {"l2l", "plain", "plain_checkpointing"}
+    for who, peak in (("l2l", found["device"]["total"]["peak"]), ("plain", found["plain"])):
+        assert list(found["phases"][who]) == ["load", "attach", "train", "save", "resume"]
+        assert found["phases"][who]["train"]["device"] == peak
+    text = estimated(capsys, tmp_path).out
+    assert "L2L, host" in text and "plain, checkpointing, device" in text and "can take back" in text
+
+
+def test_flags_of_the_trainer(tmp_path, capsys):
+    host = estimated(capsys, tmp_path, "--optim", "sgd", "--json").json["host"]
+    assert host["moments"]["peak"] == 0 < host["masters"]["peak"]
+    flags = ["--per_device_train_batch_size", "2", "--gradient-accumulation-steps", "3", "--json"]
+    assert estimated(capsys, tmp_path, *flags).json["rows"] == 6
+
+
 def test_options_of_the_trainer_are_flags(tmp_path, capsys):
     """They may be written with dashes, too."""
     whole = estimated(capsys, tmp_path, "--json").json["device"]
@@ -104,6 +121,9 @@ def test_a_model_of_numbers(capsys):
         (["--stash", "nowhere"], "stash must be one of 'device', 'host', 'disk', 'auto' (got 'nowhere')"),
         (["--l2l_boundary", "host"], "l2l_boundary='host' passes what is in the stash"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
+        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps must be at least 1 (got 0)"),
+        (["--optim", "nothing"], "nothing"),
+        (["--optim", "lomo"], "optim cannot be used with L2L (got optim='lomo')"),
         (["--params", "1e9"], "a model is given by MODEL, or by --params"),
         (["--class", "AutoModel"], "takes no labels"),
         (["--tokens", "0"], "--tokens must be at least 1 (got 0)"),
@@ -119,7 +139,7 @@ def test_bad_input_is_one_sentence(flags, said, tmp_path, capsys):
 
 
 def test_what_is_given_binds_the_plan_even_at_its_default(tmp_path, capsys, machine):
-    flags = ["--figures", machine, "--budget", "600KB", "--json"]
+    flags = ["--figures", machine, "--budget", "450KB", "--json"]
     free, bound = (estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--stash", "device"]))
     assert free["chosen"]["stash"] == "host" and "stash" not in bound["chosen"]
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
+from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.planner import BudgetError, make_plan
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
@@ -83,17 +86,60 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept weights": {"stash": "device", "kept_weights": 3, "ubatch_size": 2},
     "kept graphs": {"stash": "device", "kept_graphs": 2, "ubatch_size": 2},
     "inputs of the last layers": {"stash": "host", "boundary": "host", "device_stash": 2, "ubatch_size": 2},
+    "accumulation": {"stash": "host", "boundary": "host", "ubatch_size": 2},
+    "LoRA": {"stash": "host", "boundary": "host", "cmp": "bf16", "ubatch_size": 2},
     "uneven micro-batches": {"stash": "host", "boundary": "device", "ubatch_size": 3},
 }
-FAST = {"bert": ("host boundary", "resident layers"), "llama": ("device stash", "bf16")}
-SUMMED_ON_THE_HOST = {("t5", setting) for setting in ("host boundary", "bf16", "inputs of the last layers")}
-"""Gradients of encoder states, which every layer of the decoder reads, are summed there; how many rows of them are on
-the device at once is not modelled."""
+FAST = {
+    "bert": ("host boundary", "resident layers"),
+    "gpt2": ("accumulation",),
+    "llama": ("device stash", "bf16", "LoRA"),
+    "t5": ("host boundary",),
+}
+NAMED = (
+    *("device stash", "host stash", "host boundary", "whole batch", "bf16", "bf16 on the device"),
+    *("one slot, all logits", "accumulation", "LoRA"),
+)
+"""Settings in which the bytes of each name are compared."""
 CASES = [
     pytest.param(model, setting, marks=() if setting in FAST.get(model, ()) else pytest.mark.slow)
     for model in MODELS
     for setting in SETTINGS
 ]
+
+
+class Adapter(nn.Module):
+    """A frozen matrix in 16 bits, and two small ones beside it that train."""
+
+    def __init__(self, base: nn.Module, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base
+        self.weight: Any = base.weight
+        """T5 looks at its dtype."""
+        weight: Any = base.weight
+        turned = isinstance(base, Conv1D)
+        into, out = weight.shape if turned else reversed(weight.shape)
+        self.down = nn.Parameter(torch.randn(rank, into) / into)
+        self.up = nn.Parameter(torch.zeros(out, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + functional.linear(functional.linear(x, self.down), self.up)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """With adapters on all matrices in layers, and everything else frozen in 16 bits."""
+    model.to(torch.bfloat16).requires_grad_(False)
+    for layer in [layer for stack in find_stacks(model) for layer in stack.layers]:
+        for path, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear | Conv1D):
+                layer.set_submodule(path, Adapter(module))
+    return model
+
+
+def made_for(model: str, setting: str) -> nn.Module:
+    """The model, with adapters if the setting says so."""
+    made = MODELS[model]().train()
+    return adapted(made) if setting == "LoRA" else made
 
 
 def inputs(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,15 +150,16 @@ def inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids[:, 0] % 2 if "Sequence" in name else ids.clone()}
 
 
-def measured(model: nn.Module, config: L2LConfig, steps: int = 3) -> Any:
-    """The report after a few steps; the model is an ordinary one again."""
+def measured(model: nn.Module, config: L2LConfig, steps: int = 3, batches: int = 1) -> Any:
+    """The report after a few steps of so many batches each; the model is an ordinary one again."""
     settled_memory()
     torch.accelerator.reset_peak_memory_stats()
     eps = attach_l2l(model, config)
     optimizer = eps.wrap(adamw(model))
     batch = inputs(model)
     for _ in range(steps):
-        model(**batch).loss.backward()
+        for _ in range(batches):
+            model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     report = eps.memory_report()
@@ -121,7 +168,7 @@ def measured(model: nn.Module, config: L2LConfig, steps: int = 3) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
 
 
 def expected(model: nn.Module, config: L2LConfig) -> Any:
@@ -131,24 +178,38 @@ def expected(model: nn.Module, config: L2LConfig) -> Any:
 
 
 @pytest.mark.parametrize(("model", "setting"), CASES)
-def test_the_device_holds_what_was_expected(model, setting):
-    made, config = MODELS[model]().train(), L2LConfig(**SETTINGS[setting])
-    before, after = expected(made, config)["device"], measured(made, config)["device"]
-    allowed = 0.06 if (model, setting) in SUMMED_ON_THE_HOST else 0.03
-    assert abs(before["total"]["peak"] / after["total"]["peak"] - 1) < allowed
+def test_what_is_held_was_expected(model, setting):
+    """The device within 3 %; and each name within a tenth, or within a hundredth of what has names."""
+    made, config = made_for(model, setting), L2LConfig(**SETTINGS[setting])
+    before, alike = expected(made, config), equal_phases(made, config)
+    after = measured(made, config, batches=2 if setting == "accumulation" else 1)
+    assert 0.97 < before["device"]["total"]["peak"] / after["device"]["total"]["peak"] < 1.03
+    for tier in ("device", "host"):
+        assert set(before[tier]) == set(after[tier])
+        peaks = {name: size["peak"] for name, size in after[tier].items() if name not in OF_PROCESS}
+        expectations = alike if tier == "device" else [{name: before[tier][name]["peak"] for name in peaks}]
+        off = [wrong_names(found, peaks) for found in expectations]
+        assert setting not in NAMED or {} in off, off
 
 
-@pytest.mark.parametrize(
-    "model", ["llama", *(pytest.param(model, marks=pytest.mark.slow) for model in ("bert", "gpt2", "vit"))]
-)
-def test_names_are_those_of_the_run(model):
-    """Each within a tenth, or within a hundredth of the total."""
-    made, config = MODELS[model]().train(), L2LConfig(stash="device", ubatch_size=2)
-    before, after = expected(made, config)["device"], measured(made, config)["device"]
-    assert set(before) == set(after)
-    for name, size in after.items():
-        allowed = max(0.1 * size["peak"], 0.01 * after["total"]["peak"])
-        assert abs(before[name]["peak"] - size["peak"]) <= allowed, name
+def wrong_names(found: dict[str, int], peaks: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Names whose bytes are not those of `peaks`."""
+    total = sum(peaks.values())
+    pairs = {name: (found.get(name, 0), peak) for name, peak in peaks.items()}
+    return {name: each for name, each in pairs.items() if abs(each[0] - each[1]) > max(each[1] / 10, total / 100)}
+
+
+def equal_phases(model: nn.Module, config: L2LConfig) -> list[dict[str, int]]:
+    """The bytes by name of all phases in which the device holds as much as at the peak, but for one byte in a
+    thousand: the report shows one of them."""
+    run = RunShapes(model.train(), config, inputs(model), optimizer=adamw(model))
+    phases = [names for _, names in run.on_device(config).phases()]
+    most = max(sum(names.values()) for names in phases)
+    return [names for names in phases if sum(names.values()) > 0.999 * most]
+
+
+OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
+"""What is no memory of the training."""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""What the Trainer's arguments say about a run: its options, optimizer, and rows of a device batch."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_l2l.accumulation.conditions import why_not_folded
+from hf_l2l.config import L2LConfig
+from hf_l2l.hf.training_args import l2l_config, own_option, refuse_for_layers
+from hf_l2l.optim.lamb import Lamb
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the arguments of a Trainer ask for."""
+
+    config: L2LConfig
+    rows: int
+    """Rows that are on the device at once: those of all batches of a step, if these run as one."""
+    optimizer: torch.optim.Optimizer
+    notes: tuple[str, ...]
+    """What of them an estimate does not follow."""
+
+
+def asked_by(args: Any, model: nn.Module) -> Asked:
+    """What training arguments, `L2LTrainingArguments` or plain ones, ask for, to train `model`, which may be on the
+    meta device.
+
+    Raises:
+        ValueError: if these are no training arguments, or have options that L2L cannot honour.
+    """
+    if not isinstance(args, TrainingArguments):
+        raise ValueError(
+            f"the second argument of an estimate must be an L2LConfig or training arguments (got {args!r}); give one "
+            "of them, or leave it out for the defaults"
+        )
+    refuse_for_layers(args)
+    config, rows = l2l_config(args), args.per_device_train_batch_size
+    if _batches_run_as_one(args, model, config):
+        # They are cut between each other.
+        config = replace(config, ubatch_size=min(config.ubatch_size or rows, rows))
+        rows *= args.gradient_accumulation_steps
+    return Asked(config, rows, optimizer_of(args, model), tuple(_notes(args, config)))
+
+
+def _batches_run_as_one(args: TrainingArguments, model: nn.Module, config: L2LConfig) -> bool:
+    """Whether the batches of an optimizer step run as one, as far as can be told before the first step."""
+    if args.gradient_accumulation_steps == 1:
+        return False
+    forward: Any = inspect.signature(model.forward).parameters.values()
+    takes_more = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in forward)
+    trainer = SimpleNamespace(
+        args=args,
+        model=model,
+        compute_loss_func=None,
+        model_accepts_loss_kwargs=getattr(model, "accepts_loss_kwargs", takes_more),
+    )
+    return why_not_folded(trainer, config) is None
+
+
+def optimizer_of(args: TrainingArguments, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the arguments name, over the parameters of `model`; what it would do is not of interest.
+
+    Raises:
+        ValueError: if it is none that is made of parameters alone.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if own_option(args, "l2l_optimizer") == "lamb":
+        return Lamb(trained)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ValueError(
+            f"an estimate makes the optimizer that optim names (got optim={str(args.optim)!r}, which is made in steps "
+            "of its own); pass the optimizer to estimate"
+        )
+    of_trainer = ("params", "model", "optimizer_dict")
+    found: torch.optim.Optimizer = kind(
+        options.get("params", trained), **{name: value for name, value in options.items() if name not in of_trainer}
+    )
+    return found
+
+
+def _notes(args: TrainingArguments, config: L2LConfig) -> list[str]:
+    if config.cmp is None and (args.bf16 or args.fp16):
+        return ["autocast (bf16=True) is not followed: the bytes are those of fp32, which are more"]
+    return []

@@ -1,0 +1,103 @@
+"""The largest model that a host holds, by the options that say in which dtypes it keeps what.
+
+A larger model is one with more layers like those of the given one: the same modules outside the layers, and layers
+that have the average size of its own. What grows with the layers is their masters, gradients, moments and copies, and
+their inputs, if the stash is in host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.memory import memory_estimate
+from hf_l2l.memory.ledger import HOST_STASH
+from hf_l2l.model.stacks import find_stacks
+from hf_l2l.plan.estimate import Largest, host_bytes, stash_rooms
+from hf_l2l.plan.run_shapes import RunShapes
+
+_PLAIN: dict[str, Any] = {"cmp": None, "grad_dtype": "fp32", "moment_dtype": "fp32", "host_copies": "kept"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": _PLAIN,
+    "cmp": {**_PLAIN, "cmp": "bf16"},
+    "cmp, 16-bit gradients": {**_PLAIN, "cmp": "bf16", "grad_dtype": "16bit"},
+    "cmp, 16-bit gradients, bf16 moments": {**_PLAIN, "cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
+    "cmp, 16-bit gradients, bf16 moments, copies per sweep": {
+        "cmp": "bf16",
+        "grad_dtype": "16bit",
+        "moment_dtype": "bf16",
+        "host_copies": "per_sweep",
+    },
+}
+"""What the options are called here -> the options; each needs less host memory than the one before it, but for the
+first two."""
+
+LORA, RANK = "LoRA, 16-bit base", 16
+"""Adapters of this rank on every matrix of the layers, trained with fp32 masters; all else is frozen, in 16 bits."""
+
+
+class _Growth:
+    """A model of any number of layers like those of one that is given."""
+
+    def __init__(self, model: nn.Module, layers: nn.Module, count: int) -> None:
+        self.count = count
+        self.in_layers = sum(p.numel() for p in layers.parameters())
+        self.outside = sum(p.numel() for p in model.parameters()) - self.in_layers
+
+    def within(self, num_bytes: int, *, outside: int, in_layers: int) -> Largest:
+        """The largest one of so many bytes, if the given one takes these bytes in its layers, and outside."""
+        layers = max(0, (num_bytes - outside) * self.count // max(1, in_layers))
+        return Largest(layers, self.outside + layers * self.in_layers // self.count if layers else 0)
+
+
+def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[str, Largest]:
+    """The largest model for each of `SETTINGS`, and for `LORA`, in so many bytes of host memory.
+
+    Args:
+        run: a model and its device batch.
+        config: the options; those of the settings take the place of theirs, and nothing is resident.
+        host_memory: bytes, in which this process with its libraries fits, too.
+    """
+    own = {name: getattr(config, name) for name in _OF_BATCH}
+    layers = nn.ModuleList([layer for stack in find_stacks(run.model, config.layer_classes) for layer in stack.layers])
+    growth = _Growth(run.model, layers, len(layers))
+    found, runs = {}, dict[str | None, RunShapes]()
+    for name, options in SETTINGS.items():
+        asked = L2LConfig(**own, **options)
+        if asked.cmp not in runs:  # the sizes of layer inputs depend on it alone
+            runs[asked.cmp] = RunShapes(
+                run.model,
+                asked,
+                run.inputs,
+                optimizer=run.optimizer,
+                device=run.device,
+                device_memory=run.device_memory,
+            )
+        its = runs[asked.cmp]
+        state = memory_estimate.estimate(run.model, asked, run.optimizer, run.device)
+        of_layers = memory_estimate.estimate(layers, asked, run.optimizer, run.device).host_bytes
+        host = host_bytes(its, asked, state)
+        stash = stash_rooms(its, asked)[0] if host[HOST_STASH]["peak"] else 0
+        whole = sum(size["peak"] for size in host.values())
+        found[name] = growth.within(host_memory, outside=whole - of_layers - stash, in_layers=of_layers + stash)
+        others = whole - state.host_bytes - stash
+    in_layers = 2 * growth.in_layers + _PER_ADAPTER * _adapter_parameters(layers) + stash
+    found[LORA] = growth.within(host_memory, outside=2 * growth.outside + others, in_layers=in_layers)
+    return found
+
+
+_OF_BATCH = (
+    *("ubatch_size", "stash", "spill_dir", "boundary", "device_stash", "kept_weights", "kept_graphs"),
+    *("chunked_loss", "device", "layer_classes"),
+)
+"""Options by which it is decided where inputs of layers are."""
+
+_PER_ADAPTER = 4 + 4 + 8 + 2
+"""Bytes per parameter of an adapter: master, gradient, the moments of Adam, and the 16-bit copy."""
+
+
+def _adapter_parameters(layers: nn.Module) -> int:
+    matrices = [p for p in layers.parameters() if p.dim() >= 2]
+    return sum(RANK * p.shape[:-2].numel() * (p.shape[-2] + p.shape[-1]) for p in matrices)

@@ -1,0 +1,117 @@
+"""`hf_l2l.estimate`: the memory report of a run before it, of whatever names a model and options."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_l2l.config import L2LConfig, options_of_the_trainer
+from hf_l2l.memory import memory_estimate
+from hf_l2l.model_source import model_of, named_as_arguments
+from hf_l2l.plan.estimate import Estimate, estimate_of, without_batch
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.runtime import stream
+from hf_l2l.shapes.inputs import example_inputs
+from hf_l2l.sizing.capacity import largest_models
+
+logger = logging.getLogger("hf_l2l")
+
+
+def estimate(
+    model: nn.Module | Any | str | os.PathLike[str],
+    config: L2LConfig | Any | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    model_class: str | None = None,
+    trust_remote_code: bool = False,
+) -> Estimate:
+    """Estimate the memory for training a model layer to layer, from shapes alone; nothing is allocated.
+
+    Args:
+        model: the model, which may be on the meta device, or what one is made of there: a config of transformers, a
+            folder with a config.json, the path of one, or a name on the Hub (offline: one that its cache has).
+        config: the options; None for the defaults. Or the Trainer's arguments, `L2LTrainingArguments` or plain
+            `TrainingArguments`: they have `rows`, too (`per_device_train_batch_size`, and those of all batches of
+            `gradient_accumulation_steps` if these run as one), and the optimizer, as far as these are not given.
+        optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
+            assumes two moments per trainable parameter.
+        rows: rows of the device batch. Without rows, inputs and arguments, bytes that depend on the batch are left
+            out.
+        tokens: tokens per row, of models of texts (see `example_inputs`).
+        inputs: the arguments of one call of the model, labels included, instead of rows and tokens; on any device.
+        device: the device that will train it, which this machine need not have; None takes that of `config`, or, if it
+            shares the host's memory and there are rows or inputs, a CUDA device.
+        device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
+            of the execution device.
+        host_memory: bytes of a host, of which the largest model that it holds is wanted, too (`Estimate.largest`): one
+            with more layers like those of `model`, for each of `hf_l2l.sizing.capacity.SETTINGS`.
+        model_class: for a model that is made of its config, the name of its class in transformers, such as
+            "AutoModelForSequenceClassification"; None for the architecture that the config names.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        ValueError: if there is no such model, no inputs can be made for it, or it has no stack of layers; if arguments
+            contradict each other; if the Trainer's arguments have options that L2L cannot honour.
+    """
+    if device is not None:
+        stream.check_device_name(device)
+    place = None if device is None else torch.device(device)
+    is_config = config is None or isinstance(config, L2LConfig)
+    _refuse_sizes(is_config, rows, tokens, inputs, host_memory)
+    with named_as_arguments(), nullcontext() if is_config else options_of_the_trainer():
+        made = model_of(model, model_class=model_class, trust_remote_code=trust_remote_code)
+        notes: tuple[str, ...] = ()
+        if not is_config:
+            # Programs without the Trainer do not wait for its import.
+            from hf_l2l.sizing.arguments import asked_by
+
+            asked = asked_by(config, made)
+            config, notes, optimizer = asked.config, asked.notes, optimizer or asked.optimizer
+            rows = rows or asked.rows
+        config = config or L2LConfig()
+        if inputs is None and rows is not None:
+            inputs = example_inputs(made, rows, tokens)
+        if inputs is None:
+            found = without_batch(memory_estimate.estimate(made, config, optimizer, place))
+        else:
+            run = RunShapes(made, config, inputs, optimizer=optimizer, device=place, device_memory=device_memory)
+            found = estimate_of(run, config)
+            if host_memory is not None:
+                found = replace(found, largest=largest_models(run, config, host_memory))
+    found = replace(found, notes=(*notes, *found.notes))
+    for note in found.notes:
+        logger.warning("%s", note)
+    return found
+
+
+def _refuse_sizes(is_config: bool, rows: int | None, tokens: int | None, inputs: Any, host_memory: int | None) -> None:
+    """Raise ValueError for sizes of a batch that would not be looked at."""
+    if inputs is not None and (rows is not None or tokens is not None):
+        raise ValueError(
+            f"inputs have rows and tokens of their own (got inputs, with rows={rows} and tokens={tokens}); leave out "
+            "rows and tokens, or inputs"
+        )
+    if tokens is not None and rows is None and is_config:
+        raise ValueError(
+            f"tokens are those of a row of a batch (got tokens={tokens} without rows); give rows, too, or leave both "
+            "out for the bytes that do not depend on a batch"
+        )
+    if host_memory is not None and rows is None and inputs is None and is_config:
+        raise ValueError(
+            f"the largest model depends on a batch (got host_memory={host_memory} without rows and inputs); give rows"
+        )
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows of an estimate must be at least 1 (got {rows}); give those of a batch")

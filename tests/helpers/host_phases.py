@@ -1,0 +1,158 @@
+"""A program that trains a GPT-2 on the simulated accelerator, and measures the memory of its process phase by phase.
+
+`measured` runs it in a process of its own, and returns what it has printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
+SIZES = {
+    "small": {"n_embd": 576, "n_layer": 6, "n_head": 9, "vocab_size": 2000, "n_positions": 64},
+    "large": {"n_embd": 768, "n_layer": 10, "n_head": 12, "vocab_size": 5000, "n_positions": 64},
+}
+"""100 MB and 300 MB of weights."""
+
+ROWS, TOKENS = 2, 8
+
+
+def measured(kind: str, size: str, folder: Path, **options: Any) -> dict[str, dict[str, int]]:
+    """Phase -> "process" and "host", the most bytes that its memory grew by, with and without those of the simulated
+    device, and "simulated", the most of that.
+
+    Args:
+        kind: "l2l", "plain", or "plain_checkpointing".
+        size: of the model, one of `SIZES`.
+        folder: for the checkpoints.
+        options: of `L2LTrainingArguments`.
+    """
+    # Freed memory goes back to the system at once, so that it is not counted.
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, kind, size, str(folder), json.dumps(options)]
+    paths = {**os.environ, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+class Watch:
+    """Looks at the memory of the process every half millisecond, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, int]] = {}
+        self.phase = ""
+        self._base = self._process() - self._simulated()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def begin(self, phase: str) -> None:
+        """What is held from now on is of this phase; of "", of none."""
+        gc.collect()
+        self.phase = phase
+
+    @staticmethod
+    def _process() -> int:
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+        return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
+
+    @staticmethod
+    def _simulated() -> int:
+        import torch
+
+        from hf_l2l.runtime import stream
+
+        return stream.simulated_bytes(torch.device("sim"))[0]
+
+    def _look(self) -> None:
+        while True:
+            phase = self.phase
+            process, simulated = self._process() - self._base, self._simulated()
+            now = {"process": process, "host": process - simulated, "simulated": simulated}
+            if phase:
+                before = self.found.setdefault(phase, now)
+                self.found[phase] = {name: max(value, before[name]) for name, value in now.items()}
+            time.sleep(0.0005)
+
+
+def run(kind: str, sizes: dict[str, int], folder: str, options: dict[str, Any], watch: Watch | None = None) -> None:
+    """Load, train two steps, save, and resume for one step."""
+    import torch
+    import transformers as hf
+
+    from hf_l2l import L2LTrainer, L2LTrainingArguments
+
+    is_l2l = kind == "l2l"
+
+    class Phases(hf.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begin("train" if state.global_step < 2 else "")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begin("save" if state.global_step == 2 else "")
+
+    def begin(phase: str) -> None:
+        if watch is not None:
+            watch.begin(phase)
+
+    def trainer(**more: Any) -> Any:
+        args: dict[str, Any] = {"per_device_train_batch_size": ROWS, "report_to": "none", "disable_tqdm": True, **more}
+        ids = torch.randint(5, 90, (4 * ROWS, TOKENS))
+        if not is_l2l:
+            args["gradient_checkpointing"] = kind == "plain_checkpointing"
+        made = L2LTrainingArguments if is_l2l else hf.TrainingArguments
+        return (L2LTrainer if is_l2l else hf.Trainer)(
+            model=hf.GPT2LMHeadModel.from_pretrained(f"{folder}/model"),
+            args=made(output_dir=folder, **args, **(options if is_l2l else {})),
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+            callbacks=[Phases()],
+        )
+
+    hf.GPT2LMHeadModel(hf.GPT2Config(**sizes)).save_pretrained(f"{folder}/model")
+    begin("attach")
+    trainer(max_steps=2, save_strategy="steps", save_steps=2).train()
+    begin("")
+    gc.collect()
+    begin("resume")
+    trainer(max_steps=3, save_strategy="no").train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    begin("")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, nothing is printed."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def main(kind: str, size: str, folder: str, options: str) -> None:
+    """Print the bytes of each phase."""
+    import torch
+
+    from hf_l2l.testing import enable_simulated_accelerator
+
+    torch.set_num_threads(1)
+    enable_simulated_accelerator()
+    with quiet():
+        # What libraries allocate once is there before the watch begins.
+        run(kind, TINY, f"{folder}/tiny", json.loads(options))
+        gc.collect()
+        watch = Watch()
+        run(kind, SIZES[size], f"{folder}/real", json.loads(options), watch)
+    print(json.dumps(watch.found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
