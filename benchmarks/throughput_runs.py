@@ -134,7 +134,7 @@ def trainer_for(
         l2l = {f"l2l_{key}": value for key, value in (setting or {}).items()}
         l2l |= {"per_device_train_batch_size": rows, "ubatch_size": ubatch, "stash": options.stash}
         l2l |= {"eps_update": "deferred", "cmp": options.cmp} if mode in MIXED else {"eps_update": mode}
-        l2l["l2l_resident"] = resident_of(mode)
+        l2l |= {"l2l_resident": resident_of(mode), "device_memory_budget": "off"}
         args = L2LTrainingArguments(**{**common, **l2l})
     kind = transformers.Trainer if mode == "trainer" else L2LTrainer
     trainer = kind(model=model, args=args, train_dataset=data, callbacks=callbacks)

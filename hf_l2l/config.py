@@ -17,7 +17,16 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hf_l2l.counts import check_layer_count, check_num_threads, check_ubatch_size, is_whole_number
+from hf_l2l.counts import (
+    check_budget,
+    check_gradient_slots,
+    check_layer_classes,
+    check_layer_count,
+    check_num_threads,
+    check_prefetch,
+    check_ubatch_size,
+    is_whole_number,
+)
 from hf_l2l.paths import check_folder_path, check_trace_path
 from hf_l2l.runtime import stream
 
@@ -165,6 +174,14 @@ class L2LConfig:
         "tokens (12 bytes per token and entry of the vocabulary). Few tokens are one chunk, with the bits of plain "
         "torch. What needs all logits gets them, and the log says so.",
     )
+    device_memory_budget: str | None = _described(
+        None,
+        'Device memory that training may take, such as "8GiB", or "auto" for nine tenths of the device: before the '
+        "model is attached, the fastest of the options that keep more on the device are chosen for the longest batch "
+        "(`ubatch_size`, `stash`, `boundary`, `gradient_slots`, `resident`, `resident_layers`, `kept_weights`, "
+        "`kept_graphs`, `device_stash`), from one layer at a time to the whole model. Options that are set stay as "
+        'they are. None, or "off", chooses nothing. Where layers run on the CPU, it changes nothing.',
+    )
     device: torch.device | str | None = _described(
         None,
         "The execution device, of any torch device type. None takes the current accelerator, or the CPU without one.",
@@ -218,16 +235,8 @@ class L2LConfig:
             check_layer_count(getattr(self, name), option(name))
         self._check_loss_scale()
         self._check_together()
-        if not isinstance(self.prefetch, bool):
-            raise ValueError(
-                f"{option('prefetch')} must be True or False (got {self.prefetch!r}); False is for measuring what it "
-                "is worth"
-            )
-        if not (is_whole_number(self.gradient_slots) and self.gradient_slots in (1, 2)):
-            raise ValueError(
-                f"{option('gradient_slots')} must be 1 or 2 (got {self.gradient_slots!r}); use 1 where device memory "
-                "is short"
-            )
+        check_prefetch(self.prefetch, option("prefetch"))
+        check_gradient_slots(self.gradient_slots, option("gradient_slots"))
         if self.trace is not None:
             check_trace_path(self.trace, option("trace"))
             object.__setattr__(self, "trace", os.fspath(self.trace))  # so that equal ones are equal
@@ -235,10 +244,13 @@ class L2LConfig:
             check_folder_path(self.spill_dir, option("spill_dir"))
             object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
         check_num_threads(self.num_threads, option("num_threads"))
+        check_budget(self.device_memory_budget, option("device_memory_budget"))
+        if self.device_memory_budget == "off":
+            object.__setattr__(self, "device_memory_budget", None)
         if self.device is not None:
             stream.check_device_name(self.device)
         if self.layer_classes is not None:
-            _check_layer_classes(self.layer_classes)
+            check_layer_classes(self.layer_classes, option("layer_classes"))
             object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
 
     def _check_loss_scale(self) -> None:
@@ -333,7 +345,7 @@ EAGER_FP16 = (
 )
 
 
-SHORT_NAMES = ("ubatch_size", "stash", "cmp", "eps_update")
+SHORT_NAMES = ("ubatch_size", "stash", "cmp", "eps_update", "device_memory_budget")
 """Options that the Trainer's arguments call what `L2LConfig` calls them; the others begin with "l2l_" there."""
 
 _called: ContextVar[Callable[[str], str]] = ContextVar("_called", default=str)
@@ -373,19 +385,6 @@ def help_text(options: Iterable[Field[Any]]) -> str:
 
 
 L2LConfig.__doc__ = f"{L2LConfig.__doc__}\n{help_text(fields(L2LConfig))}\n"
-
-
-def _check_layer_classes(classes: object) -> None:
-    name = option("layer_classes")
-    if isinstance(classes, str):
-        raise ValueError(
-            f"{name} must be a tuple or list of class names (got the string {classes!r}); write ({classes!r},)"
-        )
-    if not isinstance(classes, tuple | list) or not classes or not all(isinstance(c, str) for c in classes):
-        raise ValueError(
-            f"{name} must be a tuple or list of class names (got {classes!r}); write ('MyBlock',), or leave it out to "
-            "have the stacks found"
-        )
 
 
 Mode = Literal["serial", "deferred", "eager"]

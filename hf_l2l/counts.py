@@ -1,8 +1,13 @@
-"""Numbers that are given as options: what is said of one that cannot be used."""
+"""Numbers, sizes and names that are given as options: what is said of one that cannot be used."""
 
 from __future__ import annotations
 
 import os
+import re
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def is_whole_number(value: object) -> bool:
@@ -44,4 +49,44 @@ def check_layer_count(count: int, name: str) -> None:
         raise ValueError(
             f"{name} must be a whole number of layers, at least 0 (got {count!r}); 0 leaves all layers as they are "
             "without it"
+        )
+
+
+def check_prefetch(prefetch: object, name: str) -> None:
+    """Raise ValueError, which calls the option `name`, unless `prefetch` is a bool."""
+    if not isinstance(prefetch, bool):
+        raise ValueError(f"{name} must be True or False (got {prefetch!r}); False is for measuring what it is worth")
+
+
+def check_gradient_slots(count: object, name: str) -> None:
+    """Raise ValueError, which calls the option `name`, unless `count` is 1 or 2."""
+    if not (is_whole_number(count) and count in (1, 2)):
+        raise ValueError(f"{name} must be 1 or 2 (got {count!r}); use 1 where device memory is short")
+
+
+def parse_size(text: object) -> int:
+    """Bytes of a size such as "8GiB" (2**30 bytes each) or "8GB" (10**9); 0 if it is none."""
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    return 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
+
+
+def check_budget(budget: object, name: str) -> None:
+    """Raise ValueError, which calls the option `name`, unless `budget` is a size, "auto", "off" or None."""
+    if budget not in (None, "auto", "off") and not parse_size(budget):
+        raise ValueError(
+            f"{name} must be a size with its unit, such as '8GiB' or '7500MB', or 'auto' for 90 % of the device, or "
+            f"'off' (got {budget!r}); give the memory that training may take"
+        )
+
+
+def check_layer_classes(classes: object, name: str) -> None:
+    """Raise ValueError, which calls the option `name`, unless `classes` are names of classes."""
+    if isinstance(classes, str):
+        raise ValueError(
+            f"{name} must be a tuple or list of class names (got the string {classes!r}); write ({classes!r},)"
+        )
+    if not isinstance(classes, tuple | list) or not classes or not all(isinstance(c, str) for c in classes):
+        raise ValueError(
+            f"{name} must be a tuple or list of class names (got {classes!r}); write ('MyBlock',), or leave it out to "
+            "have the stacks found"
         )

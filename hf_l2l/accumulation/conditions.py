@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_l2l.compat import mixes_rows
+from hf_l2l.config import L2LConfig, option
 
 _OWN = ("transformers.", "hf_l2l.")
 """Modules whose methods of a Trainer are known."""
 
 
-def why_not_folded(trainer: Any) -> str | None:
+def why_not_folded(trainer: Any, config: L2LConfig) -> str | None:
     """The reason why `trainer`, one of transformers, must run the batches of a step one by one; None if it is not
-    known to have to."""
+    known to have to. `config` are the options that its model is attached with."""
     args, model = trainer.args, trainer.model
     if getattr(args, "l2l_merge_accumulation", "auto") == "off":
         return "l2l_merge_accumulation='off'"
     for name in ("compute_loss", "training_step"):
-        owner = _replaced_by(trainer, name)
+        owner = replaced_by(trainer, name)
         if owner is not None:
             return f"{owner} has a {name} of its own, which may do something else with all rows at once"
     if trainer.compute_loss_func is not None:
@@ -31,10 +32,10 @@ def why_not_folded(trainer: Any) -> str | None:
         return f"the loss of a {type(model).__name__} is a mean over each batch: it takes no num_items_in_batch"
     if getattr(trainer, "loss_is_scaled_for_ga", None) is False:
         return "loss_is_scaled_for_ga=False says that the loss is a mean over each batch"
-    if getattr(args, "l2l_resident", "none") == "all":
+    if config.resident == "all":
         return "nothing of a model whose layers are all resident travels"
-    if getattr(args, "l2l_kept_graphs", 0):
-        return "l2l_kept_graphs would keep the graphs of all batches at once"
+    if config.kept_graphs:
+        return f"{option('kept_graphs')} would keep the graphs of all batches at once"
     if any(_depends_on_longest_row(getattr(module, "config", None)) for module in model.modules()):
         return "its rotary positions depend on the longest row of a batch"
     norm = next((name for name, module in model.named_modules() if mixes_rows(module)), None)
@@ -45,7 +46,7 @@ def why_not_folded(trainer: Any) -> str | None:
     return None
 
 
-def _replaced_by(trainer: Any, name: str) -> str | None:
+def replaced_by(trainer: Any, name: str) -> str | None:
     """The class that has a method `name` of its own; None if all are known ones."""
     if name in vars(trainer):
         return "this trainer"

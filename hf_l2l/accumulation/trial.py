@@ -84,7 +84,7 @@ def _batch_by_batch(step: Step, batches: Sequence[Batch], items: Any) -> tuple[t
 def _as_it_was(step: Step) -> Iterator[None]:
     """Train in the block; what it changes is as before it, but for the modes of modules, which each step sets."""
     with (
-        compute_state.rng_state_kept(step.device),
+        compute_state.all_rng_states_kept(step.device),
         buffers_kept(list(step.model.modules())),
         step.eps.accumulate(),  # no layer is updated in these backwards
     ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,9 @@ from accelerate.state import GradientState
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_l2l.config import EAGER_FP16, LAYER_COUNTS, L2LConfig, option
+from hf_l2l.budget.watch import PlanWatch
+from hf_l2l.budget.within import budget_bytes, plan_within
+from hf_l2l.config import EAGER_FP16, L2LConfig, option
 from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
@@ -44,6 +46,7 @@ from hf_l2l.model.quantized import refuse_untrainable
 from hf_l2l.model.residency import LayerPlace, make_resident, move_back, moves_shell, places_of, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
+from hf_l2l.plan.planner import Plan
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
 from hf_l2l.runtime import stream
@@ -73,6 +76,22 @@ class Attachment:
     """Models attached for inference, which are detached together with this one."""
     members: dict[str, set[nn.Module]] = field(default_factory=dict)
     """What is in the container of each stack, by its path."""
+    asked: L2LConfig | None = None
+    """The config that was given, if a plan has changed it (`device_memory_budget`)."""
+    plan: Plan | None = None
+
+    def is_of(self, config: L2LConfig) -> bool:
+        """Whether it was attached with `config`."""
+        device = stream.execution_device(config.device)
+        known = (self.config, self.asked or self.config)
+        return replace(config, device=device) in [replace(each, device=self.device) for each in known]
+
+    def watch(self, plan: Plan, tell: Callable[[str], None] = logger.info) -> None:
+        """Tell what was planned, and later what was measured of it."""
+        watch = PlanWatch(plan, self.eps.memory_report, tell)
+        self.plan = plan
+        self.eps.timeline.at_step_end, self.eps.timeline.at_no_memory = watch.step_ended, watch.explain
+        tell(str(plan))
 
     def changed_stack(self) -> str | None:
         """The path of a stack with other layers than before, in whatever order; None if there is none."""
@@ -105,7 +124,13 @@ def attachment_of(model: nn.Module) -> Attachment | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamServer:
+def attach_l2l(
+    model: nn.Module,
+    config: L2LConfig | None = None,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> EagerParamServer:
     """Make `model` run layer to layer; it stays the same object, with its parameters in host memory, or, if they are
     resident (`config.resident`), on the device.
 
@@ -117,26 +142,58 @@ def attach_l2l(model: nn.Module, config: L2LConfig | None = None) -> EagerParamS
     Args:
         model: a model with at least one layer stack, on the host.
         config: the options; None for the defaults.
+        inputs: with `config.device_memory_budget`, the arguments of one call of the model, labels included, with as
+            many rows as the device batches will have, and the longest rows. Only their shapes and dtypes are read, so
+            they may be on any device, meta included.
+        optimizer: with `config.device_memory_budget`, what will update the model, for the size of its state; None
+            assumes AdamW.
 
     Raises:
         ValueError: if the model is attached with another config, has no layer stack, is on the meta device, is placed
             by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; if it has quantized
             weights that cannot travel or be trained through, or, on an accelerator, layers that compute their backward
-            themselves; if the process group has more than one process; or if no file can be written, locked or mapped
-            in the folder for a stash on disk.
+            themselves; if the process group has more than one process; if no file can be written, locked or mapped
+            in the folder for a stash on disk; or if a budget of device memory cannot be met, is not free, or comes
+            without `inputs`.
     """
     config = config or L2LConfig()
     attached = attachment_of(model)
     if attached is not None:
-        asked = replace(config, device=stream.execution_device(config.device))
-        if asked != replace(attached.config, device=attached.device):
+        if not attached.is_of(config):
             raise ValueError(
                 f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
                 "hf_l2l.detach_l2l(model) first"
             )
         turn_off_activation_checkpointing(model)
         return attached.eps
-    return _attach_new(model, config)
+    plan = _plan(model, config, inputs, optimizer)
+    if plan is None:
+        return attach_new(model, config)
+    eps = attach_new(model, plan.config)
+    attached = attachment_of(model)
+    assert attached is not None
+    attached.asked = config
+    attached.watch(plan)
+    return eps
+
+
+def _plan(
+    model: nn.Module,
+    config: L2LConfig,
+    inputs: Mapping[str, torch.Tensor] | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Plan | None:
+    """The plan for the budget; None without one."""
+    if budget_bytes(config, stream.execution_device(config.device)) is None:
+        return None
+    check_attachable(model)
+    if inputs is None:
+        raise ValueError(
+            f"{option('device_memory_budget')} is planned for the batches of the training (got "
+            f"{config.device_memory_budget!r} without inputs); give one with the longest rows: attach_l2l(model, "
+            "config, inputs=batch)"
+        )
+    return plan_within(model, config, inputs, optimizer=optimizer)
 
 
 def attach_with_losses(model: nn.Module, losses: Sequence[nn.Module], config: L2LConfig) -> EagerParamServer:
@@ -160,36 +217,8 @@ def attach_with_losses(model: nn.Module, losses: Sequence[nn.Module], config: L2
     return eps
 
 
-def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
-    """Attach a model that runs beside a trained one for inference only, such as a reference model.
-
-    Its weights keep their dtypes, since nothing updates them, and are streamed; the trace has the trained model alone.
-
-    Raises:
-        ValueError: as `attach_l2l`.
-    """
-    classes = companion_classes(model, config)
-    streamed: dict[str, Any] = {"resident": "none", "resident_update": "device", **dict.fromkeys(LAYER_COUNTS, 0)}
-    return _attach_new(model, replace(config, trace=None, layer_classes=classes, **streamed), trains=False)
-
-
-def companion_classes(model: nn.Module, config: L2LConfig) -> tuple[str, ...] | None:
-    """The classes of a companion's layers: those that `config` names for the trained model, if it has them all."""
-    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    return config.layer_classes if names.issuperset(config.layer_classes or ()) else None
-
-
-def bind_companions(model: nn.Module, companions: Sequence[nn.Module], config: L2LConfig) -> None:
-    """Attach those of `companions` that are not attached any more, and have them detached with `model`."""
-    attached = attachment_of(model)
-    assert attached is not None
-    attached.companions = list(companions)
-    for companion in companions:
-        if attachment_of(companion) is None:
-            attach_companion(companion, config)
-
-
-def _attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> EagerParamServer:
+def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> EagerParamServer:
+    """Attach a model that is not attached, with these options as they are; see `attach_l2l`."""
     check_attachable(model)
     refuse_several_processes()
     stacks = find_stacks(model, config.layer_classes)

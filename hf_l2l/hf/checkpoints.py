@@ -1,4 +1,5 @@
-"""Checkpoints of transformers' Trainer: finds those that are complete, and saves the generators that it does not save.
+"""Checkpoints of transformers' Trainer: finds those that are complete, and saves what it does not save: generators of
+other devices, and the plan for the device memory.
 
 A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`.
 `save_total_limit` counts such a folder as a checkpoint, and would delete complete ones in its place.
@@ -8,17 +9,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_l2l.budget.trainer_plan import TrainerPlan
+from hf_l2l.hf.attach import attachment_of
+from hf_l2l.hf.training_args import own_option
+from hf_l2l.model.precision import copy_as
 from hf_l2l.runtime import compute_state, stream
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
+
+_SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
 _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
@@ -106,3 +115,53 @@ def load_generator(checkpoint: Path, device: torch.device) -> None:
 
 def _file(checkpoint: Path, device: torch.device) -> Path:
     return checkpoint / f"rng_state_{device.type}.pth"
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _NextTrainer
+else:
+    _NextTrainer = object  # the trainer that the mixin is combined with comes after it
+
+
+class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
+    """The part of `L2LTrainerMixin` that saves and loads."""
+
+    model: Any
+    _l2l_plan: TrainerPlan
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters."""
+        asked = _SAVED[own_option(self.args, "l2l_save_dtype")]
+        if asked is None or (_internal_call and output_dir is not None):
+            super().save_model(output_dir, _internal_call)
+            return
+        masters: nn.Module = self.model
+        self.model = copy_as(masters, asked)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self.model = masters
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden so that a failed update raises before a folder exists that looks like a checkpoint."""
+        attached = attachment_of(self.model)
+        if attached is not None:
+            attached.eps.synchronize()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Overridden for devices whose random generators transformers does not save."""
+        super()._save_rng_state(output_dir)
+        save_generator(Path(output_dir), self.args.device)
+        self._l2l_plan.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Overridden for the same reason as `_save_rng_state`."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            load_generator(Path(checkpoint), self.args.device)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)

@@ -1,17 +1,50 @@
-"""Where the models and optimizers of a trainer are: attached ones stay on the host."""
+"""Where the models and optimizers of a trainer are: attached ones stay on the host; and models that are attached
+beside the trained one."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hf_l2l.config import L2LConfig, options_of_the_trainer
-from hf_l2l.hf.attach import attach_companion, attachment_of, companion_classes
+from hf_l2l.config import LAYER_COUNTS, L2LConfig, options_of_the_trainer
+from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.hf.attach import attach_new, attachment_of
 from hf_l2l.hf.preparation import is_placed
 from hf_l2l.model.stacks import find_stacks
+
+
+def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
+    """Attach a model that runs beside a trained one for inference only, such as a reference model.
+
+    Its weights keep their dtypes, since nothing updates them, and are streamed; the trace has the trained model alone.
+
+    Raises:
+        ValueError: as `attach_l2l`.
+    """
+    classes = companion_classes(model, config)
+    streamed: dict[str, Any] = {"resident": "none", "resident_update": "device", **dict.fromkeys(LAYER_COUNTS, 0)}
+    streamed["device_memory_budget"] = None
+    return attach_new(model, replace(config, trace=None, layer_classes=classes, **streamed), trains=False)
+
+
+def companion_classes(model: nn.Module, config: L2LConfig) -> tuple[str, ...] | None:
+    """The classes of a companion's layers: those that `config` names for the trained model, if it has them all."""
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    return config.layer_classes if names.issuperset(config.layer_classes or ()) else None
+
+
+def bind_companions(model: nn.Module, companions: Sequence[nn.Module], config: L2LConfig) -> None:
+    """Attach those of `companions` that are not attached any more, and have them detached with `model`."""
+    attached = attachment_of(model)
+    assert attached is not None
+    attached.companions = list(companions)
+    for companion in companions:
+        if attachment_of(companion) is None:
+            attach_companion(companion, config)
 
 
 def leave_models_where_they_are(trainer: Any, config: Callable[[], L2LConfig], companions: list[nn.Module]) -> None:

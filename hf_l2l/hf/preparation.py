@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l.compat import is_compiled
+from hf_l2l.config import L2LConfig
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.runtime import stream
 
@@ -181,14 +182,14 @@ def refuse_several_devices(args: Any) -> None:
         )
 
 
-def warn_of_accumulation(args: Any, ubatch_size: int | None, reason: str) -> None:
+def warn_of_accumulation(args: Any, config: L2LConfig, reason: str) -> None:
     """Warn if training arguments accumulate gradients over several batches, which run one by one for this reason."""
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if steps == 1 or getattr(args, "l2l_resident", "none") == "all":  # then nothing travels
+    if steps == 1 or config.resident == "all":  # then nothing travels
         return
     warnings.warn(
         f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step: {reason}. "
-        f"per_device_train_batch_size={batch * steps}, ubatch_size={ubatch_size or batch}, "
+        f"per_device_train_batch_size={batch * steps}, ubatch_size={config.ubatch_size or batch}, "
         "gradient_accumulation_steps=1 moves them twice, with one loss of all rows",
         stacklevel=stacklevel_of_the_caller(),
     )

@@ -13,8 +13,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,18 +23,18 @@ from transformers.utils import logging
 from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.accumulation.folding import Folding
 from hf_l2l.accumulation.step import Step, step_of
+from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import (
     Attachment,
     attach_with_losses,
     attachment_of,
-    bind_companions,
     check_attachable,
     detach_l2l,
 )
-from hf_l2l.hf.checkpoints import checkpoint_to_resume, load_generator, save_generator
-from hf_l2l.hf.placement import leave_models_where_they_are
+from hf_l2l.hf.checkpoints import CheckpointsMixin, checkpoint_to_resume
+from hf_l2l.hf.placement import bind_companions, leave_models_where_they_are
 from hf_l2l.hf.preparation import (
     losses_that_train,
     move_to_host,
@@ -53,7 +52,6 @@ from hf_l2l.hf.training_args import (
 )
 from hf_l2l.logits.heads import loss_alone
 from hf_l2l.memory.memory_estimate import check_host_memory, estimate
-from hf_l2l.model.precision import copy_as
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
@@ -61,20 +59,11 @@ from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.report.log_entries import TokenCount, log_entries
 from hf_l2l.report.summary import summary
 
-_SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""`l2l_save_dtype` -> the dtype of the copy that is saved."""
-
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _NextTrainer
-else:
-    _NextTrainer = object  # the trainer that the mixin is combined with comes after it
-
-
-class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
+class L2LTrainerMixin(CheckpointsMixin):
     """Makes any subclass of transformers' `Trainer` run layer to layer: `class Mine(L2LTrainerMixin, DPOTrainer)`.
 
     It takes the arguments of that class; `make_l2l_trainer(DPOTrainer)` combines the two without a class statement.
@@ -100,6 +89,7 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         self._stackless_said = False
         self._tokens = TokenCount()
         self._folding = Folding()
+        self._l2l_plan = TrainerPlan()
         self._companions: list[nn.Module] = []
         """Further models that run for inference only, such as a reference model; attached with the same options."""
         super().__init__(*args, **kwargs)
@@ -115,8 +105,11 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
 
     # ---- L2L
 
-    def _l2l_config(self) -> L2LConfig:
+    def _asked_config(self) -> L2LConfig:
         return replace(l2l_config(self.args), device=self.args.device)
+
+    def _l2l_config(self) -> L2LConfig:
+        return self._l2l_plan.config(self._asked_config())
 
     @options_of_the_trainer()
     def _streams(self, model: nn.Module | None = None) -> bool:
@@ -152,13 +145,29 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         losses = losses_that_train(getattr(self, "loss", None), self.model)
         eps = attach_with_losses(self.model, losses, self._l2l_config())
         bind_companions(self.model, self._companions, self._l2l_config())
+        attached = attachment_of(self.model)
+        plan = self._l2l_plan.plan
+        if plan is not None and attached is not None and attached.plan is not plan:
+            attached.watch(plan, logger.info)
         return eps
+
+    @options_of_the_trainer()
+    def _choose_options(self, dataloader: Any, checkpoint: str | None) -> None:
+        """Plan for `device_memory_budget`, before the model is attached."""
+        asked, attached = self._asked_config(), attachment_of(self.model)
+        if not self._streams() or not self._l2l_plan.is_to_make(self, asked):
+            return
+        if attached is not None and attached.is_of(self._l2l_config()):  # by an evaluation, or an earlier training
+            detach_l2l(self.model, with_companions=False)
+        if attachment_of(self.model) is None:
+            self._l2l_plan.make(self, asked, dataloader, checkpoint)
 
     def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
         """Attach again a model whose layers a callback has added, dropped or replaced; optimizer state stays."""
         logger.info(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
         scale = attached.eps.loss_scale
         detach_l2l(self.model, with_companions=False)
+        self._l2l_plan.forget()
         eps = self._attach()
         if eps is not None and self.optimizer is not None:
             eps.wrap(self.optimizer)
@@ -223,17 +232,20 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         leave_models_where_they_are(self, self._l2l_config, self._companions)
 
     @options_of_the_trainer()
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, steps: int, dataloader: Any, checkpoint: str | None, *args: Any, **kw: Any) -> Any:
         """Overridden to attach before the optimizer is created and the model is prepared."""
+        self._choose_options(dataloader, checkpoint)
         eps = self._attach()
         if eps is not None and eps.scaler is not None:  # transformers reads skips from it, and saves it
             self.accelerator.scaler = eps.scaler
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(steps, dataloader, checkpoint, *args, **kw)
         if eps is not None:
             read_rates_of_state(self.lr_scheduler)
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
-            warn = partial(warn_of_accumulation, self.args, self._l2l_config().ubatch_size)
-            self._folding.start(why_not_folded(self), warn)
+            config = self._l2l_config()
+            reason, planned = why_not_folded(self, config), self._l2l_plan.why_one_by_one()
+            warn = partial(warn_of_accumulation, self.args, config)
+            self._folding.start(reason or planned, logger.info if reason is None and planned else warn)
             if self._logs_times:
                 eps.timeline.watch()
             self._tokens.restart()  # drop those of an interrupted training
@@ -329,42 +341,6 @@ class L2LTrainerMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
                 logs["loss_scale"] = scale.value
             logs["skipped_steps"] = scale.skipped
         super().log(logs, *args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters."""
-        asked = _SAVED[own_option(self.args, "l2l_save_dtype")]
-        if asked is None or (_internal_call and output_dir is not None):
-            super().save_model(output_dir, _internal_call)
-            return
-        masters: nn.Module = self.model
-        self.model = copy_as(masters, asked)
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            self.model = masters
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Overridden so that a failed update raises before a folder exists that looks like a checkpoint."""
-        attached = attachment_of(self.model)
-        if attached is not None:
-            attached.eps.synchronize()
-        super()._save_checkpoint(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Overridden for devices whose random generators transformers does not save."""
-        super()._save_rng_state(output_dir)
-        save_generator(Path(output_dir), self.args.device)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Overridden for the same reason as `_save_rng_state`."""
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            load_generator(Path(checkpoint), self.args.device)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""
-        if self.accelerator.scaler is not None:
-            super()._load_scaler(checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Overridden because the norms are already known, and scaling is part of the update in the background.

@@ -28,15 +28,15 @@ from hf_l2l.config import (
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
 
-def _as_configured(name: str) -> Any:
-    """A field with the default and the description of the option `name` of `L2LConfig`.
+def _as_configured(name: str, *default: Any) -> Any:
+    """A field with the description of the option `name` of `L2LConfig`, and, unless it has another one, its default.
 
     Options that the description names are called there what they are called here.
     """
     text = _CONFIG[name].metadata["help"]
     for other in _CONFIG:
         text = text.replace(f"`{other}`", f"`{argument(other)}`")
-    return field(default=_CONFIG[name].default, metadata={"help": text})
+    return field(default=default[0] if default else _CONFIG[name].default, metadata={"help": text})
 
 
 def refuse_mixin_after(base: type, mixin: type, made: type) -> None:
@@ -92,6 +92,7 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
     l2l_kept_graphs: int = _as_configured("kept_graphs")
     l2l_device_stash: int = _as_configured("device_stash")
     l2l_chunked_loss: ChunkedLoss = _as_configured("chunked_loss")
+    device_memory_budget: str | None = _as_configured("device_memory_budget", "auto")
     l2l_prefetch: bool = _as_configured("prefetch")
     l2l_gradient_slots: int = _as_configured("gradient_slots")
     eps_update: EpsUpdate = _as_configured("eps_update")

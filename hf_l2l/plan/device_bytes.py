@@ -60,15 +60,21 @@ class DeviceBytes:
         gradient_slots: int = 2,
         head: Traced | None = None,
         transients: int = 0,
+        accumulates: bool = False,
+        copies_of_inputs: int = 1,
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
-        is one micro-batch."""
+        is one micro-batch. `accumulates` says whether a step has several batches, one after the other."""
         self.weights, self.held, self.gradient_slots = weights, held, gradient_slots
+        self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
         self.chunked_head = head
         """Traced with all rows in host memory, if the boundary is there and logits are made in chunks."""
         self.transients = transients
         """What the optimizer allocates for its step on the device."""
+        self.accumulates = accumulates
+        self.copies_of_inputs = copies_of_inputs
+        """2 where batches are put together, and are there as well."""
         self.whole, self.part = whole, part or whole
         self.is_split = part is not None
         self.by_rows = boundary == "host" and self.is_split
@@ -115,7 +121,7 @@ class DeviceBytes:
         yield "embedding", self._with_gradients(found, 0)
         if self.held.resident or self.held.shell_is_resident:
             found = self._with_gradients(self._base() | {OPTIMIZER: self.transients}, 0)
-            found[SHELL] += self._late_gradients()
+            found[SHELL] += 0 if self.accumulates else self._late_gradients()
             yield "update on the device", found
 
     def _late_gradients(self) -> int:
@@ -133,6 +139,11 @@ class DeviceBytes:
 
     def _with_gradients(self, found: Bytes, number: int) -> Bytes:
         """And the gradients of what is resident, in the backward of call `number`, which makes its own."""
+        if self.accumulates:  # those of the batch before are there
+            gradients = zip(self.weights.layers, self.layer_places, strict=True)
+            found[RESIDENT] += sum(layer.gradients for layer, place in gradients if place.is_resident)
+            found[SHELL] += self.weights.shell.gradients if self.held.shell_is_resident else 0
+            return found
         found[SHELL] += self._early_gradients()
         for call, place in zip(self.whole.calls[number:], self.places[number:], strict=True):
             found[RESIDENT] += self.weights.layers[call.number].gradients if place.is_resident else 0
@@ -176,14 +187,14 @@ class DeviceBytes:
             RESIDENT: held.resident,
             SLOTS: held.slots,
             KEPT_WEIGHTS: held.kept,
-            INPUTS: self.whole.inputs,
+            INPUTS: self.whole.kept_inputs + (self.copies_of_inputs - 1) * self.whole.inputs,
         }
 
     def _held(self, number: int) -> Bytes:
         """What is held in the backward of call `number`, besides what it computes with."""
         whole = self.whole
         found = self._base() | {STASH: 0, MASK: 0, BOUNDARY: 0, KEPT_GRAPHS: self._graphs(number)}
-        if number < len(whole.calls):
+        if number < len(whole.calls) or self.accumulates:
             found = self._with_gradients(found, number)
         for kept in self._kept.values():
             if kept.first <= number:
@@ -334,7 +345,8 @@ class DeviceBytes:
 
     def _head(self) -> Bytes:
         found = self._held(len(self.whole.calls))
-        early = self._early_gradients()
+        # With those of an earlier batch there, they are added, and not the first.
+        early = 0 if self.accumulates else self._early_gradients()
         found[SHELL] += early
         if self.chunked_head is not None:
             last = self.chunked_head.pieces[-1]

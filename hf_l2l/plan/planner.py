@@ -6,28 +6,35 @@ long as it fits, and what bounds the step is looked at again after each choice, 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from typing import Any
 
 from hf_l2l.config import L2LConfig, option
+from hf_l2l.counts import parse_size
+from hf_l2l.own_command import with_options
 from hf_l2l.plan.device_bytes import Bytes
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates, StepTime, step_time
 from hf_l2l.runtime.tensors import size_text
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
-
 _KINDS = ("resident", "resident_layers", "kept_weights", "kept_graphs", "device_stash")
 """Options that keep more on the device."""
+_FLOOR: dict[str, Any] = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
+"""The options with which the device holds least."""
+CHOSEN = (*_FLOOR, *_KINDS)
+"""Options that are chosen."""
+_BUDGET = "device_memory_budget"
 _TRIED_AGAIN = 3
 """The best so many options to begin with are tried with some kinds of choices first."""
 _AT_ONCE = 16
 """First, choices are made for one part in so many of the layers at once; at last, layer by layer."""
+MARGIN = 0.03
+"""By how much the estimate may be too low: a plan leaves so much of what it needs free."""
+_AS_PLAIN = 0.03
+"""A model that fits whole is trained as without L2L, unless that takes longer by this share."""
 _WORTH = 1e-3
 """A choice is made if it saves this share of the time of a step."""
 
@@ -38,9 +45,8 @@ def parse_budget(text: str) -> int:
     Raises:
         ValueError: if it is no size.
     """
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    count = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
-    if count <= 0:
+    count = parse_size(text)
+    if not count:
         raise ValueError(
             f"a budget of device memory must be a size with its unit, such as '8GiB' or '7500MB' (got {text!r}); give "
             "one, or leave it out"
@@ -62,6 +68,8 @@ class Plan:
     peak: Bytes
     """Its bytes then, by name."""
     time: StepTime
+    batches: int = 1
+    """How many batches of gradient accumulation run as one."""
 
     @property
     def peak_bytes(self) -> int:
@@ -70,8 +78,10 @@ class Plan:
 
     def __str__(self) -> str:
         names = ", ".join(f"{option(name)}={value!r}" for name, value in self.chosen.items())
+        together = f", {self.batches} accumulated batches at once" if self.batches > 1 else ""
         return (
-            f"plan for {size_text(self.budget)} of device memory: {names or 'the options as they are'}; expected: "
+            f"plan for {size_text(self.budget)} of device memory: {names or 'the options as they are'}{together}; "
+            "expected: "
             f"{size_text(self.peak_bytes)} at the peak (in the {self.phase}), {self.time.seconds:.3g} s per step, "
             f"bound by {self.time.bound}"
         )
@@ -80,15 +90,14 @@ class Plan:
 class BudgetError(ValueError):
     """A budget that no choice can meet."""
 
-    def __init__(self, budget: int, smallest: int, chosen: dict[str, Any]) -> None:
+    def __init__(self, budget: int, smallest: int, chosen: dict[str, Any], remedy: str) -> None:
         """`chosen` are the options with which the device holds least."""
         self.smallest = smallest
-        """Bytes of the smallest budget that can be met."""
+        """Bytes of the smallest budget that can be met with the options that bind the choice."""
         flags = " ".join(f"{option(name)}={value}" for name, value in chosen.items()) or "the options as they are"
         super().__init__(
-            f"the device must hold what a step needs, whatever is chosen (a budget of {size_text(budget)}, and "
-            f"{size_text(smallest)} needed at least, with {flags}); give at least that, or shorter rows, or leave out "
-            "options that bind the choice"
+            f"the device must hold what a step needs, whatever is chosen (got a budget of {size_text(budget)}, and "
+            f"{size_text(smallest)} are needed at least, with {flags}); {remedy}"
         )
 
 
@@ -100,30 +109,60 @@ def _is_set(run: RunShapes, name: str) -> bool:
 
 def _least(run: RunShapes) -> dict[str, Any]:
     """The options with which the device holds least, of those that the user has not set."""
-    wanted = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
-    found = {name: value for name, value in wanted.items() if not _is_set(run, name)}
+    found = {name: value for name, value in _FLOOR.items() if not _is_set(run, name)}
     if _is_set(run, "stash") and run.config.stash == "device":
         found.pop("boundary", None)
     return found
 
 
-def make_plan(run: RunShapes, budget: int, rates: Rates) -> Plan:
+def needed(run: RunShapes, config: L2LConfig) -> int:
+    """Bytes of the budget that a step with these options needs."""
+    return math.ceil((1 + MARGIN) * run.bytes(config))
+
+
+def check_floor(run: RunShapes, budget: int) -> list[L2LConfig]:
+    """The options to begin with that are within `budget` bytes of device memory.
+
+    Raises:
+        BudgetError: if the device would need more whatever is chosen.
+    """
+    sizes = {start: needed(run, start) for start in _starts(run, replace(run.config, **_least(run)))}
+    least = min(sizes, key=lambda start: sizes[start])
+    if sizes[least] > budget:
+        raise BudgetError(budget, sizes[least], _changed(run.config, least), _remedy(run, budget, sizes[least]))
+    return [start for start, size in sizes.items() if size <= budget]
+
+
+def _remedy(run: RunShapes, budget: int, smallest: int) -> str:
+    """What to do about a budget that is below the `smallest` that can be met."""
+    bound = [name for name in CHOSEN if _is_set(run, name) and name not in run.given]
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(L2LConfig) if each.name in bound}
+    floor = replace(run.config, **defaults | _FLOOR)
+    if bound and needed(run, floor) <= budget:
+        return f"do not bind the choice: {with_options(dict.fromkeys(bound))}"
+    unit, size = ("MiB", 2**20) if smallest >= 2**26 else ("KiB", 2**10)
+    enough = f"{-(-smallest // size)}{unit}"
+    return f"give shorter rows, or the smallest budget that can be met: {with_options({_BUDGET: enough})}"
+
+
+def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) -> Plan:
     """The fastest options within `budget` bytes of device memory.
 
     Args:
         run: the model and its device batch, with the options of the user, which bind the plan.
         budget: bytes.
         rates: of the machine.
+        apart: whether some weights may be resident without others.
 
     Raises:
         BudgetError: if the device would need more than the budget whatever is chosen.
     """
-    search = _Search(run, budget, rates)
-    starts = [(search.bytes(start), start) for start in _starts(run, replace(run.config, **_least(run)))]
-    least, at_least = min(starts, key=lambda each: each[0])
-    if least > budget:
-        raise BudgetError(budget, least, _changed(run.config, at_least))
-    found = [(search.best(start), start) for size, start in starts if size <= budget]
+    starts = check_floor(run, budget)
+    search = _Search(run, budget, rates, apart=apart)
+    if not apart and not (_is_set(run, "resident") or _is_set(run, "resident_layers")):
+        whole = [replace(start, resident="all") for start in starts]
+        starts += [start for start in whole if needed(run, start) <= budget]
+    found = [(search.best(start), start) for start in starts]
     found.sort(key=lambda each: (each[0][0].seconds, each[0][1]))
     # What saves most per byte first may take the room of what saves more in all: try some kinds before the others.
     again = [search.best(search.best(start, kinds)[2]) for _, start in found[:_TRIED_AGAIN] for kinds in _subsets()]
@@ -131,13 +170,48 @@ def make_plan(run: RunShapes, budget: int, rates: Rates) -> Plan:
     fastest = min(time.seconds for time, _, _ in every)
     # Of equally fast ones, that with the largest micro-batches: each has a price that may not have been measured.
     equal = [each for each in every if each[0].seconds <= fastest * (1 + _WORTH)]
-    time, _, best = min(equal, key=lambda each: (-(each[2].ubatch_size or run.rows), each[1]))
+    _, _, best = min(equal, key=lambda each: (-(each[2].ubatch_size or run.most_rows), each[1]))
+    plain = _plain(run)
+    if plain is not None and needed(run, plain) <= budget and search.time(plain).seconds <= (1 + _AS_PLAIN) * fastest:
+        return _plan(run, budget, rates, plain)
     # "auto" would be decided by the memory of the device, and not by the budget.
     stash, boundary, _ = run.resolved(best)
     settled: dict[str, Any] = {"stash": stash, "boundary": best.boundary if stash == "device" else boundary}
-    best = replace(best, **settled)
-    phase, names = run.peak(best)
-    return Plan(best, _changed(run.config, best), budget, phase, names, time)
+    return _plan(run, budget, rates, _simplest(search, replace(best, **settled)))
+
+
+def _plain(run: RunShapes) -> L2LConfig | None:
+    """The options with which a model is trained as without L2L; None if options that are set speak against it."""
+    if any(_is_set(run, name) for name in _KINDS):
+        return None
+    return replace(run.config, resident="all", kept_graphs=len(run.layers))
+
+
+def _simplest(search: _Search, best: L2LConfig) -> L2LConfig:
+    """As fast and within the budget, with fewer options that differ from those of the user."""
+    user = {each.name: getattr(search.run.config, each.name) for each in fields(L2LConfig)}
+    on_device = {name: user[name] for name in ("stash", "boundary")}
+    single = [{name: user[name]} for name in (*reversed(_KINDS), "boundary", "gradient_slots")]
+    tried = [{**on_device, "device_stash": user["device_stash"]}, *single, on_device]
+    for change in tried:
+        if change.get("stash") == "device" and change.get("device_stash", best.device_stash):
+            continue
+        simpler = replace(best, **change)
+        if search.time(simpler).seconds <= search.time(best).seconds and needed(search.run, simpler) <= search.budget:
+            best = simpler
+    return best
+
+
+def plan_as(run: RunShapes, budget: int, rates: Rates, chosen: Mapping[str, Any]) -> Plan | None:
+    """The plan with the options that were `chosen` before; None if they do not fit the budget any more."""
+    plan = _plan(run, budget, rates, replace(run.config, **chosen))
+    return plan if needed(run, plan.config) <= budget else None
+
+
+def _plan(run: RunShapes, budget: int, rates: Rates, config: L2LConfig) -> Plan:
+    phase, names = run.peak(config)
+    time = time_of(run, config, rates)
+    return Plan(config, _changed(run.config, config), budget, phase, names, time, run.batches)
 
 
 def _changed(before: L2LConfig, after: L2LConfig) -> dict[str, Any]:
@@ -148,9 +222,9 @@ def _changed(before: L2LConfig, after: L2LConfig) -> dict[str, Any]:
 
 def _starts(run: RunShapes, floor: L2LConfig) -> Iterator[L2LConfig]:
     """The options to begin with: for each size of micro-batch, with the stash on the host and on the device."""
-    sizes = [floor.ubatch_size]
+    sizes: Sequence[int | None] = [floor.ubatch_size]
     if not _is_set(run, "ubatch_size"):
-        sizes = [*_powers(run.rows)]
+        sizes = _powers(run.most_rows)
     slots = [floor.gradient_slots] if _is_set(run, "gradient_slots") else [2, 1]
     for size in sizes:
         for count in slots:
@@ -175,13 +249,9 @@ def _powers(rows: int) -> list[int]:
 class _Search:
     """Choices for one run and budget."""
 
-    def __init__(self, run: RunShapes, budget: int, rates: Rates) -> None:
-        self.run, self.budget, self.rates = run, budget, rates
+    def __init__(self, run: RunShapes, budget: int, rates: Rates, *, apart: bool) -> None:
+        self.run, self.budget, self.rates, self.apart = run, budget, rates, apart
         self.count = len(run.layers)
-
-    def bytes(self, config: L2LConfig) -> int:
-        """Of the device at the peak."""
-        return sum(self.run.peak(config)[1].values())
 
     def time(self, config: L2LConfig) -> StepTime:
         """The time of a step."""
@@ -189,7 +259,7 @@ class _Search:
 
     def best(self, config: L2LConfig, kinds: Collection[str] = _KINDS) -> tuple[StepTime, int, L2LConfig]:
         """The time, the bytes, and the options after all choices among `kinds` that are worth it."""
-        time, held = self.time(config), self.bytes(config)
+        time, held = self.time(config), needed(self.run, config)
         for at_once in sorted({max(1, self.count // _AT_ONCE), 1}, reverse=True):
             while (found := self._next(config, kinds, time, held, at_once)) is not None:
                 time, held, config = found
@@ -200,7 +270,7 @@ class _Search:
     ) -> tuple[StepTime, int, L2LConfig] | None:
         best, most = None, 0.0
         for each in self._moves(config, kinds, at_once):
-            size = self.bytes(each)
+            size = needed(self.run, each)
             if size > self.budget:
                 continue
             after = self.time(each)
@@ -211,6 +281,7 @@ class _Search:
 
     def _moves(self, config: L2LConfig, kinds: Collection[str], at_once: int) -> Iterator[L2LConfig]:
         """What can be chosen next."""
+        kinds = kinds if self.apart else set(kinds) - {"resident", "resident_layers"}
         if "resident" in kinds and config.resident == "none" and not _is_set(self.run, "resident"):
             yield replace(config, resident="shell")
         streamed = self.count - config.resident_layers
@@ -222,7 +293,8 @@ class _Search:
         }
         for name, most in counts.items():
             now = getattr(config, name)
-            if name in kinds and now < most and not _is_set(self.run, name) and config.resident != "all":
+            has_it = config.resident == "all" and name in ("resident_layers", "kept_weights")
+            if name in kinds and now < most and not (has_it or _is_set(self.run, name)):
                 # All of them, too: slots go with the last layer that is uploaded.
                 for count in {min(most, now + at_once), most}:
                     more = {name: count}
@@ -231,11 +303,21 @@ class _Search:
                     yield replace(config, **more)
 
 
-def time_of(run: RunShapes, config: L2LConfig, rates: Rates) -> StepTime:
-    """The time of a step with these options."""
+def time_of(run: RunShapes, config: L2LConfig, rates: Rates, *, batches: int = 1) -> StepTime:
+    """The time of a step with these options, and with so many batches one after the other."""
     costs = run.costs(config)
     overlaps = config.eps_update != "serial" and config.prefetch
-    slots = config.gradient_slots
-    return step_time(
-        costs.layers, costs.shell, rates, ubatches=costs.ubatches, gradient_slots=slots, overlaps=overlaps
+    options: dict[str, Any] = {"gradient_slots": config.gradient_slots, "overlaps": overlaps}
+    step = step_time(costs.layers, costs.shell, rates, ubatches=costs.ubatches, **options)
+    if batches == 1:
+        return step
+    layers = [replace(cost, parameters=0, on_device=0) for cost in costs.layers]
+    shell = replace(costs.shell, parameters=0, on_device=0)
+    other = step_time(layers, shell, rates, ubatches=costs.ubatches, **options)
+    seconds = {lane: step.busy[lane] + (batches - 1) * other.busy[lane] for lane in step.busy}
+    return StepTime(
+        step.seconds + (batches - 1) * other.seconds,
+        step.forward + (batches - 1) * other.forward,
+        step.backward + (batches - 1) * other.backward,
+        seconds,
     )

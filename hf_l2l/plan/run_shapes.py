@@ -53,9 +53,13 @@ class RunShapes:
         device: torch.device | None = None,
         device_memory: int | None = None,
         given: Collection[str] = (),
+        batches: int = 1,
+        accumulates: bool = False,
     ) -> None:
-        """`inputs` are those of the whole device batch; `given` names options of `config` that bind a plan even if
-        they have their defaults; see `estimate` for the others."""
+        """`inputs` are those of the whole device batch, which consists of so many `batches`, whose rows are in
+        micro-batches of their own; `accumulates` says whether a step has several such batches, one after the other;
+        `given` names options of `config` that bind a plan even if they have their
+        defaults; see `estimate` for the others."""
         self.given = given
         self.device = device or device_to_train_on(config)
         self.model, self.config, self.inputs = model, config, dict(inputs)
@@ -63,7 +67,8 @@ class RunShapes:
         self.dtype = computing_dtype(config.cmp, self.device)
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
         self.rows = rows_of(model, inputs)
-        self.device_memory = device_memory or _memory_of(self.device)
+        self.batches, self.most_rows, self.accumulates = batches, self.rows // batches, accumulates
+        self.device_memory = device_memory or known_memory(self.device)
         self.fuses = _always if self.device.type in _FUSING else _without_dropout
         self._tracer = Tracer(
             model,
@@ -116,7 +121,7 @@ class RunShapes:
 
     def resolved(self, config: L2LConfig) -> tuple[str, str, int]:
         """Where the stash is, and the boundary, and the rows of a micro-batch: without "auto" and None."""
-        ubatch = min(config.ubatch_size or self.rows, self.rows)
+        ubatch = min(config.ubatch_size or self.most_rows, self.most_rows)
         stash: str = config.stash
         if stash == "auto":
             needed = self._own_input * len(self.layers)
@@ -153,6 +158,8 @@ class RunShapes:
             gradient_slots=config.gradient_slots,
             head=head,
             transients=self._transients(places, shell),
+            accumulates=self.accumulates,
+            copies_of_inputs=2 if self.batches > 1 else 1,
         )
 
     def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:
@@ -171,6 +178,10 @@ class RunShapes:
     def peak(self, config: L2LConfig) -> tuple[str, Bytes]:
         """What runs when the device holds most, and its bytes by name."""
         return self.on_device(config).peak()
+
+    def bytes(self, config: L2LConfig) -> int:
+        """Of the device at the peak."""
+        return sum(self.peak(config)[1].values())
 
     def costs(self, config: L2LConfig) -> Costs:
         """What each layer computes and sends, for the cost model."""
@@ -247,7 +258,8 @@ def device_to_train_on(config: L2LConfig) -> torch.device:
     return ELSEWHERE if stream.shares_host_memory(device) else device
 
 
-def _memory_of(device: torch.device) -> int | None:
+def known_memory(device: torch.device) -> int | None:
+    """Bytes of the device in all; None if this machine has no such device, or it does not tell."""
     module: Any = stream.device_module(device)
     return stream.memory_of(device) if module is not None and module.is_available() else None
 

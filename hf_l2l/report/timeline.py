@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -95,6 +95,10 @@ class Timeline:
         self._waits = Waits()
         """Of the current step."""
         self._sum = Averages(0, 0.0, 0.0, 0.0, 0.0)
+        self.at_step_end: Callable[[], None] = _nothing
+        """Called when the optimizer has stepped."""
+        self.at_no_memory: Callable[[BaseException], None] = _nothing
+        """Given the error when a sweep finds no device memory."""
         if trace is not None:
             self.watch()
 
@@ -186,6 +190,7 @@ class Timeline:
             self._noted.append(_Noted(STEPS, "step", self._step_began, self.clock.now()))
             self.collect()
         self._step_began = self._update_began = None
+        self.at_step_end()
 
     @contextmanager
     def inside(self, sweep: str) -> Iterator[None]:
@@ -203,6 +208,9 @@ class Timeline:
             self._go("non-layer modules")
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            self.at_no_memory(error)
+            raise
         finally:
             HERE.is_in_sweep = before
             if sweep == "forward" and trains:
@@ -314,6 +322,10 @@ class Timeline:
 
     def _name(self, of: object) -> str:
         return str(self._names.get(of, type(of).__name__))
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:

@@ -3,10 +3,12 @@ and grad mode."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -106,6 +108,21 @@ def rng_state_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_rng_state(state, device)
+
+
+@contextmanager
+def all_rng_states_kept(device: torch.device) -> Iterator[None]:
+    """Restore the generators that a program may draw from, those of Python and NumPy included, after the block."""
+    numpy: Any = sys.modules.get("numpy")
+    numbers = random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with rng_state_kept(device):
+            yield
+    finally:
+        random.setstate(numbers)
+        if of_numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 @contextmanager

@@ -96,6 +96,20 @@ def memory_of(device: torch.device) -> int | None:
     return None if ask is None else int(ask(device)[1])
 
 
+def memory_free(device: torch.device) -> int | None:
+    """Bytes of the device's memory that no program uses, and those that the allocator of this one keeps for later use;
+    None if its torch module does not say."""
+    ask = getattr(device_module(device), "mem_get_info", None)
+    if ask is None:
+        return None
+    try:
+        stats = torch.accelerator.memory_stats(device)
+    except (RuntimeError, ValueError):  # an allocator that torch cannot ask
+        return None
+    reserved, used = (int(stats.get(f"{kind}_bytes.all.current", 0)) for kind in ("reserved", "allocated"))
+    return int(ask(device)[0]) + max(0, reserved - used)
+
+
 def memory_in_use(device: torch.device) -> tuple[int, int] | None:
     """Bytes that the allocator of the device holds now, and the most that it has held since that number was last
     reset; None if the device shares the memory of the host, or its allocator does not count."""

@@ -97,7 +97,9 @@ class Traced:
     """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
     that both read, as a tied head."""
     inputs: int
-    """Bytes of the inputs on the device that the graph keeps."""
+    """Bytes of the inputs on the device."""
+    kept_inputs: int
+    """Bytes of those that the graph keeps."""
     left: int
     """Bytes that earlier pieces still keep when the backward of the last one is over, without arguments of layers."""
     head: int = 0
@@ -178,12 +180,13 @@ class Tracer:
             run = self._run = _Run(memory)
             with told_failures(self.model), Tables(apart=by_rows) as run.tables, torch.enable_grad():
                 loss = loss_of(self.model(**given))
+                whole = tensor_bytes(leaves_of(given))
                 memory_of = [(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in leaves_of(given)]
                 del fakes, given
                 kept = sum(size for each, size in memory_of if not each.expired())
                 run.end(loss)
             self._run = None
-        return Traced(run.pieces, run.calls, *run.gradients(), kept, run.left, run.head, run.besides)
+        return Traced(run.pieces, run.calls, *run.gradients(), whole, kept, run.left, run.head, run.besides)
 
     def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._apart and len(args) == 1:

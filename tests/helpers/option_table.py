@@ -28,7 +28,10 @@ def rows() -> Iterator[tuple[str, str, Any, str]]:
     for option in fields(L2LConfig):
         flag = "from the Trainer" if option.name == NOT_TYPED else f"`{argument(option.name)}`"
         typed.add(flag.strip("`"))
-        yield f"`{option.name}`", flag, option.default, option.metadata["help"]
+        default, here = option.default, OWN_OPTIONS.get(argument(option.name), option).default
+        if default != here:
+            default = f'{default}, or "{here}" with the Trainer'
+        yield f"`{option.name}`", flag, default, option.metadata["help"]
     for option in OWN_OPTIONS.values():
         if option.name not in typed:
             yield "", f"`{option.name}`", option.default, option.metadata["help"]
@@ -38,7 +41,9 @@ def option_table() -> str:
     """The lines of the table."""
     lines = [HEAD, "|---|---|---|---|"]
     for name, flag, default, text in rows():
-        shown = f'"{default}"' if isinstance(default, str) else f"{default:g}" if type(default) is float else default
+        shown = f"{default:g}" if type(default) is float else default
+        if isinstance(default, str) and " " not in default:
+            shown = f'"{default}"'
         lines.append(f"| {name} | {flag} | {shown} | {text} |".replace("|  |", "| |"))
     return "\n".join(lines)
 

@@ -81,7 +81,10 @@ def trainer(kind: type[hf.Trainer], folder: Path, *, model: nn.Module | None = N
     """A trainer over `rows`; keyword arguments go to the training arguments, or to the trainer where it has them."""
     known = ("callbacks", "optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_metrics")
     of_trainer = {k: options.pop(k) for k in known if k in options}
-    args = arguments(L2LTrainingArguments if issubclass(kind, L2LTrainer) else hf.TrainingArguments, folder, **options)
+    if issubclass(kind, L2LTrainer):
+        args = arguments(L2LTrainingArguments, folder, **{"device_memory_budget": "off", **options})
+    else:
+        args = arguments(hf.TrainingArguments, folder, **options)
     if "model_init" not in of_trainer:
         of_trainer["model"] = tiny_bert() if model is None else model
     made = kind(args=args, train_dataset=rows(), eval_dataset=rows(16), **of_trainer)

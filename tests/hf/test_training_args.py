@@ -21,6 +21,9 @@ from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
 from hf_l2l.hf.training_args import OWN_OPTIONS, l2l_config, refuse_conflicts, refuse_for_layers
 from training import arguments, rows, tiny_bert
 
+OF_THE_TRAINER = {"device_memory_budget": "auto"}
+"""Defaults that are others in `L2LConfig`."""
+
 DEFAULTS = ["--output_dir", "out", "--report_to", "none"]
 
 
@@ -35,20 +38,20 @@ def parsed(*words: str) -> L2LTrainingArguments:
 def test_options_from_the_command_line():
     args = parsed("--ubatch_size", "4", "--stash", "host", "--l2l_layer_classes", "A", "B")
     assert (args.ubatch_size, args.stash, args.l2l_layer_classes) == (4, "host", ["A", "B"])
-    assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"))
+    assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"), **OF_THE_TRAINER)
 
 
 def test_defaults_from_the_command_line():
     args = parsed()
     assert (args.ubatch_size, args.stash, args.l2l_layer_classes) == (None, "device", None)
-    assert l2l_config(args) == L2LConfig()
+    assert l2l_config(args) == L2LConfig(**OF_THE_TRAINER)
 
 
 def test_options_from_a_file(tmp_path):
     file = tmp_path / "args.json"
     file.write_text(json.dumps({"output_dir": "out", "report_to": [], "ubatch_size": 2, "stash": "host"}))
     (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_json_file(str(file))
-    assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host")
+    assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host", **OF_THE_TRAINER)
 
 
 @pytest.mark.parametrize("words", [("--ubatch_size", "four"), ("--stash", "ssd")], ids=lambda words: words[0])
@@ -98,9 +101,8 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
         name = argument_of(option.name)
         here = OWN_OPTIONS[name]
         assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
-        assert (here.default, here.metadata.keys()) == (option.default, {"help"})
-        said = here.metadata["help"].replace("`l2l_loss_scale_interval`", "`loss_scale_interval`")
-        said = said.replace("`l2l_spill_dir`", "`spill_dir`")
+        assert (here.default, here.metadata.keys()) == (OF_THE_TRAINER.get(name, option.default), {"help"})
+        said = re.sub(r"`l2l_(\w+)`", r"`\1`", here.metadata["help"])
         assert said == option.metadata["help"]
         assert f"\n        {option.name}: " in L2LConfig.__doc__
 
@@ -123,7 +125,7 @@ def test_the_command_line_shows_every_default_and_description():
 
 
 def test_plain_training_arguments_ask_for_the_defaults(tmp_path):
-    assert l2l_config(arguments(hf.TrainingArguments, tmp_path)) == L2LConfig()
+    assert l2l_config(arguments(hf.TrainingArguments, tmp_path)) == L2LConfig(**OF_THE_TRAINER)
 
 
 # ---- as an object
@@ -144,7 +146,7 @@ def test_arguments_can_be_written_and_copied(tmp_path):
 def test_a_field_can_be_replaced(tmp_path):
     args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host")
     other = dataclasses.replace(args, ubatch_size=5)
-    assert l2l_config(other) == L2LConfig(ubatch_size=5, stash="host")
+    assert l2l_config(other) == L2LConfig(ubatch_size=5, stash="host", **OF_THE_TRAINER)
     assert args.ubatch_size == 3
     with pytest.raises(ValueError, match=r"\(got 0\)"):
         dataclasses.replace(args, ubatch_size=0)
@@ -152,7 +154,7 @@ def test_a_field_can_be_replaced(tmp_path):
 
 # ---- names
 
-BARE = ("ubatch_size", "stash", "cmp", "eps_update")
+BARE = ("ubatch_size", "stash", "cmp", "eps_update", "device_memory_budget")
 """Options that are called on the command line what they are called in `L2LConfig`."""
 
 

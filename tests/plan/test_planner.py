@@ -13,7 +13,7 @@ import transformers as hf
 
 from hf_l2l import L2LConfig
 from hf_l2l.config import options_of_the_trainer
-from hf_l2l.plan.planner import BudgetError, make_plan, parse_budget, time_of
+from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.shapes.inputs import example_inputs
@@ -124,7 +124,7 @@ def all_options(run: RunShapes) -> Iterator[L2LConfig]:
 )
 def test_no_other_choice_is_faster(layers, rates):
     run = run_of(layers)
-    known = [(bytes_of(run, each), time_of(run, each, RATES[rates]).seconds) for each in all_options(run)]
+    known = [(needed(run, each), time_of(run, each, RATES[rates]).seconds) for each in all_options(run)]
     smallest = min(size for size, _ in known)
     for share in (1.0, 1.3, 1.8, 2.5, 4.0):
         budget = int(share * smallest)

@@ -1,0 +1,67 @@
+"""What a step takes beside what was planned for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hf_l2l.memory.memory_report import MemoryReport
+from hf_l2l.plan.planner import Plan
+from hf_l2l.runtime.tensors import size_text
+
+_FIRST, _LAST = 3, 20
+"""The first steps allocate, and choose kernels; the average is of those after them."""
+
+
+class PlanWatch:
+    """Tells after 20 steps what was measured of a plan, and, when the device has no memory left, what took more."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        report: Callable[[], MemoryReport],
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`report` is that of the memory, and `tell` is given the text."""
+        self._plan, self._report, self._tell, self._clock = plan, report, tell, clock
+        self._steps = 0
+        self._began = 0.0
+
+    def step_ended(self) -> None:
+        """The optimizer has stepped."""
+        self._steps += 1
+        if self._steps == _FIRST:
+            self._began = self._clock()
+        elif self._steps == _LAST:
+            seconds = (self._clock() - self._began) / (_LAST - _FIRST)
+            self._tell(self.measured(seconds))
+
+    def measured(self, seconds: float) -> str:
+        """The time of a step, and the most bytes of the device, beside the planned ones."""
+        device = self._report().get("device")
+        held = "" if device is None else f", {size_text(device['total']['peak'])} of the device at the peak"
+        return (
+            f"measured in {_LAST} steps: {seconds:.3g} s per step{held} (planned: {self._plan.time.seconds:.3g} s, "
+            f"{size_text(self._plan.peak_bytes)})"
+        )
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of device memory what holds more than was planned."""
+        device = self._report().get("device")
+        if device is None:
+            return
+        most = {name: max(size["now"], size["peak"]) for name, size in device.items() if name != "total"}
+        over = {name: size - self._plan.peak.get(name, 0) for name, size in most.items()}
+        name = max(over, key=lambda each: over[each])
+        if over[name] > 0.01 * self._plan.budget:
+            what = (
+                f"{name} took {size_text(most[name])} ({size_text(self._plan.peak.get(name, 0))} planned); a batch "
+                "may have had longer rows than the one that was planned for"
+            )
+        else:
+            what = "nothing of it took more than planned; other programs, or fragments, may have taken the memory"
+        error.add_note(
+            f"device memory was planned: {size_text(self._plan.peak_bytes)} within {size_text(self._plan.budget)}. Of "
+            f"it, {what}; give a smaller device_memory_budget"
+        )

@@ -1,0 +1,166 @@
+"""`plan_within`: the plan for a budget of device memory, made before the model is attached."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_l2l.compat import with_gradient_hooks
+from hf_l2l.config import L2LConfig, option
+from hf_l2l.counts import parse_size
+from hf_l2l.model.residency import LayerPlace, parameters_to_move
+from hf_l2l.model.stacks import find_stacks
+from hf_l2l.optim.layerwise_check import why_not_layer_local
+from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.own_command import with_options
+from hf_l2l.plan.planner import BudgetError, Plan, check_floor, make_plan, needed, plan_as, time_of
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.plan.step_time import Rates
+from hf_l2l.probe.known import known_figures
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import size_text
+from hf_l2l.shapes.losses import told_failures
+
+logger = logging.getLogger("hf_l2l")
+
+AUTO_SHARE = 0.9
+"""The share of the device's memory that "auto" is; the rest is for the context, fragments and other programs."""
+
+
+def budget_bytes(config: L2LConfig, device: torch.device) -> int | None:
+    """Bytes of the budget; None without one, or if the device has no memory of its own, or tells no limit."""
+    asked = config.device_memory_budget
+    if asked is None or stream.shares_host_memory(device):
+        return None
+    if asked != "auto":
+        return parse_size(asked)
+    total = stream.memory_of(device)
+    # A simulated device without a limit says that all addresses are its memory.
+    return None if total is None or total >= sys.maxsize else int(AUTO_SHARE * total)
+
+
+def check_free(budget: int, config: L2LConfig, device: torch.device) -> None:
+    """Raise ValueError if less than the budget is free: a plan for what happens to be free would differ each time."""
+    free = stream.memory_free(device)
+    if free is None or free >= budget:
+        return
+    name, asked = option("device_memory_budget"), config.device_memory_budget
+    what = f"{name}={asked!r} is {size_text(budget)}" if asked == "auto" else f"{name}={asked!r}"
+    smaller = {"device_memory_budget": f"{max(1, int(0.95 * free) // 2**20)}MiB"}
+    raise ValueError(
+        f"the device must have the memory of its budget free ({what}, and {size_text(free)} are free on {device}); "
+        f"end other programs that use it, or give a smaller budget: {with_options(smaller)}"
+    )
+
+
+def plan_within(
+    model: nn.Module,
+    config: L2LConfig,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    batches: int = 1,
+    chosen: Mapping[str, Any] | None = None,
+) -> Plan | None:
+    """The fastest options within `config.device_memory_budget`; None without a budget. Nothing of the model changes.
+
+    Args:
+        model: not attached.
+        config: the options; those that are set bind the plan.
+        inputs: the arguments of one call of the model with the longest rows, labels included; on any device.
+        optimizer: what will update the model; None assumes AdamW.
+        batches: how many such calls a step has. They are planned as one, if that fits and is faster.
+        chosen: options that were chosen before, and "batches", as in the training that is resumed; they are chosen
+            again, if they fit.
+
+    Raises:
+        Untraceable: if the model cannot be run without values, or computes no loss of `inputs`.
+        ValueError: if the device has less memory free, or would need more than the budget whatever is chosen.
+    """
+    device = stream.execution_device(config.device)
+    budget = budget_bytes(config, device)
+    if budget is None:
+        return None
+    check_free(budget, config, device)
+    optimizer = None if optimizer is None else unwrapped(optimizer)
+    bound, apart = _bound(model, config, optimizer)
+
+    def run_of(at_once: int) -> RunShapes:
+        with told_failures(model):
+            return RunShapes(
+                model,
+                config,
+                _times(inputs, at_once),
+                optimizer=optimizer,
+                device=device,
+                given=(*bound, "kept_graphs") if at_once > 1 else bound,
+                batches=at_once,
+                accumulates=batches > at_once,
+            )
+
+    run = run_of(1)
+    check_floor(run, budget)  # before a machine is measured
+    rates = Rates.of(known_figures(device), run.dtype)
+    if chosen is not None:
+        before = dict(chosen)
+        again = plan_as(run_of(before.pop("batches")), budget, rates, before)
+        if again is not None:
+            return again
+        logger.warning("the options of the checkpoint's plan need more than %s: others are chosen", size_text(budget))
+    plan = make_plan(run, budget, rates, apart=apart)
+    if batches == 1:
+        return plan
+    plan = replace(plan, time=time_of(run, plan.config, rates, batches=batches))
+    at_once = _at_once(run_of(batches), run, budget, rates, apart=apart)
+    return plan if at_once is None else min(plan, at_once, key=lambda each: each.time.seconds)
+
+
+def _at_once(merged: RunShapes, single: RunShapes, budget: int, rates: Rates, *, apart: bool) -> Plan | None:
+    """The plan for all batches of a step as one; None if they do not fit, as one or, if the first step shows that they
+    cannot run so, one after the other."""
+    try:
+        plan = make_plan(merged, budget, rates, apart=apart)
+        over = needed(single, plan.config) - budget
+        plan = plan if over <= 0 else make_plan(merged, budget - over, rates, apart=apart)
+    except BudgetError:
+        return None
+    return replace(plan, budget=budget) if needed(single, plan.config) <= budget else None
+
+
+def _times(inputs: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """The shapes of `inputs` with so many times the rows."""
+    rows = max((t.shape[0] for t in inputs.values() if t.dim()), default=0)
+    return {
+        name: torch.empty((count * rows, *t.shape[1:]), dtype=t.dtype, device="meta")
+        if t.dim() and t.shape[0] == rows
+        else t
+        for name, t in inputs.items()
+    }
+
+
+_RESIDENT = ("resident", "resident_layers")
+
+
+def _bound(
+    model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer | None
+) -> tuple[tuple[str, ...], bool]:
+    """Options that the engine would refuse to be chosen; and whether some weights may be resident without others."""
+    layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+    moving = parameters_to_move(model, dict.fromkeys(layers, LayerPlace(is_resident=True)), shell=True)
+    movable = set(moving.names) if not (moving.refused or moving.staying) else set()
+    if (
+        movable != set(model.parameters())
+        or with_gradient_hooks(movable)
+        or any(map(weakref.getweakrefcount, movable))
+    ):
+        return _RESIDENT, True
+    of_layers = [set(layer.parameters()) for layer in dict.fromkeys(layers)]
+    shared = sum(map(len, of_layers)) > len(set().union(*of_layers))
+    return (), not shared and (optimizer is None or why_not_layer_local(optimizer) is None)

@@ -1,0 +1,54 @@
+"""The plan in a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_l2l.budget.saved import PLAN_FILE, save_plan, saved_choice
+from hf_l2l.config import L2LConfig
+from hf_l2l.plan.planner import Plan
+from hf_l2l.plan.step_time import StepTime
+
+ASKED = L2LConfig(device_memory_budget="auto", cmp="bf16", layer_classes=("Block",), trace=None)
+CHOSEN = {"ubatch_size": 2, "stash": "host", "resident": "shell", "resident_layers": 3}
+
+
+def saved(folder):
+    plan = Plan(ASKED, CHOSEN, 1000, "head", {}, StepTime(1.0, 0.5, 0.5, {"compute": 1.0}), batches=4)
+    save_plan(folder, plan, ASKED)
+    return folder
+
+
+def test_a_resumed_run_finds_what_was_chosen(tmp_path):
+    assert saved_choice(saved(tmp_path), ASKED) == {**CHOSEN, "batches": 4}
+
+
+def test_options_that_change_nothing_of_a_plan_may_differ(tmp_path):
+    same = L2LConfig(device_memory_budget="auto", cmp="bf16", layer_classes=["Block"], trace=str(tmp_path / "t.json"))
+    assert saved_choice(saved(tmp_path), same) is not None
+
+
+@pytest.mark.parametrize("change", [{"device_memory_budget": "8GiB"}, {"cmp": None}, {"stash": "host"}], ids=str)
+def test_with_other_options_it_is_planned_again(tmp_path, change):
+    options = {"device_memory_budget": "auto", "cmp": "bf16", "layer_classes": ("Block",), **change}
+    assert saved_choice(saved(tmp_path), L2LConfig(**options)) is None
+
+
+def test_no_checkpoint_and_none_with_a_plan(tmp_path):
+    assert saved_choice(None, ASKED) is None
+    assert saved_choice(tmp_path, ASKED) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"asked": {}}', '{"asked": {}, "chosen": {"ubatch_size": -1}, "batches": 1}', '{"asked": 1}'],
+)
+def test_a_damaged_plan_is_refused_by_name(tmp_path, text):
+    (tmp_path / PLAN_FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"a checkpoint must have a whole {PLAN_FILE}"):
+        saved_choice(tmp_path, ASKED)
+
+
+def test_options_that_no_plan_chooses_are_not_taken(tmp_path):
+    (tmp_path / PLAN_FILE).write_text('{"asked": {}, "chosen": {"cmp": "bf16"}, "batches": 1}')
+    assert saved_choice(tmp_path, L2LConfig()) is None

@@ -1,0 +1,377 @@
+"""A budget of device memory: the options that are chosen, on a device that has no more."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from accumulated import forwards, ragged, tiny_llama, train
+from accumulated import made as accumulating
+from families import batch_for
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l.budget.saved import PLAN_FILE
+from hf_l2l.hf.attach import attachment_of
+from hf_l2l.plan.planner import BudgetError
+from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.testing import enable_simulated_accelerator
+from training import SAVING, arguments, inner_optimizer, logs, rows, settled_memory, stopped_at_two, tiny_bert, trainer
+
+KIB = 2**10
+FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A device of 8 MiB, whose figures are known."""
+    file = tmp_path / "figures.json"
+    file.write_text(FIGURES.to_json())
+    monkeypatch.setenv("HF_L2L_FIGURES", str(file))
+    settled_memory()
+    enable_simulated_accelerator("8MiB")
+    yield
+    enable_simulated_accelerator()
+
+
+def bert() -> nn.Module:
+    return tiny_bert(dropout=0.0, layers=6, width=64)
+
+
+def planned(folder: Path, budget: str | None, model: nn.Module | None = None, **options: Any) -> Any:
+    model = bert() if model is None else model
+    return trainer(L2LTrainer, folder, model=model, device_memory_budget=budget, **options)
+
+
+def peak_of(made: Any) -> int:
+    return int(made.eps.memory_report()["device"]["total"]["peak"])
+
+
+def plan_of(made: Any) -> Any:
+    attached = attachment_of(made.model)
+    assert attached is not None
+    return attached.plan
+
+
+# ---- in any loop
+
+
+def stepped(model: nn.Module, config: L2LConfig, steps: int = 3) -> tuple[list[float], Any]:
+    eps = attach_l2l(model, config, inputs=batch_for(model))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch_for(model)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, eps
+
+
+@pytest.mark.parametrize("budget", ["520KiB", "1500KiB", "auto"])
+def test_training_keeps_inside_the_budget(budget):
+    limit = {"520KiB": 520 * KIB, "1500KiB": 1500 * KIB, "auto": int(0.9 * 2**23)}[budget]
+    model = bert()
+    expected, _ = stepped(model, L2LConfig(device="sim"))
+    detach_l2l(model)
+    model = bert()
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    losses, eps = stepped(model, L2LConfig(device="sim", device_memory_budget=budget))
+    attached = attachment_of(model)
+    assert attached is not None
+    plan = attached.plan
+    assert plan is not None
+    assert plan.peak_bytes <= limit
+    assert eps.memory_report()["device"]["total"]["peak"] <= limit
+    assert losses == pytest.approx(expected, rel=1e-6)
+    detach_l2l(model)
+
+
+def test_attaching_again_with_the_same_budget_is_the_same_attachment():
+    model, config = bert(), L2LConfig(device="sim", device_memory_budget="1MiB")
+    eps = attach_l2l(model, config, inputs=batch_for(model))
+    assert attach_l2l(model, config) is eps
+    attached = attachment_of(model)
+    assert attached is not None
+    assert attach_l2l(model, attached.config) is eps
+    with pytest.raises(ValueError, match="one config at a time"):
+        attach_l2l(model, L2LConfig(device="sim"))
+    detach_l2l(model)
+
+
+def test_a_budget_needs_inputs():
+    model = bert()
+    with pytest.raises(ValueError, match=r"device_memory_budget .*without inputs.*attach_l2l\(model, config, inputs="):
+        attach_l2l(model, L2LConfig(device="sim", device_memory_budget="1MiB"))
+    assert attachment_of(model) is None
+    attach_l2l(model, L2LConfig(device="cpu", device_memory_budget="1MiB"))  # where it changes nothing
+
+
+def test_a_budget_that_cannot_be_met_ends_with_the_smallest():
+    model, before = bert(), torch.accelerator.memory_allocated()
+    with pytest.raises(BudgetError, match=r"smallest budget that can be met: device_memory_budget='\d+KiB'") as caught:
+        attach_l2l(model, L2LConfig(device="sim", device_memory_budget="50KiB"), inputs=batch_for(model))
+    assert (attachment_of(model), torch.accelerator.memory_allocated()) == (None, before)
+    smallest = str(caught.value).rpartition("'")[0].rpartition("'")[2]
+    stepped(model, L2LConfig(device="sim", device_memory_budget=smallest))
+    detach_l2l(model)
+
+
+def test_options_that_bind_the_choice_are_named():
+    model = bert()
+    config = L2LConfig(device="sim", device_memory_budget="600KiB", stash="device", ubatch_size=8, resident_layers=3)
+    with pytest.raises(BudgetError, match="do not bind the choice: without ubatch_size, resident_layers$"):
+        attach_l2l(model, config, inputs=batch_for(model))
+
+
+def test_less_free_memory_than_the_budget_is_refused():
+    held = torch.empty(4 * 2**20, dtype=torch.uint8, device="sim")
+    model = bert()
+    with pytest.raises(ValueError, match=r"must have the memory of its budget free .*7.2 MiB, and 4.0 MiB are free"):
+        attach_l2l(model, L2LConfig(device="sim", device_memory_budget="auto"), inputs=batch_for(model))
+    attach_l2l(model, L2LConfig(device="sim", device_memory_budget="3MiB"), inputs=batch_for(model))
+    detach_l2l(model)
+    del held
+
+
+class Squares(torch.optim.Optimizer):
+    """Steps by the sum over all gradients, so that it cannot update some weights alone."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = sum(float(p.grad.square().sum()) for p in given)
+        for p in given:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / (1 + total))
+
+
+@pytest.mark.parametrize(("budget", "resident"), [("1500KiB", "none"), ("auto", "all")])
+def test_an_optimizer_that_steps_as_a_whole_has_all_or_nothing_resident(budget, resident):
+    model = bert()
+    optimizer = Squares(model.parameters())
+    config = L2LConfig(device="sim", device_memory_budget=budget, eps_update="serial")
+    eps = attach_l2l(model, config, inputs=batch_for(model), optimizer=optimizer)
+    attached = attachment_of(model)
+    assert attached is not None
+    assert (attached.config.resident, attached.config.resident_layers) == (resident, 0)
+    eps.wrap(optimizer)
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    detach_l2l(model)
+
+
+def test_weights_that_something_refers_to_are_not_chosen_to_be_resident():
+    model = bert()
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    attach_l2l(model, L2LConfig(device="sim", device_memory_budget="auto"), inputs=batch_for(model))
+    attached = attachment_of(model)
+    assert attached is not None
+    assert (attached.config.resident, attached.config.resident_layers) == ("none", 0)
+    handle.remove()
+    detach_l2l(model)
+
+
+# ---- under the Trainer
+
+
+def test_a_model_that_fits_is_trained_as_with_plain_trainer(tmp_path):
+    plain = trainer(hf.Trainer, tmp_path / "plain", model=bert())
+    plain.train()
+    plain.model.to("cpu")
+    inner_optimizer(plain).state.clear()
+    settled_memory()
+    made = planned(tmp_path / "ours", "auto")
+    made.train()
+    assert attachment_of(made.model).config.resident == "all"
+    for found, expected in zip(logs(made), logs(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_auto_is_the_default_of_the_trainer(tmp_path):
+    made = L2LTrainer(bert(), arguments(L2LTrainingArguments, tmp_path), train_dataset=rows())
+    made.train()
+    assert plan_of(made).budget == int(0.9 * 2**23)
+    enable_simulated_accelerator()  # without a limit there is nothing to plan for
+    made = L2LTrainer(bert(), arguments(L2LTrainingArguments, tmp_path), train_dataset=rows())
+    made.train()
+    assert plan_of(made) is None
+
+
+def test_plain_arguments_have_a_budget_too(tmp_path):
+    made = L2LTrainer(bert(), arguments(hf.TrainingArguments, tmp_path), train_dataset=rows())
+    made.train()
+    assert plan_of(made) is not None
+
+
+def test_the_smallest_budget_is_refused_with_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "out", "--device_memory_budget", "50KiB"])
+    with pytest.raises(BudgetError, match=r": python train.py --output_dir out --device_memory_budget=\d+KiB$"):
+        planned(tmp_path, "50KiB").train()
+
+
+def test_it_tells_what_was_chosen_and_what_was_measured(tmp_path, caplog):
+    hf.utils.logging.set_verbosity_info()
+    hf.utils.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.INFO):
+            planned(tmp_path, "1MiB", max_steps=20).train()
+    finally:
+        hf.utils.logging.set_verbosity_warning()
+        hf.utils.logging.disable_propagation()
+    assert "plan for 1.0 MiB of device memory: " in caplog.text
+    assert "measured in 20 steps: " in caplog.text
+
+
+def test_an_evaluation_before_and_after_the_training(tmp_path):
+    made = planned(tmp_path, "auto")
+    before = made.evaluate()["eval_loss"]
+    assert plan_of(made) is None
+    made.train()
+    assert plan_of(made) is not None
+    eps = made.eps
+    assert made.evaluate()["eval_loss"] != before
+    assert made.eps is eps
+
+
+def test_a_second_training_has_the_same_plan(tmp_path):
+    made = planned(tmp_path, "1MiB")
+    made.train()
+    eps, plan = made.eps, plan_of(made)
+    made.train()
+    assert (made.eps, plan_of(made)) == (eps, plan)
+    made.args.per_device_train_batch_size = 4
+    made._train_batch_size = 4
+    made.train(resume_from_checkpoint=False)
+    assert plan_of(made) is not plan
+
+
+def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
+    """To the bit, though the machine has become a faster one."""
+    whole = planned(tmp_path / "whole", "1500KiB", **SAVING)
+    whole.train()
+    checkpoint = stopped_at_two(lambda folder, **options: planned(folder, "1500KiB", **options), tmp_path / "parts")
+    chosen = json.loads((Path(checkpoint) / PLAN_FILE).read_text())["chosen"]
+    fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e10)
+    (tmp_path / "figures.json").write_text(fast.to_json())
+    fresh = planned(tmp_path / "fresh", "1500KiB", **SAVING)
+    fresh.train()
+    assert plan_of(fresh).chosen != chosen  # planned for the other machine
+    resumed = planned(tmp_path / "parts", "1500KiB", **SAVING)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert plan_of(resumed).chosen == chosen
+    assert [entry for entry in logs(resumed) if "loss" in entry] == [entry for entry in logs(whole) if "loss" in entry]
+
+
+@pytest.mark.parametrize("budget", ["520KiB", "auto", "off", None])
+def test_a_checkpoint_of_one_plan_resumes_under_any_other(budget, tmp_path):
+    whole = planned(tmp_path / "whole", "1500KiB", **SAVING)
+    whole.train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    detach_l2l(whole.model)
+    settled_memory()
+    if budget is None:
+        resumed = trainer(hf.Trainer, tmp_path / "parts", model=bert(), **SAVING)
+    else:
+        resumed = planned(tmp_path / "parts", budget, **SAVING)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    for found, expected in zip(logs(resumed), logs(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# ---- trainers for which no plan can be made
+
+
+def no_plan(folder: Path, budget: str, what: str) -> Any:
+    if what == "compute_loss":
+
+        class Mine(L2LTrainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                return super().compute_loss(*args, **kwargs)
+
+        return trainer(Mine, folder, model=bert(), device_memory_budget=budget)
+    if what == "streamed":
+        made = planned(folder, budget)
+        made.train_dataset = Streamed()
+        return made
+    options: dict[str, Any] = {"label_smoothing_factor": 0.1} if what == "label_smoothing_factor" else {"bf16": True}
+    return planned(folder, budget, **options)
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+@pytest.mark.parametrize("what", ["compute_loss", "streamed", "label_smoothing_factor", "bf16"])
+def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
+    made = no_plan(tmp_path / "auto", "auto", what)
+    made.train()
+    assert plan_of(made) is None
+    with pytest.raises(ValueError, match=f"device_memory_budget plans for .*{what}.*set 'off'"):
+        no_plan(tmp_path / "sized", "1MiB", what).train()
+
+
+# ---- accumulated batches
+
+
+@pytest.mark.parametrize("budget", ["550KiB", "900KiB", "auto"])
+def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
+    """They run as one, unless all of the model is resident, so that nothing travels."""
+    limit = {"550KiB": 550 * KIB, "900KiB": 900 * KIB, "auto": int(0.9 * 2**23)}[budget]
+    slow = HardwareFigures("sim", 2**23, 1e7, 1e7, 1e7, 1e7, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
+    (tmp_path / "figures.json").write_text(slow.to_json())
+    model = tiny_llama(layers=6, hidden_size=32, intermediate_size=64)
+    data = ragged(longest=32, shortest=24)
+    options: dict[str, Any] = {"device_memory_budget": budget, "per_device_train_batch_size": 6}
+    made = accumulating(tmp_path / "out", model=model, data=data, **options)
+    seen = forwards(made)
+    settled_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    said = train(made)
+    assert peak_of(made) <= limit
+    plan = plan_of(made)
+    assert plan.peak_bytes <= limit
+    if budget == "auto":
+        assert (plan.config.resident, plan.batches, seen[-4:], said) == ("all", 1, [6, 6, 6, 6], [])
+    else:
+        assert (plan.batches, seen[-2:], said) == (4, [24, 24], [])
+
+
+def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tmp_path):
+    fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e10)
+    (tmp_path / "figures.json").write_text(fast.to_json())
+    data = ragged(longest=32, shortest=24)
+    options: dict[str, Any] = {"device_memory_budget": "400KiB", "per_device_train_batch_size": 6}
+    made = accumulating(tmp_path / "out", model=tiny_llama(layers=6, hidden_size=32), data=data, **options)
+    assert train(made) == []
+    assert plan_of(made).batches == 1
+
+
+# ---- out of memory all the same
+
+
+def test_the_error_names_what_was_larger_than_planned(tmp_path):
+    model = bert()
+    plain = batch_for(model)
+    short = {name: value[:2] if value.dim() else value for name, value in plain.items()}
+    eps = attach_l2l(model, L2LConfig(device="sim", device_memory_budget="500KiB"), inputs=short)
+    eps.wrap(torch.optim.AdamW(model.parameters()))
+    many = {name: torch.cat([value] * 40) if value.dim() else value for name, value in plain.items()}
+    enable_simulated_accelerator("600KiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(**many).loss.backward()
+    [note] = [note for note in caught.value.__notes__ if "was planned" in note]
+    assert "longer rows than the one that was planned for" in note
+    enable_simulated_accelerator("8MiB")
+    detach_l2l(model)
