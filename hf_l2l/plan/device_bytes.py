@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import (
     BOUNDARY,
@@ -73,10 +74,13 @@ class DeviceBytes:
         self.leaves = stash != "device"
         self._uses: dict[int, list[int]] = {}
         """Memory of an argument -> the calls that take it."""
+        self._first: dict[int, tuple[int, int]] = {}
+        """Memory of an argument -> the first call that takes it, and its number there."""
         self._bytes: dict[int, int] = {}
         for number, call in enumerate(whole.calls):
-            for argument in call.arguments:
+            for i, argument in enumerate(call.arguments):
                 self._uses.setdefault(argument.memory, []).append(number)
+                self._first.setdefault(argument.memory, (number, i))
                 self._bytes[argument.memory] = argument.num_bytes
         self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
 
@@ -93,11 +97,12 @@ class DeviceBytes:
                 yield f"backward of layer {number + 1}", self._layer(number)
         yield "head", self._head()
         rows = self._arguments_of_first()
-        before = part.pieces[0].backward_peak
+        before = whole.pieces[0].backward_peak + self.weights.tables_leaving
         if self.by_rows:
             # While the last micro-batch is still there, the sums are converted.
             sums, short = self.weights.table_sums, self.weights.table_gradients
-            before = sums + max(before + 2 * rows, short + 3 * rows)
+            before = sums + max(part.pieces[0].backward_peak + 2 * rows, short + 3 * rows)
+            before = max(before, short + self.weights.tables_leaving)
         found = self._base() | {EMBEDDING: before, HEAD: whole.late, BOUNDARY: 0 if self.by_rows else rows}
         yield "embedding", self._with_gradients(found, 0)
         if self.held.resident or self.held.shell_is_resident:
@@ -110,6 +115,13 @@ class DeviceBytes:
         if not self.held.shell_is_resident:
             return 0
         return self.weights.shell.gradients - self._early_gradients()
+
+    def _leaving(self) -> int:
+        """Gradients of what is computed after the layers alone, as they leave while the last layer computes."""
+        shell = self.weights.shell
+        if self.held.shell_is_resident:
+            return 0
+        return self.whole.of_last * shell.gradients // max(1, shell.sent_gradients)
 
     def _early_gradients(self) -> int:
         """Of the resident shell: the gradients of what is computed after the layers alone."""
@@ -139,13 +151,18 @@ class DeviceBytes:
         masks = {id(each) for each in dense_masks(likes)}
         for i, argument in enumerate(arguments):
             uses = self._uses[argument.memory]
-            rows = self._has_rows(number, i)
-            travels = self.leaves and rows and len(uses) == 1 and not self.places[number].keeps_input
-            passes = self.by_rows and rows and argument.needs_gradient and not self.places[number].keeps_input
-            if travels or passes:
+            passes = self._has_rows(number, i) and self.by_rows and argument.needs_gradient
+            if not self.places[number].keeps_input and (passes or (self._travels(number, i) and len(uses) == 1)):
                 continue
             name = MASK if id(likes[i]) in masks else STASH
-            yield argument.memory, _Kept(name, argument.num_bytes, min(uses))
+            # Of layers that share an argument, the first one has its own copy in host memory.
+            first = uses[1] if len(uses) > 1 and self._travels(*self._first[argument.memory]) else uses[0]
+            yield argument.memory, _Kept(name, argument.num_bytes, first)
+
+    def _travels(self, number: int, argument: int) -> bool:
+        """Whether the stash of call `number` has its argument in host memory."""
+        is_first = self._first[self.whole.calls[number].arguments[argument].memory] == (number, argument)
+        return self.leaves and is_first and self._has_rows(number, argument) and not self.places[number].keeps_input
 
     def _base(self) -> Bytes:
         held = self.held
@@ -175,8 +192,12 @@ class DeviceBytes:
 
     def _graphs(self, number: int) -> int:
         """Graphs that are kept up to this call, of all rows."""
-        pairs = zip(self.whole.calls[: number + 1], self.places, strict=False)
-        return sum(call.layer.graph for call, place in pairs if place.keeps_graph)
+        found = 0
+        for call, place in zip(self.whole.calls[: number + 1], self.places, strict=False):
+            if place.keeps_graph:
+                # A graph has the 16-bit copies of masters that are on the device.
+                found += call.layer.graph + (self.weights.layers[call.number].copies if place.is_resident else 0)
+        return found
 
     def _arguments_of_first(self) -> int:
         """Bytes of what the embedding gives to the first layer."""
@@ -188,8 +209,10 @@ class DeviceBytes:
         found[WORKSPACE] = small.layer.backward_peak + self._uploaded(number)
         if self.places[number].keeps_graph:
             found[WORKSPACE] -= small.layer.graph
-        if self.places[number].is_resident:
+        elif self.places[number].is_resident:
             found[WORKSPACE] += self.weights.layers[call.number].copies
+        if number == len(self.whole.calls) - 1:
+            found[HEAD] += self._leaving()
         found[BOUNDARY] = self._boundary(number, call)
         if self.by_rows:
             found[WORKSPACE] += self._gradient_rows(call, small, number)
@@ -206,13 +229,19 @@ class DeviceBytes:
         return found
 
     def _uploaded(self, number: int) -> int:
-        """Rows of one micro-batch in host memory, and of the next one, which are uploaded meanwhile."""
-        rows = sum(
-            a.num_bytes
-            for whole, a in zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
-            if whole.memory not in self._kept
+        """Rows of one micro-batch in host memory, and those that are uploaded meanwhile: of the next micro-batch, or
+        the first ones of the layer before."""
+        rows, before = (self._rows_on_host(each) if each >= 0 else 0 for each in (number, number - 1))
+        return rows + max(before, rows if self.is_split else 0)
+
+    def _rows_on_host(self, number: int) -> int:
+        """Of one micro-batch."""
+        pairs = zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
+        return sum(
+            part.num_bytes
+            for i, (whole, part) in enumerate(pairs)
+            if whole.memory not in self._kept or self._travels(number, i)
         )
-        return 2 * rows if self.is_split else rows
 
     def _gradients_arrive(self, number: int, call: TracedCall) -> list[int]:
         """The outputs of the call that get a gradient, by their numbers."""
@@ -260,16 +289,29 @@ class DeviceBytes:
             return 0
         return sum(out.num_bytes for call in self.whole.calls[:number] for out in call.outputs if out.kept)
 
+    def _uploaded_for_head(self, hidden: int) -> int:
+        """Hidden states of one chunk of tokens and of the next one, instead of gradients of all `hidden` bytes of
+        them, which go to the host, and which the first chunk does not have yet."""
+        given = next(a for a in self.whole.calls[-1].arguments if a.needs_gradient)
+        width = given.shape[-1]
+        two = 2 * rows_per_chunk(width) * width * given.num_bytes // given.shape.numel()
+        return two - hidden if hidden >= two else hidden
+
     def _head(self) -> Bytes:
         found = self._held(len(self.whole.calls))
         if self.chunked_head is not None:
-            last = self.chunked_head.pieces[-1]
             # Gradients of hidden states go to the host.
-            found[HEAD] = max(last.backward_peak, last.forward_peak) - self.chunked_head.head
+            last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
+            found[HEAD] = max(last.backward_peak, last.forward_peak) + self._uploaded_for_head(hidden)
             return found
-        last = self.whole.pieces[-1]
-        peak = max(last.backward_peak, last.forward_peak)
-        found[HEAD] = peak
+        found[HEAD] = _of_last(self.whole)
         found[EMBEDDING] = self._arguments_of_first() if self.by_rows else self.whole.left
         found[BOUNDARY] = sum(out.num_bytes for call in self.whole.calls for out in call.outputs if out.kept)
         return found
+
+
+def _of_last(traced: Traced) -> int:
+    """The most that the last piece holds of its own: it frees what earlier pieces have kept for their forward only."""
+    *earlier, last = traced.pieces
+    freed = sum(piece.kept for piece in earlier) - traced.left
+    return max(last.backward_peak, last.forward_peak) + freed

@@ -296,7 +296,9 @@ class _Run:
         roots = [t for t in {id(t): t for t in given}.values() if t.grad_fn is not None and id(t) not in self._seen]
         self._seen.update(map(id, roots))
         self._roots.append(roots)
-        piece.kept = memory.live - self._start - tensor_bytes(roots)
+        # What a layer has returned is not counted here.
+        given_to_layer = {t.untyped_storage()._cdata: t.untyped_storage() for t in roots}
+        piece.kept = memory.live - self._start - sum(map(memory.counted, given_to_layer.values()))
 
     def _measured(self, forward: Any, leaves: list[Any], spec: Any) -> tuple[TracedLayer, Any, list[Any]]:
         """The layer, the structure of what it returns, and its values (see `_returning`)."""
