@@ -96,6 +96,9 @@ class DeviceBytes:
             if calls[number].in_graph:
                 yield f"backward of layer {number + 1}", self._layer(number)
         yield "head", self._head()
+        for number, piece in enumerate(whole.pieces[1:-1]):
+            if piece.backward_peak > 0:
+                yield f"backward between layers {number + 1} and {number + 2}", self._between(number)
         rows = self._arguments_of_first()
         before = whole.pieces[0].backward_peak + self.weights.tables_leaving
         if self.by_rows:
@@ -110,6 +113,17 @@ class DeviceBytes:
             found[SHELL] += self._late_gradients()
             yield "update on the device", found
 
+    def _between(self, number: int) -> Bytes:
+        """In the backward of what is computed after call `number`, such as the embedding of a decoder."""
+        found = self._held(number)
+        # Gradients of a table that is read in several places are added to a new one.
+        found[EMBEDDING] += self.whole.late
+        if self.by_rows:
+            found[EMBEDDING] += self.weights.table_sums + 2 * self._arguments_of_first()
+        else:
+            found[EMBEDDING] += self.whole.pieces[number + 1].backward_peak
+        return found | {BOUNDARY: self._boundary(number, self.whole.calls[number])}
+
     def _late_gradients(self) -> int:
         """Of the resident shell: the gradients that come last, those of what is computed before the layers."""
         if not self.held.shell_is_resident:
@@ -117,11 +131,13 @@ class DeviceBytes:
         return self.weights.shell.gradients - self._early_gradients()
 
     def _leaving(self) -> int:
-        """Gradients of what is computed after the layers alone, as they leave while the last layer computes."""
+        """What leaves while the last layer computes: the last gradient of what is computed after the layers alone, and
+        those of the last chunk of hidden states."""
+        hidden = 0 if self.chunked_head is None else min(self.chunked_head.head, self._chunk())
         shell = self.weights.shell
         if self.held.shell_is_resident:
-            return 0
-        return self.whole.of_last * shell.gradients // max(1, shell.sent_gradients)
+            return hidden
+        return hidden + self.whole.leaves_last * shell.gradients // max(1, shell.sent_gradients)
 
     def _early_gradients(self) -> int:
         """Of the resident shell: the gradients of what is computed after the layers alone."""
@@ -289,12 +305,16 @@ class DeviceBytes:
             return 0
         return sum(out.num_bytes for call in self.whole.calls[:number] for out in call.outputs if out.kept)
 
+    def _chunk(self) -> int:
+        """Bytes of the hidden states of one chunk of tokens."""
+        given = next(a for a in self.whole.calls[-1].arguments if a.needs_gradient)
+        width = given.shape[-1]
+        return rows_per_chunk(width) * width * given.num_bytes // given.shape.numel()
+
     def _uploaded_for_head(self, hidden: int) -> int:
         """Hidden states of one chunk of tokens and of the next one, instead of gradients of all `hidden` bytes of
         them, which go to the host, and which the first chunk does not have yet."""
-        given = next(a for a in self.whole.calls[-1].arguments if a.needs_gradient)
-        width = given.shape[-1]
-        two = 2 * rows_per_chunk(width) * width * given.num_bytes // given.shape.numel()
+        two = 2 * self._chunk()
         return two - hidden if hidden >= two else hidden
 
     def _head(self) -> Bytes:
