@@ -119,7 +119,8 @@ def _arguments(options: argparse.Namespace) -> TrainingArguments:
     for name in OF_TRAINER:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
-    # What it clips changes no bytes, and with the default there could be no eager update. The budget is asked for apart.
+    # What it clips changes no bytes, and with the default there could be no eager update. The budget is asked for
+    # apart.
     fixed: dict[str, Any] = {"max_grad_norm": 0, "report_to": "none", "device_memory_budget": "off"}
     return L2LTrainingArguments(output_dir=os.devnull, **fixed, **given)
 

@@ -155,7 +155,6 @@ class RunShapes:
             part,
             stash=stash,
             boundary=boundary,
-            gradient_slots=config.gradient_slots,
             head=head,
             transients=self._transients(places, shell),
             accumulates=self.accumulates,

@@ -99,6 +99,6 @@ def _notes(args: TrainingArguments, config: L2LConfig) -> Iterator[str]:
         yield "autocast (bf16=True) is not followed: the bytes are those of fp32, which are more"
     if config.device_memory_budget is not None:
         yield (
-            f"these are the bytes of the options as they are: device_memory_budget={config.device_memory_budget!r} may "
-            "choose others, which keep more on the device"
+            "these are the bytes of the options as they are: device_memory_budget="
+            f"{config.device_memory_budget!r} may choose others, which keep more on the device"
         )
