@@ -8,17 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
+from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
+from hf_l2l.cli.estimate_output import show
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import TrainingArguments
 
-    from hf_l2l.plan.estimate import Estimate
-    from hf_l2l.plan.planner import Plan
+    from hf_l2l.config import L2LConfig
     from hf_l2l.plan.run_shapes import RunShapes
-    from hf_l2l.plan.step_time import Rates, StepTime
+    from hf_l2l.plan.step_time import Rates
+    from hf_l2l.probe.figures import HardwareFigures
 
 ROWS = "per_device_train_batch_size"
 STEPS = "gradient_accumulation_steps"
@@ -44,8 +45,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--device-type", metavar="TYPE", help="the type of the device that will train it, such as cuda"
     )
     parser.add_argument(
-        "--budget",
-        "--device_memory_budget",
+        *("--budget", "--device_memory_budget", "--device-memory-budget"),
         metavar="SIZE",
         help="find the fastest options for so much device memory, such as 24GiB",
     )
@@ -66,6 +66,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 _LISTS = ("layer_classes",)
+_OWN = ("device", "trace", "device_memory_budget")
+"""Options that have no flag here, or one of its own."""
 
 
 def _add(parser: Any, name: str, **more: Any) -> None:
@@ -80,12 +82,8 @@ def _options() -> dict[str, tuple[str, str]]:
 
     from hf_l2l.config import L2LConfig, argument
 
-    texts = {each.name: each.metadata["help"] for each in fields(L2LConfig) if each.name not in _APART}
+    texts = {each.name: each.metadata["help"] for each in fields(L2LConfig) if each.name not in _OWN}
     return {name: (argument(name), text.split(". ")[0].replace("%", "%%") + ".") for name, text in texts.items()}
-
-
-_APART = ("device", "trace", "device_memory_budget")
-"""Options that no flag, or another one, is for."""
 
 
 def _number(text: str) -> int:
@@ -121,8 +119,10 @@ def _arguments(options: argparse.Namespace) -> TrainingArguments:
     for name in OF_TRAINER:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
-    # What it clips changes no bytes, and with the default there could be no eager update.
-    return L2LTrainingArguments(output_dir=os.devnull, max_grad_norm=0, report_to="none", **given)
+    # What it clips changes no bytes, and with the default there could be no eager update. The budget is asked for
+    # apart.
+    fixed: dict[str, Any] = {"max_grad_norm": 0, "report_to": "none", "device_memory_budget": "off"}
+    return L2LTrainingArguments(output_dir=os.devnull, **fixed, **given)
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
@@ -188,25 +188,50 @@ def _device(kind: str | None) -> torch.device | None:
     return device
 
 
-def _rates(options: argparse.Namespace, run: RunShapes) -> Rates | None:
-    from hf_l2l.plan.step_time import Rates
+def _figures(options: argparse.Namespace) -> HardwareFigures | None:
+    """The machine's figures, if they were asked for."""
     from hf_l2l.probe.figures import HardwareFigures
     from hf_l2l.probe.rates import probe
 
     if options.figures and options.probe:
         raise ValueError("--figures and --probe both give the machine's figures (got both); leave out one of them")
     if options.figures:
-        figures = HardwareFigures.from_json(Path(options.figures).read_text(encoding="utf-8"))
-    elif options.probe:
-        figures = probe()
-    else:
-        return None
+        return HardwareFigures.from_json(Path(options.figures).read_text(encoding="utf-8"))
+    return probe() if options.probe else None
+
+
+def _device_memory(device: torch.device | None, figures: HardwareFigures | None) -> int | None:
+    """Bytes of the device of the figures, where this machine has none whose memory is known."""
+    from hf_l2l.config import L2LConfig
+    from hf_l2l.plan.run_shapes import device_to_train_on, known_memory
+
+    here = known_memory(device or device_to_train_on(L2LConfig()))
+    return here if here is not None or figures is None else figures.device_memory_bytes
+
+
+def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig) -> Rates:
+    import torch
+
+    from hf_l2l.plan.step_time import Rates
+
     if figures.link_up is None:
         raise ValueError(
             f"times are of a machine whose device has memory of its own (got the figures of {figures.device_name}, "
             f"which shares that of the host, for {run.device.type}); give those of the machine that will train it"
         )
-    return Rates.of(figures, run.dtype)
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.dtype or torch.float32, "fp32")
+    if dtype not in figures.flops:
+        raise ValueError(
+            f"the figures must have FLOP/s of the dtype in which layers compute (got {dtype}, and figures of "
+            f"{figures.device_name} with {', '.join(figures.flops)}, the dtypes in which it multiplies matrices); set "
+            "cmp to one of them, or leave it out"
+        )
+    rates = Rates.of(figures, run.dtype)
+    if config.num_threads is None:
+        return rates
+    # Of the numbers of threads that were measured, the largest that are not more than will run.
+    fewer = [count for count in figures.adamw_by_threads if count <= config.num_threads]
+    return replace(rates, adamw=figures.adamw_by_threads[max(fewer, default=min(figures.adamw_by_threads))])
 
 
 def _host_memory(text: str) -> int:
@@ -240,19 +265,22 @@ def _run(options: argparse.Namespace) -> int:
                 )
         model = _model(options)
         asked = asked_by(_arguments(options), model)
-        config, rows = asked.config, asked.rows
+        config, rows = asked.config, asked.rows * asked.batches
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
+        figures, device = _figures(options), _device(options.device_type)
         run = RunShapes(
             model,
             config,
             example_inputs(model, rows, options.tokens),
             optimizer=asked.optimizer,
-            device=_device(options.device_type),
-            device_memory=budget,
+            device=device,
+            device_memory=budget or _device_memory(device, figures),
+            batches=asked.batches,
+            accumulates=asked.accumulates,
             given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
         )
-        rates = _rates(options, run)
+        rates = None if figures is None else _rates(figures, run, config)
         if budget is not None and rates is None:
             raise ValueError(
                 "--budget finds the fastest options, for which the machine's figures are needed (got neither --probe "
@@ -266,107 +294,8 @@ def _run(options: argparse.Namespace) -> int:
             found = replace(found, largest=largest_models(run, config, host_memory))
         time = None if rates is None else time_of(run, config, rates)
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
-        _show(options, found, time, plan, hidden)
+        show(options, found, time, plan, hidden)
     return GOOD
-
-
-def _show(
-    options: argparse.Namespace,
-    found: Estimate,
-    time: StepTime | None,
-    plan: Plan | None,
-    hidden: dict[str, int] | None,
-) -> None:
-    from hf_l2l.runtime.tensors import size_text
-
-    assert found.report is not None
-    if options.plot:
-        _plot(options.plot, found)
-    if options.json:
-        print_json(
-            {
-                "model": options.model,
-                "rows": found.rows,
-                "device": found.report["device"],
-                "host": found.report["host"],
-                "phase": found.phase,
-                "notes": found.notes,
-                "phases": {
-                    who: {phase: size._asdict() for phase, size in phases.items()}
-                    for who, phases in found.phases.items()
-                },
-                "plain": found.plain,
-                "plain_checkpointing": found.plain_checkpointing,
-                "chosen": None if plan is None else plan.chosen,
-                "seconds_per_step": None if time is None else time.seconds,
-                "bound": None if time is None else time.bound,
-                "busy": None if time is None else time.busy,
-                "tokens_that_hide": hidden,
-                "largest": {name: vars(each) for name, each in found.largest.items()} or None,
-            }
-        )
-        return
-    print(found)
-    print(
-        f"Plain training in fp32 would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with "
-        "activation checkpointing, all on the device."
-    )
-    _print_phases(found)
-    for name, each in found.largest.items():
-        size = f"{count_text(each.parameters)} parameters in {each.layers} layers" if each.layers else "no layer fits"
-        print(f"The largest such model with {name}: {size}.")
-    if plan is not None:
-        print(plan)
-    elif time is not None:
-        busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
-        print(f"A step takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
-    if hidden is not None and any(hidden.values()):
-        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
-        print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
-
-
-_WHO = {"l2l": "L2L", "plain": "plain", "plain_checkpointing": "plain, checkpointing"}
-
-
-def _print_phases(found: Estimate) -> None:
-    """A table of what is held in each phase, and of whom."""
-    from hf_l2l.runtime.tensors import size_text
-
-    print(f"{'The most in each phase':<32}{''.join(f'{phase:>12}' for phase in found.phases['l2l'])}")
-    for who, phases in found.phases.items():
-        for where in ("host", "device"):
-            sizes = "".join(f"{size_text(getattr(size, where)):>12}" for size in phases.values())
-            print(f"{_WHO[who] + ', ' + where:<32}{sizes}")
-    mapped = max(size.files for size in found.phases["l2l"].values())
-    print(f"Besides, up to {size_text(mapped)} of the checkpoint's files are mapped, which the system can take back.")
-
-
-def _plot(file: str, found: Estimate) -> None:
-    """A bar of the device memory by name, and those of plain training."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            f"--plot needs the package matplotlib (got {file!r}, and it is not installed); install it with: pip "
-            "install matplotlib, or leave --plot out"
-        ) from error
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    assert found.report is not None
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    below = 0.0
-    for name, size in found.report["device"].items():
-        if name != "total" and size["peak"]:
-            axes.bar("L2L", size["peak"] / 2**30, bottom=below, label=name)
-            below += size["peak"] / 2**30
-    axes.bar("plain, checkpointing", found.plain_checkpointing / 2**30, color="lightgray")
-    axes.bar("plain", found.plain / 2**30, color="gray")
-    axes.set_ylabel("device memory at the peak (GiB)")
-    axes.legend(fontsize="small")
-    figure.savefig(file)
-    pyplot.close(figure)
 
 
 COMMAND = Command(

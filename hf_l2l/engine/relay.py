@@ -111,7 +111,7 @@ class Relay:
         self.stash = Stash(tiers, device)
         self.boundary = Boundary(config, device)
         self._slots: WeightSlots | None = None
-        self._gradient_slots = GradientSlots(device, config.gradient_slots)
+        self._gradient_slots = GradientSlots(device, config.gradient_slots, eps.masters)
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
         self.cuts = shell.cuts

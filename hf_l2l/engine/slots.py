@@ -223,8 +223,10 @@ class GradientSlots:
     slot, a layer waits at its first gradient until that download has finished.
     """
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: torch.device, count: int, masters: Masters) -> None:
+        """`count` slots, which are allocated when they are needed, for the largest of the layers of `masters`."""
         self.device = device
+        self._masters = masters
         self.slots = [_GradientSlot(0, device) for _ in range(count)]
         self._errors: HookErrors | None = None
         """What the hooks of the layer raised."""
@@ -248,7 +250,7 @@ class GradientSlots:
         self._views, flat = {}, None
         if in_slot:
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
-                slot = self.slots[0] = _GradientSlot(unit.gradient_layout.num_bytes, self.device)
+                slot = self.slots[0] = _GradientSlot(self._num_bytes(unit), self.device)
             self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
         self._unit, self._is_empty = unit, True
         errors = self._errors = HookErrors()
@@ -262,6 +264,12 @@ class GradientSlots:
             # here to a module would therefore keep the model alive.
             self._unit, self._sums, self._views, self._errors = None, [], {}, None
         errors.raise_first()
+
+    def _num_bytes(self, unit: MasterUnit) -> int:
+        """Of a slot that is allocated now: a larger layer that follows must find it large enough, since the memory of
+        a slot that is replaced is freed only when its download has finished."""
+        streamed = [each for each in self._masters.layer_units if not each.place.is_resident]
+        return max(each.gradient_layout.num_bytes for each in (unit, *streamed))
 
     def add(self, number: int, leaf: torch.Tensor) -> None:
         """Add the gradient of the leaf of parameter `number` to its sum, in the dtype of the master."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import (
     BOUNDARY,
@@ -31,6 +32,7 @@ from hf_l2l.memory.device_memory import (
 )
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.plan.weights import ModelWeights, WeightBytes
+from hf_l2l.shapes.passed import Passed
 from hf_l2l.shapes.traced import Traced, TracedCall
 
 Bytes = dict[str, int]
@@ -57,7 +59,6 @@ class DeviceBytes:
         *,
         stash: str,
         boundary: str,
-        gradient_slots: int = 2,
         head: Traced | None = None,
         transients: int = 0,
         accumulates: bool = False,
@@ -65,7 +66,7 @@ class DeviceBytes:
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
         is one micro-batch. `accumulates` says whether a step has several batches, one after the other."""
-        self.weights, self.held, self.gradient_slots = weights, held, gradient_slots
+        self.weights, self.held = weights, held
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
         self.chunked_head = head
@@ -79,24 +80,7 @@ class DeviceBytes:
         self.is_split = part is not None
         self.by_rows = boundary == "host" and self.is_split
         self.leaves = stash != "device"
-        self._uses: dict[int, list[int]] = {}
-        """Memory of an argument -> the calls that take it."""
-        self._bytes: dict[int, int] = {}
-        self._needs: dict[int, bool] = {}
-        """Whether it gets a gradient."""
-        self._made_at: dict[int, int] = {}
-        """Memory -> the call that makes it."""
-        self._returned_at: dict[int, set[int]] = {}
-        """Memory -> the calls that return it."""
-        for number, call in enumerate(whole.calls):
-            for argument in call.arguments:
-                self._uses.setdefault(argument.memory, []).append(number)
-                self._bytes[argument.memory] = argument.num_bytes
-                self._needs.setdefault(argument.memory, argument.needs_gradient)
-            for output in call.outputs:
-                self._returned_at.setdefault(output.memory, set()).add(number)
-                if output.is_new:
-                    self._made_at[output.memory] = number
+        self._passed = Passed(whole.calls)
         self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
 
     def peak(self) -> tuple[str, Bytes]:
@@ -111,12 +95,16 @@ class DeviceBytes:
             if calls[number].in_graph:
                 yield f"backward of layer {number + 1}", self._layer(number)
         yield "head", self._head()
+        for number, piece in enumerate(whole.pieces[1:-1]):
+            if piece.backward_peak > 0:
+                yield f"backward between layers {number + 1} and {number + 2}", self._between(number)
         rows = self._arguments_of_first()
-        before = part.pieces[0].backward_peak
+        before = whole.pieces[0].backward_peak + self.weights.tables_leaving
         if self.by_rows:
             # While the last micro-batch is still there, the sums are converted.
             sums, short = self.weights.table_sums, self.weights.table_gradients
-            before = sums + max(before + 2 * rows, short + 3 * rows)
+            before = sums + max(part.pieces[0].backward_peak + 2 * rows, short + 3 * rows)
+            before = max(before, short + self.weights.tables_leaving)
         found = self._base() | {EMBEDDING: before, HEAD: whole.late, BOUNDARY: 0 if self.by_rows else rows}
         yield "embedding", self._with_gradients(found, 0)
         if self.held.resident or self.held.shell_is_resident:
@@ -124,11 +112,32 @@ class DeviceBytes:
             found[SHELL] += 0 if self.accumulates else self._late_gradients()
             yield "update on the device", found
 
+    def _between(self, number: int) -> Bytes:
+        """In the backward of what is computed after call `number`, such as the embedding of a decoder."""
+        found = self._held(number)
+        # Gradients of a table that is read in several places are added to a new one.
+        found[EMBEDDING] += self.whole.late
+        if self.by_rows:
+            found[EMBEDDING] += self.weights.table_sums + 2 * self._arguments_of_first()
+        else:
+            found[EMBEDDING] += self.whole.pieces[number + 1].backward_peak
+        self._add_boundary(found, number)
+        return found
+
     def _late_gradients(self) -> int:
         """Of the resident shell: the gradients that come last, those of what is computed before the layers."""
         if not self.held.shell_is_resident:
             return 0
         return self.weights.shell.gradients - self._early_gradients()
+
+    def _leaving(self) -> int:
+        """What leaves while the last layer computes: the last gradient of what is computed after the layers alone, and
+        those of the last chunk of hidden states."""
+        hidden = 0 if self.chunked_head is None else min(self.chunked_head.head, self._chunk())
+        shell = self.weights.shell
+        if self.held.shell_is_resident:
+            return hidden
+        return hidden + self.whole.leaves_last * shell.gradients // max(1, shell.sent_gradients)
 
     def _early_gradients(self) -> int:
         """Of the resident shell: the gradients of what is computed after the layers alone."""
@@ -162,22 +171,21 @@ class DeviceBytes:
         likes = [torch.empty(a.shape, device="meta") for a in arguments]
         masks = {id(each) for each in dense_masks(likes)}
         for i, argument in enumerate(arguments):
-            uses = self._uses[argument.memory]
-            rows = self._has_rows(number, i)
-            travels = self.leaves and rows and len(uses) == 1 and not self.places[number].keeps_input
-            passes = self.by_rows and rows and argument.needs_gradient and not self.places[number].keeps_input
-            if travels or passes:
+            uses = self._passed.uses[argument.memory]
+            passes = self._has_rows(number, i) and self.by_rows and argument.needs_gradient
+            if not self.places[number].keeps_input and (passes or (self._travels(number, i) and len(uses) == 1)):
                 continue
             # A layer that keeps its graph has nothing in the stash.
             stashed = any(not self.places[use].keeps_graph for use in uses)
             name = MASK if id(likes[i]) in masks else STASH if stashed else BOUNDARY
-            yield argument.memory, _Kept(name, argument.num_bytes, self._first_on_device(number, uses, has_rows=rows))
+            # Of layers that share an argument, the first one has its own copy in host memory.
+            first = uses[1] if len(uses) > 1 and self._travels(*self._passed.first[argument.memory]) else uses[0]
+            yield argument.memory, _Kept(name, argument.num_bytes, first)
 
-    def _first_on_device(self, number: int, uses: list[int], *, has_rows: bool) -> int:
-        """The first of these calls for which the stash keeps the tensor on the device. At its first use it is not
-        known yet that layers share it, so that one is stashed like those of a single layer."""
-        leaves = self.leaves and has_rows and not self.by_rows and not self.places[min(uses)].keeps_input
-        return sorted(uses)[1] if leaves and len(uses) > 1 else min(uses)
+    def _travels(self, number: int, argument: int) -> bool:
+        """Whether the stash of call `number` has its argument in host memory."""
+        is_first = self._passed.first[self.whole.calls[number].arguments[argument].memory] == (number, argument)
+        return self.leaves and is_first and self._has_rows(number, argument) and not self.places[number].keeps_input
 
     def _base(self) -> Bytes:
         held = self.held
@@ -187,7 +195,7 @@ class DeviceBytes:
             RESIDENT: held.resident,
             SLOTS: held.slots,
             KEPT_WEIGHTS: held.kept,
-            INPUTS: self.copies_of_inputs * self.whole.inputs,
+            INPUTS: self.whole.kept_inputs + (self.copies_of_inputs - 1) * self.whole.inputs,
         }
 
     def _held(self, number: int) -> Bytes:
@@ -207,8 +215,12 @@ class DeviceBytes:
 
     def _graphs(self, number: int) -> int:
         """Graphs that are kept up to this call, of all rows."""
-        pairs = zip(self.whole.calls[: number + 1], self.places, strict=False)
-        return sum(call.layer.graph for call, place in pairs if place.keeps_graph)
+        found = 0
+        for call, place in zip(self.whole.calls[: number + 1], self.places, strict=False):
+            if place.keeps_graph:
+                # A graph has the 16-bit copies of masters that are on the device.
+                found += call.layer.graph + (self.weights.layers[call.number].copies if place.is_resident else 0)
+        return found
 
     @cached_property
     def _last_sent(self) -> int:
@@ -230,17 +242,15 @@ class DeviceBytes:
     def _layer(self, number: int) -> Bytes:
         call, small = self.whole.calls[number], self.part.calls[number]
         found = self._held(number)
-        uploaded = self._uploaded(number)
-        found[WORKSPACE] = small.layer.backward_peak + uploaded + self._outgrown_slot(number)
+        found[WORKSPACE] = small.layer.backward_peak + self._uploaded(number)
         if self.places[number].keeps_graph:
             found[WORKSPACE] -= small.layer.graph
-        if self.places[number].is_resident:
+        elif self.places[number].is_resident:
             found[WORKSPACE] += self.weights.layers[call.number].copies
-        found[BOUNDARY] += self._boundary(number, call)
-        waiting, sums = self._gradients_waiting(number)
-        found[BOUNDARY] += waiting
-        found[EMBEDDING] += sums
-        ahead = uploaded // 2 if self.leaves and self.is_split else 0
+        if number == len(self.whole.calls) - 1:
+            found[HEAD] += self._leaving()
+        self._add_boundary(found, number)
+        ahead = self._rows_on_host(number) if self.leaves and self.is_split else 0
         if self.by_rows:
             rows = self._gradient_rows(call, small, number)
             ahead += rows // 2
@@ -261,17 +271,11 @@ class DeviceBytes:
             found[EMBEDDING] += ahead
         return found
 
-    def _outgrown_slot(self, number: int) -> int:
-        """The slot for sums of gradients that the first backward replaces with a larger one in this call, and whose
-        memory is free only when its download has been waited for."""
-        calls, layers = self.whole.calls, self.weights.layers
-        sums = [
-            layers[call.number].sums
-            for call, place in zip(calls[number:], self.places[number:], strict=True)
-            if call.in_graph and not place.is_resident
-        ]
-        own, later = sums[0] if sums else 0, sums[1:]
-        return max(later) if len(later) >= self.gradient_slots and own > max(later) else 0
+    def _add_boundary(self, found: Bytes, number: int) -> None:
+        """What passes between layers, and its gradients, in the backward of call `number`."""
+        waiting, sums = self._passed.gradients_waiting(number, self._kept if self.by_rows else self._passed.uses)
+        found[BOUNDARY] += self._boundary(number, self.whole.calls[number]) + waiting
+        found[EMBEDDING] += sums
 
     def _sent_besides(self, number: int) -> int:
         """Rows of gradients of one micro-batch that go to the host besides those that are sent last."""
@@ -282,34 +286,27 @@ class DeviceBytes:
         ]
         return sum(sizes) - max(sizes, default=0)
 
-    def _gradients_waiting(self, number: int) -> tuple[int, int]:
-        """Bytes of gradients of what layers read that wait, on the device, in the backward of call `number`, for those
-        of earlier layers that read it: those of a single layer, and the sums of those of several. Of what this call
-        and later ones return, the gradients are those of their outputs."""
-        single, sums = 0, 0
-        for memory, uses in self._uses.items():
-            count = sum(use > number for use in uses)
-            returned = self._made_at.get(memory, -1) >= number or number in self._returned_at.get(memory, ())
-            if count and not returned and self._needs[memory] and (not self.by_rows or memory in self._kept):
-                single += self._bytes[memory] if count == 1 else 0
-                sums += self._bytes[memory] if count > 1 else 0
-        return single, sums
-
     def _uploaded(self, number: int) -> int:
-        """Rows of one micro-batch in host memory, and of the next one, which are uploaded meanwhile."""
-        rows = sum(
-            a.num_bytes
-            for whole, a in zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
-            if whole.memory not in self._kept or self._kept[whole.memory].first > number
+        """Rows of one micro-batch in host memory, and those that are uploaded meanwhile: of the next micro-batch, or
+        the first ones of the layer before."""
+        rows, before = (self._rows_on_host(each) if each >= 0 else 0 for each in (number, number - 1))
+        return rows + max(before, rows if self.is_split else 0)
+
+    def _rows_on_host(self, number: int) -> int:
+        """Of one micro-batch."""
+        pairs = zip(self.whole.calls[number].arguments, self.part.calls[number].arguments, strict=True)
+        return sum(
+            part.num_bytes
+            for i, (whole, part) in enumerate(pairs)
+            if whole.memory not in self._kept or self._travels(number, i)
         )
-        return 2 * rows if self.is_split else rows
 
     def _gradients_arrive(self, number: int, call: TracedCall) -> list[int]:
         """The outputs of the call that get a gradient, by their numbers."""
         return [
             i
             for i, output in enumerate(call.outputs)
-            if output.has_gradient or any(use > number for use in self._uses.get(output.memory, ()))
+            if output.has_gradient or any(use > number for use in self._passed.uses.get(output.memory, ()))
         ]
 
     def _gradient_rows(self, call: TracedCall, small: TracedCall, number: int) -> int:
@@ -323,7 +320,7 @@ class DeviceBytes:
     def _passes(self, call: TracedCall, small: TracedCall, i: int) -> bool:
         """Whether output `i` passes through the host: it has rows, and no layer that takes it keeps it."""
         has_rows = call.outputs[i].num_bytes != small.outputs[i].num_bytes
-        uses = self._uses.get(call.outputs[i].memory, ())
+        uses = self._passed.uses.get(call.outputs[i].memory, ())
         return self.by_rows and has_rows and not any(self.places[use].keeps_input for use in uses)
 
     def _boundary(self, number: int, call: TracedCall) -> int:
@@ -343,18 +340,29 @@ class DeviceBytes:
             return 0
         return sum(out.num_bytes for call in self.whole.calls[:number] for out in call.outputs if out.kept)
 
+    def _chunk(self) -> int:
+        """Bytes of the hidden states of one chunk of tokens."""
+        given = next(a for a in self.whole.calls[-1].arguments if a.needs_gradient)
+        width = given.shape[-1]
+        return rows_per_chunk(width) * width * given.num_bytes // given.shape.numel()
+
+    def _uploaded_for_head(self, hidden: int) -> int:
+        """Hidden states of one chunk of tokens and of the next one, instead of gradients of all `hidden` bytes of
+        them, which go to the host, and which the first chunk does not have yet."""
+        two = 2 * self._chunk()
+        return two - hidden if hidden >= two else hidden
+
     def _head(self) -> Bytes:
         found = self._held(len(self.whole.calls))
-        early = self._early_gradients()
+        # With those of an earlier batch there, they are added, and not the first.
+        early = 0 if self.accumulates else self._early_gradients()
         found[SHELL] += early
         if self.chunked_head is not None:
-            last = self.chunked_head.pieces[-1]
             # Gradients of hidden states go to the host.
-            found[HEAD] = max(last.backward_peak, last.forward_peak) - self.chunked_head.head - early
+            last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
+            found[HEAD] = max(last.backward_peak, last.forward_peak) + self._uploaded_for_head(hidden) - early
             return found
-        last = self.whole.pieces[-1]
-        peak = max(last.backward_peak, last.forward_peak)
-        found[HEAD] = peak - early
+        found[HEAD] = _of_last(self.whole) - early
         found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
         # With a boundary on the host, all rows of the last layer's output alone are needed at once.
         there = self.whole.calls[-1:] if self.by_rows else self.whole.calls
@@ -365,3 +373,10 @@ class DeviceBytes:
         found[BOUNDARY] += kept + later
         found[HEAD] -= later
         return found
+
+
+def _of_last(traced: Traced) -> int:
+    """The most that the last piece holds of its own: it frees what earlier pieces have kept for their forward only."""
+    *earlier, last = traced.pieces
+    freed = sum(piece.kept for piece in earlier) - traced.left
+    return max(last.backward_peak, last.forward_peak) + freed

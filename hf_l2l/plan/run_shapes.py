@@ -68,7 +68,7 @@ class RunShapes:
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
         self.rows = rows_of(model, inputs)
         self.batches, self.most_rows, self.accumulates = batches, self.rows // batches, accumulates
-        self.device_memory = device_memory or _memory_of(self.device)
+        self.device_memory = device_memory or known_memory(self.device)
         self.fuses = _always if self.device.type in _FUSING else _without_dropout
         self._tracer = Tracer(
             model,
@@ -155,7 +155,6 @@ class RunShapes:
             part,
             stash=stash,
             boundary=boundary,
-            gradient_slots=config.gradient_slots,
             head=head,
             transients=self._transients(places, shell),
             accumulates=self.accumulates,
@@ -258,7 +257,8 @@ def device_to_train_on(config: L2LConfig) -> torch.device:
     return ELSEWHERE if stream.shares_host_memory(device) else device
 
 
-def _memory_of(device: torch.device) -> int | None:
+def known_memory(device: torch.device) -> int | None:
+    """Bytes of the device in all; None if this machine has no such device, or it does not tell."""
     module: Any = stream.device_module(device)
     return stream.memory_of(device) if module is not None and module.is_available() else None
 

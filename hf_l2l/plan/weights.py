@@ -69,6 +69,11 @@ class ModelWeights:
         """Frozen tables of embeddings, which no backward reads: they are freed when the forward is over."""
         self.table_gradients = sum(2 * t.numel() for t in tables if precision.of(t).itemsize == 2)
         """Those sums in 16 bits, if the device computes in 16 bits."""
+        largest = max(tables, key=torch.Tensor.numel, default=torch.empty(0))
+        rounded = largest.numel() * (precision.of_gradient(largest).itemsize % 4)
+        besides = rounded if self.table_gradients else -4 * largest.numel()
+        self.tables_leaving = self.table_sums + besides
+        """Gradients of tables in fp32, as they leave: besides the largest one, unless that was converted."""
 
     def on_device(
         self, places: Sequence[LayerPlace], *, gradient_slots: int, shell_is_resident: bool = False

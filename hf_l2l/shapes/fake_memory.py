@@ -203,13 +203,32 @@ class _AsOnDevice(TorchFunctionMode):
         fuses = self._fuses(query, key, value, attn_mask, dropout_p)
         # The fused kernel has no gradient for its mask.
         if not fuses or (attn_mask is not None and attn_mask.requires_grad):
-            composed = aten._scaled_dot_product_attention_math.default
-            out, _ = composed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            return cast(torch.Tensor, out)
+            return self._in_parts(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
         fused = aten._scaled_dot_product_flash_attention_for_cpu.default
         out, _ = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        return cast(torch.Tensor, out)
+
+    def _in_parts(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        is_causal: bool,
+        scale: float | None,
+        gqa: bool,
+    ) -> torch.Tensor:
+        """Attention with a matrix of scores, which are dropped by the kernel of `_dropout`: that of the host, which
+        the composed function would take, keeps a mask of floating point."""
+        composed = aten._scaled_dot_product_attention_math.default
+        given = value[..., :0] if dropout else value
+        out, weights = composed(query, key, given, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+        if dropout:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3) if gqa else value
+            out = self._dropout(weights, dropout) @ value
         return cast(torch.Tensor, out)
 
 

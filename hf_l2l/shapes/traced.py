@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -93,11 +93,15 @@ class Traced:
     """The layer calls in order; those of one kind have the same `layer`."""
     of_last: int
     """Bytes of the gradients of weights that the last piece alone reads."""
+    leaves_last: int
+    """Of these, bytes of the one that comes last."""
     late: int
     """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
     that both read, as a tied head."""
     inputs: int
-    """Bytes of the inputs on the device that the graph keeps."""
+    """Bytes of the inputs on the device."""
+    kept_inputs: int
+    """Bytes of those that the graph keeps."""
     left: int
     """Bytes that earlier pieces still keep when the backward of the last one is over, without arguments of layers."""
     head: int = 0
@@ -178,12 +182,13 @@ class Tracer:
             run = self._run = _Run(memory)
             with told_failures(self.model), Tables(apart=by_rows) as run.tables, torch.enable_grad():
                 loss = loss_of(self.model(**given))
+                whole = tensor_bytes(leaves_of(given))
                 memory_of = [(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in leaves_of(given)]
                 del fakes, given
                 kept = sum(size for each, size in memory_of if not each.expired())
                 run.end(loss)
             self._run = None
-        return Traced(run.pieces, run.calls, *run.gradients(), kept, run.left, run.head, run.besides)
+        return Traced(run.pieces, run.calls, *run.gradients(), whole, kept, run.left, run.head, run.besides)
 
     def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._apart and len(args) == 1:
@@ -239,11 +244,11 @@ class _Run:
             self._fired[-1][parameter] = parameter.grad.nbytes
         parameter.grad = None
 
-    def gradients(self) -> tuple[int, int]:
-        """`Traced.of_last` and `Traced.late`."""
+    def gradients(self) -> tuple[int, int, int]:
+        """`Traced.of_last`, `Traced.leaves_last` and `Traced.late`."""
         last, *earlier = self._fired
-        late = sum(size for p, size in last.items() if any(p in each for each in earlier))
-        return sum(last.values()) - late, late
+        own = [size for p, size in last.items() if not any(p in each for each in earlier)]
+        return sum(own), own[-1] if own else 0, sum(last.values()) - sum(own)
 
     def layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of the layer of this number."""
@@ -286,13 +291,16 @@ class _Run:
         self.pieces.append(Piece())
         self._start = self.memory.begin()
 
-    def _end_piece(self, given: Iterable[torch.Tensor]) -> None:
+    def _end_piece(self, given: Sequence[torch.Tensor]) -> None:
         piece, memory = self.pieces[-1], self.memory
         piece.forward_peak, piece.forward_flops = memory.peak - self._start, memory.flops
         roots = [t for t in {id(t): t for t in given}.values() if t.grad_fn is not None and id(t) not in self._seen]
         self._seen.update(map(id, roots))
         self._roots.append(roots)
-        piece.kept = memory.live - self._start - tensor_bytes(roots)
+        # Arguments of layers are counted apart, and what layers have returned is not counted here.
+        memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in given}
+        apart = sum(memory.counted(m) for key, m in memories.items() if key not in self._given)
+        piece.kept = memory.live - self._start - apart
 
     def _measured(self, forward: Any, leaves: list[Any], spec: Any) -> tuple[TracedLayer, Any, list[Any]]:
         """The layer, the structure of what it returns, and its values (see `_returning`)."""

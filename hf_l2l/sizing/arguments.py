@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,11 @@ class Asked:
 
     config: L2LConfig
     rows: int
-    """Rows that are on the device at once: those of all batches of a step, if these run as one."""
+    """Rows of a batch."""
+    batches: int
+    """The batches of a step that run as one."""
+    accumulates: bool
+    """Whether a step has several that do not."""
     optimizer: torch.optim.Optimizer
     notes: tuple[str, ...]
     """What of them an estimate does not follow."""
@@ -42,18 +47,20 @@ def asked_by(args: Any, model: nn.Module) -> Asked:
             "of them, or leave it out for the defaults"
         )
     refuse_for_layers(args)
-    config, rows = l2l_config(args), args.per_device_train_batch_size
-    if _batches_run_as_one(args, model, config):
-        # They are cut between each other.
-        config = replace(config, ubatch_size=min(config.ubatch_size or rows, rows))
-        rows *= args.gradient_accumulation_steps
-    return Asked(config, rows, optimizer_of(args, model), tuple(_notes(args, config)))
+    config, steps = l2l_config(args), args.gradient_accumulation_steps
+    as_one = steps > 1 and _batches_run_as_one(args, model, config)
+    return Asked(
+        replace(config, device_memory_budget=None),
+        args.per_device_train_batch_size,
+        steps if as_one else 1,
+        steps > 1 and not as_one,
+        optimizer_of(args, model),
+        tuple(_notes(args, config)),
+    )
 
 
 def _batches_run_as_one(args: TrainingArguments, model: nn.Module, config: L2LConfig) -> bool:
     """Whether the batches of an optimizer step run as one, as far as can be told before the first step."""
-    if args.gradient_accumulation_steps == 1:
-        return False
     forward: Any = inspect.signature(model.forward).parameters.values()
     takes_more = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in forward)
     trainer = SimpleNamespace(
@@ -87,7 +94,11 @@ def optimizer_of(args: TrainingArguments, model: nn.Module) -> torch.optim.Optim
     return found
 
 
-def _notes(args: TrainingArguments, config: L2LConfig) -> list[str]:
+def _notes(args: TrainingArguments, config: L2LConfig) -> Iterator[str]:
     if config.cmp is None and (args.bf16 or args.fp16):
-        return ["autocast (bf16=True) is not followed: the bytes are those of fp32, which are more"]
-    return []
+        yield "autocast (bf16=True) is not followed: the bytes are those of fp32, which are more"
+    if config.device_memory_budget is not None:
+        yield (
+            "these are the bytes of the options as they are: device_memory_budget="
+            f"{config.device_memory_budget!r} may choose others, which keep more on the device"
+        )

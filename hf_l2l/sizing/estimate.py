@@ -44,14 +44,16 @@ def estimate(
         model: the model, which may be on the meta device, or what one is made of there: a config of transformers, a
             folder with a config.json, the path of one, or a name on the Hub (offline: one that its cache has).
         config: the options; None for the defaults. Or the Trainer's arguments, `L2LTrainingArguments` or plain
-            `TrainingArguments`: they have `rows`, too (`per_device_train_batch_size`, and those of all batches of
-            `gradient_accumulation_steps` if these run as one), and the optimizer, as far as these are not given.
+            `TrainingArguments`: they have `rows`, too (`per_device_train_batch_size`), and the optimizer, as far as
+            these are not given, and say how many batches a step has, all of which are on the device if they run as
+            one (`l2l_merge_accumulation`). What `device_memory_budget` would choose is not followed.
         optimizer: the optimizer that will update the model, or Accelerate's wrapper of it; it is not changed. None
             assumes two moments per trainable parameter.
         rows: rows of the device batch. Without rows, inputs and arguments, bytes that depend on the batch are left
             out.
         tokens: tokens per row, of models of texts (see `example_inputs`).
         inputs: the arguments of one call of the model, labels included, instead of rows and tokens; on any device.
+            They are those of all batches that run as one.
         device: the device that will train it, which this machine need not have; None takes that of `config`, or, if it
             shares the host's memory and there are rows or inputs, a CUDA device.
         device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
@@ -74,20 +76,38 @@ def estimate(
     with named_as_arguments(), nullcontext() if is_config else options_of_the_trainer():
         made = model_of(model, model_class=model_class, trust_remote_code=trust_remote_code)
         notes: tuple[str, ...] = ()
+        batches, accumulates = 1, False
         if not is_config:
             # Programs without the Trainer do not wait for its import.
             from hf_l2l.sizing.arguments import asked_by
 
             asked = asked_by(config, made)
             config, notes, optimizer = asked.config, asked.notes, optimizer or asked.optimizer
-            rows = rows or asked.rows
+            accumulates = asked.accumulates
+            if inputs is None:
+                batches = asked.batches
+                rows = batches * (rows or asked.rows)
         config = config or L2LConfig()
+        if config.device_memory_budget is not None:
+            raise ValueError(
+                f"an estimate is of the options as they are (got device_memory_budget="
+                f"{config.device_memory_budget!r}, which chooses some); leave it out, or use hf-l2l estimate --budget"
+            )
         if inputs is None and rows is not None:
             inputs = example_inputs(made, rows, tokens)
         if inputs is None:
             found = without_batch(memory_estimate.estimate(made, config, optimizer, place))
         else:
-            run = RunShapes(made, config, inputs, optimizer=optimizer, device=place, device_memory=device_memory)
+            run = RunShapes(
+                made,
+                config,
+                inputs,
+                optimizer=optimizer,
+                device=place,
+                device_memory=device_memory,
+                batches=batches,
+                accumulates=accumulates,
+            )
             found = estimate_of(run, config)
             if host_memory is not None:
                 found = replace(found, largest=largest_models(run, config, host_memory))

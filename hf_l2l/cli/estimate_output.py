@@ -1,0 +1,113 @@
+"""What `hf-l2l estimate` prints and draws."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from hf_l2l.cli.command import count_text, print_json
+
+if TYPE_CHECKING:
+    from hf_l2l.plan.estimate import Estimate
+    from hf_l2l.plan.planner import Plan
+    from hf_l2l.plan.step_time import StepTime
+
+
+def show(
+    options: argparse.Namespace,
+    found: Estimate,
+    time: StepTime | None,
+    plan: Plan | None,
+    hidden: dict[str, int] | None,
+) -> None:
+    """Print what was estimated, as text or as one JSON object, and draw it if that was asked for."""
+    from hf_l2l.runtime.tensors import size_text
+
+    assert found.report is not None
+    if options.plot:
+        _plot(options.plot, found)
+    if options.json:
+        print_json(
+            {
+                "model": options.model,
+                "rows": found.rows,
+                "device": found.report["device"],
+                "host": found.report["host"],
+                "phase": found.phase,
+                "notes": found.notes,
+                "phases": {
+                    who: {phase: size._asdict() for phase, size in phases.items()}
+                    for who, phases in found.phases.items()
+                },
+                "plain": found.plain,
+                "plain_checkpointing": found.plain_checkpointing,
+                "chosen": None if plan is None else plan.chosen,
+                "seconds_per_step": None if time is None else time.seconds,
+                "bound": None if time is None else time.bound,
+                "busy": None if time is None else time.busy,
+                "tokens_that_hide": hidden,
+                "largest": {name: vars(each) for name, each in found.largest.items()} or None,
+            }
+        )
+        return
+    print(found)
+    print(
+        f"Plain training in fp32 would need {size_text(found.plain)}, {size_text(found.plain_checkpointing)} with "
+        "activation checkpointing, all on the device."
+    )
+    _print_phases(found)
+    for name, each in found.largest.items():
+        size = f"{count_text(each.parameters)} parameters in {each.layers} layers" if each.layers else "no layer fits"
+        print(f"The largest such model with {name}: {size}.")
+    if plan is not None:
+        print(plan)
+    elif time is not None:
+        busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
+        print(f"A step takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
+    if hidden is not None and any(hidden.values()):
+        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
+        print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
+
+
+_WHO = {"l2l": "L2L", "plain": "plain", "plain_checkpointing": "plain, checkpointing"}
+
+
+def _print_phases(found: Estimate) -> None:
+    """A table of what is held in each phase, and of whom."""
+    from hf_l2l.runtime.tensors import size_text
+
+    print(f"{'The most in each phase':<32}{''.join(f'{phase:>12}' for phase in found.phases['l2l'])}")
+    for who, phases in found.phases.items():
+        for where in ("host", "device"):
+            sizes = "".join(f"{size_text(getattr(size, where)):>12}" for size in phases.values())
+            print(f"{_WHO[who] + ', ' + where:<32}{sizes}")
+    mapped = max(size.files for size in found.phases["l2l"].values())
+    print(f"Besides, up to {size_text(mapped)} of the checkpoint's files are mapped, which the system can take back.")
+
+
+def _plot(file: str, found: Estimate) -> None:
+    """A bar of the device memory by name, and those of plain training."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            f"--plot needs the package matplotlib (got {file!r}, and it is not installed); install it with: pip "
+            "install matplotlib, or leave --plot out"
+        ) from error
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    assert found.report is not None
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    below = 0.0
+    for name, size in found.report["device"].items():
+        if name != "total" and size["peak"]:
+            axes.bar("L2L", size["peak"] / 2**30, bottom=below, label=name)
+            below += size["peak"] / 2**30
+    axes.bar("plain, checkpointing", found.plain_checkpointing / 2**30, color="lightgray")
+    axes.bar("plain", found.plain / 2**30, color="gray")
+    axes.set_ylabel("device memory at the peak (GiB)")
+    axes.legend(fontsize="small")
+    figure.savefig(file)
+    pyplot.close(figure)
