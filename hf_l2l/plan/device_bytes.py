@@ -247,6 +247,7 @@ class DeviceBytes:
             found[WORKSPACE] -= small.layer.graph
         elif self.places[number].is_resident:
             found[WORKSPACE] += self.weights.layers[call.number].copies
+        found[WORKSPACE] += self._added_gradients(number)
         if number == len(self.whole.calls) - 1:
             found[HEAD] += self._leaving()
         self._add_boundary(found, number)
@@ -270,6 +271,13 @@ class DeviceBytes:
             found[WORKSPACE] -= ahead
             found[EMBEDDING] += ahead
         return found
+
+    def _added_gradients(self, number: int) -> int:
+        """Of a resident layer, and of the layer whose backward came before: gradients that are added to those of the
+        batch before."""
+        calls = zip(self.whole.calls[number : number + 2], self.places[number : number + 2], strict=True)
+        both = [self.weights.layers[call.number].gradients if place.is_resident else 0 for call, place in calls]
+        return sum(both) if self.accumulates and both[0] else 0
 
     def _add_boundary(self, found: Bytes, number: int) -> None:
         """What passes between layers, and its gradients, in the backward of call `number`."""
