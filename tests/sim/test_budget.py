@@ -345,6 +345,7 @@ def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
     assert (plan.batches, said) == (4 if budget == "900KiB" else 1, [])
     assert seen[-1] == 6 * plan.batches
     assert (plan.config.resident == "all") == (budget == "auto")
+    detach_l2l(made.model)
 
 
 def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tmp_path):
@@ -355,6 +356,7 @@ def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tm
     made = accumulating(tmp_path / "out", model=tiny_llama(layers=6, hidden_size=32), data=data, **options)
     assert train(made) == []
     assert plan_of(made).batches == 1
+    detach_l2l(made.model)
 
 
 # ---- out of memory all the same
