@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -226,7 +226,8 @@ class GradientSlots:
     def __init__(self, device: torch.device, count: int, masters: Masters) -> None:
         """`count` slots, which are allocated when they are needed, for the largest of the layers of `masters`."""
         self.device = device
-        self._masters = masters
+        self._masters = ref(masters)
+        """Hooks of leaves refer to this object: with a reference to modules they would keep the model alive."""
         self.slots = [_GradientSlot(0, device) for _ in range(count)]
         self._errors: HookErrors | None = None
         """What the hooks of the layer raised."""
@@ -268,7 +269,8 @@ class GradientSlots:
     def _num_bytes(self, unit: MasterUnit) -> int:
         """Of a slot that is allocated now: a larger layer that follows must find it large enough, since the memory of
         a slot that is replaced is freed only when its download has finished."""
-        streamed = [each for each in self._masters.layer_units if not each.place.is_resident]
+        masters = self._masters()
+        streamed = [] if masters is None else [each for each in masters.layer_units if not each.place.is_resident]
         return max(each.gradient_layout.num_bytes for each in (unit, *streamed))
 
     def add(self, number: int, leaf: torch.Tensor) -> None:

@@ -163,7 +163,8 @@ def stash_rooms(run: RunShapes, config: L2LConfig) -> tuple[int, int]:
         if argument.shape[:1] != (run.rows,):
             continue
         if uses[argument.memory] == 1:
-            own += argument.num_bytes
+            # With what passes in rooms of the same kind, all of them become rooms that were rounded up.
+            own += rounded_up(argument.num_bytes) if boundary == "host" else argument.num_bytes
             most = max(most, argument.num_bytes)
         else:
             shared[argument.memory] = argument.num_bytes, argument.needs_gradient

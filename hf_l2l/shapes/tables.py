@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -33,10 +33,9 @@ class Tables(TorchFunctionMode):
             self._rows.append((StorageWeakRef(found.untyped_storage()), found.shape, found.nbytes))
         return found
 
-    def largest_besides(self, given: Sequence[torch.Tensor]) -> tuple[torch.Size, int]:
-        """Shape and bytes of the largest rows that still live, and are not among the tensors that are `given`."""
-        there = {t.untyped_storage()._cdata for t in given}
-        alive = [each for each in self._rows if not each[0].expired() and each[0].cdata not in there]
+    def largest_besides(self, given: Container[int]) -> tuple[torch.Size, int]:
+        """Shape and bytes of the largest rows that still live, and are not among the memory that is `given`."""
+        alive = [each for each in self._rows if not each[0].expired() and each[0].cdata not in given]
         return max(((shape, size) for _, shape, size in alive), key=lambda each: each[1], default=(torch.Size(), 0))
 
 

@@ -260,9 +260,9 @@ class _Run:
         if key not in self._kinds:
             self._kinds[key] = self._measured(forward, leaves, spec)
         traced, out_spec, results = self._kinds[key]
-        if self.tables is not None:
-            self.besides = max(self.besides, self.tables.largest_besides(tensors), key=lambda each: each[1])
         self._given.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors)
+        if self.tables is not None:
+            self.besides = max(self.besides, self.tables.largest_besides(self._given), key=lambda each: each[1])
         arguments = [Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad) for t in tensors]
         outputs: list[Output] = []
         in_graph = any(t.requires_grad for t in (*tensors, *layer.parameters()))

@@ -81,7 +81,7 @@ class Watch:
             phase = self.phase
             process, simulated = self._process() - self._base, self._simulated()
             now = {"process": process, "host": process - simulated, "simulated": simulated}
-            if phase:
+            if phase and phase == self.phase:  # another one may have begun meanwhile
                 before = self.found.setdefault(phase, now)
                 self.found[phase] = {name: max(value, before[name]) for name, value in now.items()}
             time.sleep(0.0005)
@@ -124,7 +124,9 @@ def run(kind: str, sizes: dict[str, int], folder: str, options: dict[str, Any], 
     begin("attach")
     trainer(max_steps=2, save_strategy="steps", save_steps=2).train()
     begin("")
-    gc.collect()
+    for _ in range(10):  # the device's thread lets go of the first training
+        gc.collect()
+        time.sleep(0.02)
     begin("resume")
     trainer(max_steps=3, save_strategy="no").train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     begin("")

@@ -93,7 +93,8 @@ def test_accumulated_batches_that_run_as_one_are_on_the_device_together(tmp_path
     apart = estimate(llama(), arguments(tmp_path, l2l_merge_accumulation="off", **options), tokens=8)
     assert (merged.rows, apart.rows) == (6, 2)
     expected = estimate(llama(), L2LConfig(ubatch_size=2), rows=6, tokens=8)
-    assert merged.device_peak == expected.device_peak > apart.device_peak
+    # The batches that are put together are there as well.
+    assert merged.device_peak == expected.device_peak + 2 * 8 * 6 * 8 > apart.device_peak
     # The Trainer would compute the loss itself, so its batches run one by one.
     assert estimate(llama(), arguments(tmp_path, label_smoothing_factor=0.1, **options), tokens=8).rows == 2
 
