@@ -234,8 +234,12 @@ class _Search:
 def time_of(run: RunShapes, config: L2LConfig, rates: Rates) -> StepTime:
     """The time of a step with these options."""
     costs = run.costs(config)
-    overlaps = config.eps_update != "serial" and config.prefetch
-    slots = config.gradient_slots
     return step_time(
-        costs.layers, costs.shell, rates, ubatches=costs.ubatches, gradient_slots=slots, overlaps=overlaps
+        costs.layers,
+        costs.shell,
+        rates,
+        ubatches=costs.ubatches,
+        gradient_slots=config.gradient_slots,
+        prefetches=config.prefetch,
+        defers=config.eps_update != "serial",
     )
