@@ -306,14 +306,18 @@ class _Search:
 def time_of(run: RunShapes, config: L2LConfig, rates: Rates, *, batches: int = 1) -> StepTime:
     """The time of a step with these options, and with so many batches one after the other."""
     costs = run.costs(config)
-    overlaps = config.eps_update != "serial" and config.prefetch
-    options: dict[str, Any] = {"gradient_slots": config.gradient_slots, "overlaps": overlaps}
-    step = step_time(costs.layers, costs.shell, rates, ubatches=costs.ubatches, **options)
+    options: dict[str, Any] = {
+        "ubatches": costs.ubatches,
+        "gradient_slots": config.gradient_slots,
+        "prefetches": config.prefetch,
+        "defers": config.eps_update != "serial",
+    }
+    step = step_time(costs.layers, costs.shell, rates, **options)
     if batches == 1:
         return step
     layers = [replace(cost, parameters=0, on_device=0) for cost in costs.layers]
     shell = replace(costs.shell, parameters=0, on_device=0)
-    other = step_time(layers, shell, rates, ubatches=costs.ubatches, **options)
+    other = step_time(layers, shell, rates, **options)
     seconds = {lane: step.busy[lane] + (batches - 1) * other.busy[lane] for lane in step.busy}
     return StepTime(
         step.seconds + (batches - 1) * other.seconds,

@@ -188,8 +188,9 @@ class RunShapes:
         places, whole = self.places(config), self.traced(self.rows)
         leaves, by_rows = stash != "device", boundary == "host" and ubatch < self.rows
         short = 2 if config.grad_dtype == "16bit" else 4
-        layers = []
+        layers: list[Cost] = []
         updated: set[int] = set()
+        in_turn = [number for number, call in enumerate(whole.calls) if places[call.number].is_fetched_in_backward]
         for number, call in enumerate(whole.calls):
             place, weights = places[call.number], self.weights.layers[call.number]
             # A layer that is called several times is updated once.
@@ -197,22 +198,38 @@ class RunShapes:
             updated.add(call.number)
             own = _own(call.arguments)
             up = 0 if place.is_resident else weights.travels
-            # Of what travels, the last two layers of the forward are still in their slots.
-            up_again = up if place.is_fetched_in_backward and number < len(whole.calls) - 2 else 0
+            # Of what takes turns, the last two layers of the forward are still in their slots.
+            up_again = up if number in in_turn[:-2] else 0
             stashed = own if leaves and not place.keeps_input and call.in_graph else 0
             passing = own if by_rows and not place.keeps_input else 0
             layers.append(
                 Cost(
                     forward_flops=call.layer.forward_flops,
                     backward_flops=call.layer.backward_flops - (call.layer.forward_flops if place.keeps_graph else 0),
-                    forward_up=up + passing,
-                    forward_down=stashed,
-                    backward_up=up_again + stashed + passing,
-                    backward_down=(0 if place.is_resident else weights.trained * short) + passing,
+                    recomputes=not place.keeps_graph,
+                    forward_up=up,
+                    backward_up=up_again,
+                    keeps_weights=place.keeps_weights,
+                    backward_down=0 if place.is_resident else weights.trained * short,
+                    stashed=0 if by_rows else stashed,
+                    rows_up=passing,
+                    rows_down=passing,
+                    rows_up_again=stashed + passing,
+                    gradient_rows=passing,
+                    rows_down_again=passing,
                     parameters=0 if place.is_resident else trained,
                     on_device=trained if place.is_resident else 0,
                 )
             )
+        if by_rows:
+            own = self._own_input
+            # The embedding, and a final norm and a head.
+            layers.insert(0, Cost(rows_down=own, rows_up_again=own, gradient_rows=own))
+            if self.has_chunked_head:
+                layers.append(
+                    Cost(rows_up=own, rows_down=own, rows_up_again=2 * own, gradient_rows=own, rows_down_again=own)
+                )
+                layers.append(Cost(rows_up=own, rows_up_again=own, rows_down_again=own))
         return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
 
     def tokens_that_hide(self, config: L2LConfig, rates: Rates) -> dict[str, int]:

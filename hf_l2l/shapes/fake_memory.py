@@ -134,7 +134,9 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         query, key = args[of_attention.query : of_attention.query + 2]
         scores = query.shape[:-1].numel() * key.shape[-2]
         return int(of_attention.products * 2 * scores * query.shape[-1])
-    count = flop_registry.get(func._overloadpacket)
+    packet = func._overloadpacket
+    # An operation in place computes what the one it is named after computes.
+    count = flop_registry.get(packet) or flop_registry.get(getattr(aten, packet.__name__.removesuffix("_"), packet))
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 

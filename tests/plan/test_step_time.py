@@ -27,7 +27,7 @@ def test_uploads_run_beside_layers():
 
 def test_without_overlap_every_upload_is_waited_for():
     layers = [Cost(forward_flops=4, backward_flops=8, forward_up=3, backward_up=3)] * 3
-    assert step_time(layers, NOTHING, RATES, overlaps=False).seconds == 3 * (3 + 4) + 3 * (3 + 8)
+    assert step_time(layers, NOTHING, RATES, prefetches=False).seconds == 3 * (3 + 4) + 3 * (3 + 8)
 
 
 def test_updates_run_under_the_next_forward():
