@@ -325,13 +325,13 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
 # ---- accumulated batches
 
 
-@pytest.mark.parametrize("budget", ["550KiB", "900KiB", "auto"])
+@pytest.mark.parametrize("budget", ["900KiB", "2600KiB", "auto"])
 def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
-    """They run as one where that is faster: not where their rows would have to travel, or nothing travels at all."""
-    limit = {"550KiB": 550 * KIB, "900KiB": 900 * KIB, "auto": int(0.9 * 2**23)}[budget]
+    """They run as one, unless all of the model is resident, so that nothing travels."""
+    limit = {"900KiB": 900 * KIB, "2600KiB": 2600 * KIB, "auto": int(0.9 * 2**23)}[budget]
     slow = HardwareFigures("sim", 2**23, 1e7, 1e7, 1e7, 1e7, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
     (tmp_path / "figures.json").write_text(slow.to_json())
-    model = tiny_llama(layers=6, hidden_size=32, intermediate_size=64)
+    model = tiny_llama(layers=6, hidden_size=32, intermediate_size=256)
     data = ragged(longest=32, shortest=24)
     options: dict[str, Any] = {"device_memory_budget": budget, "per_device_train_batch_size": 6}
     made = accumulating(tmp_path / "out", model=model, data=data, **options)
@@ -342,7 +342,7 @@ def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
     assert peak_of(made) <= limit
     plan = plan_of(made)
     assert plan.peak_bytes <= limit
-    assert (plan.batches, said) == (4 if budget == "900KiB" else 1, [])
+    assert (plan.batches, said) == (1 if budget == "auto" else 4, [])
     assert seen[-1] == 6 * plan.batches
     assert (plan.config.resident == "all") == (budget == "auto")
     detach_l2l(made.model)
