@@ -243,7 +243,7 @@ class L2LTrainerMixin(CheckpointsMixin):
             read_rates_of_state(self.lr_scheduler)
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
             config = self._l2l_config()
-            reason, planned = why_not_folded(self, config), self._l2l_plan.why_one_by_one()
+            reason, planned = why_not_folded(self, self._asked_config()), self._l2l_plan.why_one_by_one()
             warn = partial(warn_of_accumulation, self.args, config)
             self._folding.start(reason or planned, logger.info if reason is None and planned else warn)
             if self._logs_times:
