@@ -75,46 +75,57 @@ def estimate(
     _refuse_sizes(is_config, rows, tokens, inputs, host_memory)
     with named_as_arguments(), nullcontext() if is_config else options_of_the_trainer():
         made = model_of(model, model_class=model_class, trust_remote_code=trust_remote_code)
-        notes: tuple[str, ...] = ()
-        batches, accumulates = 1, False
-        if not is_config:
-            # Programs without the Trainer do not wait for its import.
-            from hf_l2l.sizing.arguments import asked_by
-
-            asked = asked_by(config, made)
-            config, notes, optimizer = asked.config, asked.notes, optimizer or asked.optimizer
-            accumulates = asked.accumulates
-            if inputs is None:
-                batches = asked.batches
-                rows = batches * (rows or asked.rows)
-        config = config or L2LConfig()
-        if config.device_memory_budget is not None:
-            raise ValueError(
-                f"an estimate is of the options as they are (got device_memory_budget="
-                f"{config.device_memory_budget!r}, which chooses some); leave it out, or use hf-l2l estimate --budget"
-            )
-        if inputs is None and rows is not None:
-            inputs = example_inputs(made, rows, tokens)
-        if inputs is None:
-            found = without_batch(memory_estimate.estimate(made, config, optimizer, place))
-        else:
-            run = RunShapes(
-                made,
-                config,
-                inputs,
-                optimizer=optimizer,
-                device=place,
-                device_memory=device_memory,
-                batches=batches,
-                accumulates=accumulates,
-            )
-            found = estimate_of(run, config)
-            if host_memory is not None:
-                found = replace(found, largest=largest_models(run, config, host_memory))
-    found = replace(found, notes=(*notes, *found.notes))
+        size = {"rows": rows, "tokens": tokens, "inputs": inputs}
+        found = _estimated(made, config, optimizer, place, device_memory, host_memory, **size)
     for note in found.notes:
         logger.warning("%s", note)
     return found
+
+
+def _estimated(
+    model: nn.Module,
+    config: Any,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device | None,
+    device_memory: int | None,
+    host_memory: int | None,
+    *,
+    rows: Any,
+    tokens: Any,
+    inputs: Any,
+) -> Estimate:
+    notes: tuple[str, ...] = ()
+    of_step: dict[str, Any] = {"device_memory": device_memory}
+    if config is not None and not isinstance(config, L2LConfig):
+        # Programs without the Trainer do not wait for its import.
+        from hf_l2l.sizing.arguments import asked_by
+
+        asked = asked_by(config, model)
+        config, notes, optimizer = asked.config, asked.notes, optimizer or asked.optimizer
+        of_step["accumulates"] = asked.accumulates
+        if inputs is None:
+            of_step["batches"] = asked.batches
+            rows = asked.batches * (rows or asked.rows)
+    config = config or L2LConfig()
+    _refuse_budget(config)
+    if inputs is None and rows is None:
+        found = without_batch(memory_estimate.estimate(model, config, optimizer, device))
+    else:
+        given = example_inputs(model, rows, tokens) if inputs is None else inputs
+        run = RunShapes(model, config, given, optimizer=optimizer, device=device, **of_step)
+        found = estimate_of(run, config)
+        if host_memory is not None:
+            found = replace(found, largest=largest_models(run, config, host_memory))
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _refuse_budget(config: L2LConfig) -> None:
+    """Raise ValueError for a budget, for which options would be chosen."""
+    if config.device_memory_budget is not None:
+        raise ValueError(
+            "an estimate is of the options as they are (got device_memory_budget="
+            f"{config.device_memory_budget!r}, which chooses some); leave it out, or use hf-l2l estimate --budget"
+        )
 
 
 def _refuse_sizes(is_config: bool, rows: int | None, tokens: int | None, inputs: Any, host_memory: int | None) -> None:

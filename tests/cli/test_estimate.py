@@ -100,6 +100,32 @@ def test_times_of_a_machine(tmp_path, capsys, machine):
     assert estimated(capsys, tmp_path, "--figures", machine, "--json").json["bound"] == "upload"
 
 
+def test_layers_compute_in_a_dtype_of_the_figures(tmp_path, capsys, machine):
+    found = estimated(capsys, tmp_path, "--figures", machine, "--cmp", "fp16")
+    assert found.status == 2 and "got fp16, and figures of a device with fp32, bf16" in found.err
+
+
+def test_fewer_threads_update_longer(tmp_path, capsys, machine):
+    flags = ["--figures", machine, "--json"]
+    every, one = (estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--l2l_num_threads", "1"]))
+    assert one["busy"]["update"] == pytest.approx(4 * every["busy"]["update"])
+
+
+def test_the_device_of_the_figures_decides_where_the_stash_is(tmp_path, capsys, machine):
+    """This machine has no device whose memory is known."""
+    flags = ["--figures", machine, "--stash", "auto"]
+    assert "stash device" in estimated(capsys, tmp_path, *flags).out
+    small = json.loads(MACHINE.to_json()) | {"device_memory_bytes": 10_000}
+    Path(machine).write_text(json.dumps(small))
+    assert "stash host" in estimated(capsys, tmp_path, *flags).out
+
+
+def test_the_largest_model(tmp_path, capsys):
+    found = estimated(capsys, tmp_path, "--host-memory", "64GiB", "--json").json["largest"]
+    assert all(each["parameters"] > each["layers"] > 0 for each in found.values())
+    assert "with LoRA, 16-bit base: " in estimated(capsys, tmp_path, "--host-memory", "64GiB").out
+
+
 def test_a_plan_keeps_within_the_budget(tmp_path, capsys, machine):
     found = estimated(capsys, tmp_path, "--figures", machine, "--budget", "300KB", "--json").json
     assert found["device"]["total"]["peak"] <= 300_000 and found["chosen"]["ubatch_size"] >= 1
@@ -122,6 +148,7 @@ def test_a_model_of_numbers(capsys):
         (["--l2l_boundary", "host"], "l2l_boundary='host' passes what is in the stash"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
         (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps must be at least 1 (got 0)"),
+        (["--host-memory", "64"], "--host-memory must be a size with its unit, such as 64GiB (got '64')"),
         (["--optim", "nothing"], "nothing"),
         (["--optim", "lomo"], "optim cannot be used with L2L (got optim='lomo')"),
         (["--params", "1e9"], "a model is given by MODEL, or by --params"),
