@@ -52,6 +52,7 @@ from hf_l2l.hf.training_args import (
     refuse_mixin_after,
 )
 from hf_l2l.logits.heads import loss_alone
+from hf_l2l.memory.host_remedies import host_advice
 from hf_l2l.memory.memory_estimate import check_host_memory, estimate
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
@@ -286,7 +287,8 @@ class L2LTrainerMixin(CheckpointsMixin):
             eps.wrap(optimizer)
             inner = getattr(optimizer, "optimizer", optimizer)
             if not inner.state:  # before it allocates its moments
-                check_host_memory(estimate(self.model, self._l2l_config(), inner))
+                config = self._l2l_config()
+                check_host_memory(estimate(self.model, config, inner), partial(host_advice, self.model, config, inner))
         return optimizer
 
     @functools.wraps(Trainer.train)
