@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ class NoExample(ValueError):
     """No batch can be made without taking it from the training."""
 
 
-def longest_batch(dataloader: Any, rows: int, main_input: str) -> dict[str, torch.Tensor]:
+_FAILS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What data sets and collators raise that can only be used in another order, or with other rows."""
+
+
+def longest_batch(dataloader: Any, main_input: str) -> dict[str, torch.Tensor]:
     """A batch of the longest rows of the data set of `dataloader`, as its collator makes it. No generator of random
     numbers has moved after it.
 
@@ -30,24 +35,52 @@ def longest_batch(dataloader: Any, rows: int, main_input: str) -> dict[str, torc
 
     Args:
         dataloader: one of torch, with a data set that has a length and an entry for each row.
-        rows: of the batch.
         main_input: the name of the entry whose size is the length of a row, such as "input_ids". Rows with the longest
             "labels" are in the batch, too.
 
     Raises:
-        NoExample: if the data set is streamed, or its rows or batches are of another form.
+        NoExample: if the data set is streamed, its rows or batches are of another form, or not all batches have the
+            same number of rows.
     """
-    dataset: Any = dataloader.dataset
+    # That of the training arguments may be another one, where a program makes its own data loader.
+    rows = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+    dataset: Any = getattr(dataloader, "dataset", None)
     if isinstance(dataset, torch.utils.data.IterableDataset) or not isinstance(dataset, Sized) or not len(dataset):
         raise NoExample("the rows of a streamed data set are not known before they come")
+    if not isinstance(rows, int):
+        raise NoExample(f"a {type(dataloader.batch_sampler).__name__} does not tell how many rows a batch has")
     rows_of: Any = dataset
-    with compute_state.all_rng_states_kept(stream.HOST):
-        lengths = _lengths(dataset, (main_input, "labels"))
-        batch = dataloader.collate_fn([rows_of[number] for number in _longest(lengths, rows)])
+    collate = dataloader.collate_fn
+    try:
+        with compute_state.all_rng_states_kept(stream.HOST), _attributes_kept(collate):
+            lengths = _lengths(dataset, (main_input, "labels"))
+            batch = collate([rows_of[number] for number in _longest(lengths, rows)])
+    except NoExample:
+        raise
+    except _FAILS as error:
+        raise NoExample(f"no batch of the longest rows can be made ({type(error).__name__}: {error})") from error
     found = dict(batch) if isinstance(batch, Mapping) else {}
     if main_input not in found or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise NoExample(f"the data collator makes no dict of tensors with {main_input} (got a {type(batch).__name__})")
     return found
+
+
+@contextmanager
+def _attributes_kept(collate: Any) -> Iterator[None]:
+    """After the block, a collator, and one inside it, have the attributes that they had: some make a generator of
+    random numbers in their first call, which each worker process of the data loader must make for itself."""
+    inside = (collate, getattr(collate, "data_collator", None))
+    before = [(vars(each), dict(vars(each))) for each in inside if hasattr(each, "__dict__")]
+    generators = [value for _, values in before for value in values.values() if isinstance(value, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for now, values in before:
+            now.clear()
+            now.update(values)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _longest(lengths: Lengths, rows: int) -> list[int]:
@@ -59,7 +92,8 @@ def _longest(lengths: Lengths, rows: int) -> list[int]:
 
 
 def _lengths(dataset: Any, entries: tuple[str, ...]) -> Lengths:
-    if entries[0] in (getattr(dataset, "column_names", None) or ()) and dataset.format["type"] != "custom":
+    kind = getattr(dataset, "format", None)  # that of a data set of the library datasets
+    if isinstance(kind, Mapping) and entries[0] in dataset.column_names and kind["type"] != "custom":
         return _lengths_of_table(dataset, [name for name in entries if name in dataset.column_names])
     found = {number: _sizes(dataset[number], entries) for number in _spread(len(dataset), _FIRST)}
     if len(set(found.values())) > 1:

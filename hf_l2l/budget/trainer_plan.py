@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,60 @@ from hf_l2l.shapes.losses import Untraceable
 logger = logging.getLogger("transformers.hf_l2l")
 
 
+@dataclass(frozen=True)
+class Purpose:
+    """What a plan is made for; the plan for an equal one is the same."""
+
+    asked: L2LConfig
+    model: weakref.ref[Any]
+    trained: int
+    """Parameters that are trained: some may be frozen later, or not any more."""
+    accumulated: int
+    """Batches of a step."""
+    shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    """Of the longest batch."""
+    why_not: str | None
+    """Why no plan can be made; None if nothing is known to speak against it."""
+    inputs: dict[str, torch.Tensor] = field(compare=False, repr=False)
+    """The longest batch, without values."""
+
+    @classmethod
+    def of(cls, trainer: Any, asked: L2LConfig, dataloader: Any) -> Purpose | None:
+        """The purpose of a training that begins with batches of `dataloader`; None if there is no budget."""
+        if budget_bytes(asked, stream.execution_device(asked.device)) is None:
+            return None
+        inputs: dict[str, torch.Tensor] = {}
+        why_not = _why_not(trainer)
+        if why_not is None:
+            try:
+                inputs = longest_batch(dataloader, getattr(trainer.model, "main_input_name", "input_ids"))
+            except NoExample as error:
+                why_not = str(error)
+        return cls(
+            asked,
+            weakref.ref(trainer.model),
+            sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            trainer.args.gradient_accumulation_steps,
+            tuple((name, t.shape, t.dtype) for name, t in inputs.items()),
+            why_not,
+            {name: t.to("meta") if t.dim() else t for name, t in inputs.items()},
+        )
+
+
 class TrainerPlan:
     """What is planned for a trainer when its training begins. Evaluations, and later trainings, have the same plan."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self._asked: L2LConfig | None = None
-        self._made_for: Any = None
+        self._purpose: Purpose | None = None
 
     def config(self, asked: L2LConfig) -> L2LConfig:
         """The options to attach the model with: those that are `asked` for, and those that were chosen."""
         return replace(asked if self.plan is None else self.plan.config, device_memory_budget=None)
 
-    def is_to_make(self, trainer: Any, asked: L2LConfig) -> bool:
-        """Whether there is something to plan for the training that begins."""
-        has_budget = budget_bytes(asked, stream.execution_device(asked.device)) is not None
-        return has_budget and self._made_for != _purpose(trainer, asked)
-
-    def forget(self) -> None:
-        """The layers of the model are others than those that were planned for."""
-        self.plan = None
+    def is_for(self, purpose: Purpose | None) -> bool:
+        """Whether the training that begins has what was planned before, or, without a budget, no plan."""
+        return self._purpose == purpose
 
     def why_one_by_one(self) -> str | None:
         """Why accumulated batches are not run as one, if the plan says so."""
@@ -54,7 +88,7 @@ class TrainerPlan:
             "not be faster"
         )
 
-    def make(self, trainer: Any, asked: L2LConfig, dataloader: Any, checkpoint: str | None) -> None:
+    def make(self, trainer: Any, purpose: Purpose | None, checkpoint: str | None) -> None:
         """Plan for a training that begins, or is resumed from `checkpoint`. The model must not be attached.
 
         With "auto", which is the default, a trainer for which no plan can be made is told so in the log, and trains
@@ -63,51 +97,52 @@ class TrainerPlan:
         Raises:
             ValueError: if the budget cannot be met, or is not free; or, unless it is "auto", if no plan can be made.
         """
-        self.plan, self._asked, self._made_for = None, asked, _purpose(trainer, asked)
-        try:
-            self.plan = _planned(trainer, asked, dataloader, saved_choice(checkpoint, asked))
-        except _NoPlan as error:
-            text = f"{option('device_memory_budget')} plans for a training whose batches are known (got one for which"
-            if asked.device_memory_budget != "auto":
-                raise ValueError(f"{text} it is not: {error}); set 'off', and the options themselves") from error
-            logger.info(f"no options are chosen for the memory of the device: {error}")
+        # Unless it succeeds, nothing is planned: a training that is tried again must not begin without a plan.
+        self.plan, self._purpose = None, None
+        if purpose is not None:
+            self.plan = _planned(trainer, purpose, saved_choice(checkpoint, purpose.asked))
+        self._purpose = purpose
+
+    def make_again(self, trainer: Any) -> None:
+        """Plan for the same batches and other layers, in the middle of a training.
+
+        Raises:
+            ValueError: as `make`; but not if less of the device is free: it was free when the training began.
+        """
+        if self._purpose is not None:
+            self.plan = _planned(trainer, self._purpose, None, is_running=True)
 
     def save(self, checkpoint: str) -> None:
         """Write the plan, if there is one, into the folder of a checkpoint."""
-        if self.plan is not None:
-            assert self._asked is not None
-            save_plan(Path(checkpoint), self.plan, self._asked)
+        if self.plan is not None and self._purpose is not None:
+            save_plan(Path(checkpoint), self.plan, self._purpose.asked)
 
 
-def _purpose(trainer: Any, asked: L2LConfig) -> tuple[Any, ...]:
-    return asked, trainer._train_batch_size, trainer.args.gradient_accumulation_steps, weakref.ref(trainer.model)
-
-
-class _NoPlan(Exception):
-    """No plan can be made, for the reason that is the text."""
-
-
-def _planned(trainer: Any, asked: L2LConfig, dataloader: Any, saved: Mapping[str, Any] | None) -> Plan | None:
-    reason = _why_not(trainer)
-    if reason is not None:
-        raise _NoPlan(reason)
-    name = getattr(trainer.model, "main_input_name", "input_ids")
-    try:
-        inputs = longest_batch(dataloader, trainer._train_batch_size, name)
-    except NoExample as error:
-        raise _NoPlan(str(error)) from error
-    optimizer = trainer.optimizer or _optimizer_to_be(trainer)
-    try:
-        return plan_within(
-            trainer.model,
-            asked,
-            inputs,
-            optimizer=optimizer,
-            chosen=saved,
-            batches=1 if why_not_folded(trainer, asked) else trainer.args.gradient_accumulation_steps,
+def _planned(
+    trainer: Any, purpose: Purpose, saved: Mapping[str, Any] | None, *, is_running: bool = False
+) -> Plan | None:
+    reason = purpose.why_not
+    if reason is None:
+        try:
+            return plan_within(
+                trainer.model,
+                purpose.asked,
+                purpose.inputs,
+                optimizer=trainer.optimizer or _optimizer_to_be(trainer),
+                chosen=saved,
+                batches=1 if why_not_folded(trainer, purpose.asked) else purpose.accumulated,
+                is_running=is_running,
+            )
+        except Untraceable as error:
+            reason = str(error)
+    name, asked = option("device_memory_budget"), purpose.asked.device_memory_budget
+    if asked != "auto":
+        raise ValueError(
+            f"{name} plans for a training whose batches are known (got {asked!r}, and no plan can be made: {reason}); "
+            "set 'off', and the options themselves"
         )
-    except Untraceable as error:
-        raise _NoPlan(str(error)) from error
+    logger.info(f"no options are chosen for the memory of the device: {reason}")
+    return None
 
 
 def _why_not(trainer: Any) -> str | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.plan.planner import Plan
 from hf_l2l.runtime.tensors import size_text
 
 _FIRST, _LAST = 3, 20
-"""The first steps allocate, and choose kernels; the average is of those after them."""
+"""The first steps allocate, and choose kernels. The median is of those after them: an evaluation or a checkpoint
+between two steps is no step."""
+
+_PLANNED = "device memory was planned"
+"""With this, a note on an error begins."""
 
 
 class PlanWatch:
@@ -26,16 +32,15 @@ class PlanWatch:
         """`report` is that of the memory, and `tell` is given the text."""
         self._plan, self._report, self._tell, self._clock = plan, report, tell, clock
         self._steps = 0
-        self._began = 0.0
+        self._ends: list[float] = []
 
     def step_ended(self) -> None:
         """The optimizer has stepped."""
         self._steps += 1
-        if self._steps == _FIRST:
-            self._began = self._clock()
-        elif self._steps == _LAST:
-            seconds = (self._clock() - self._began) / (_LAST - _FIRST)
-            self._tell(self.measured(seconds))
+        if _FIRST <= self._steps <= _LAST:
+            self._ends.append(self._clock())
+        if self._steps == _LAST:
+            self._tell(self.measured(statistics.median(b - a for a, b in pairwise(self._ends))))
 
     def measured(self, seconds: float) -> str:
         """The time of a step, and the most bytes of the device, beside the planned ones."""
@@ -49,7 +54,7 @@ class PlanWatch:
     def explain(self, error: BaseException) -> None:
         """Add to an error of device memory what holds more than was planned."""
         device = self._report().get("device")
-        if device is None:
+        if device is None or any(_PLANNED in note for note in getattr(error, "__notes__", ())):
             return
         most = {name: max(size["now"], size["peak"]) for name, size in device.items() if name != "total"}
         over = {name: size - self._plan.peak.get(name, 0) for name, size in most.items()}
@@ -62,6 +67,6 @@ class PlanWatch:
         else:
             what = "nothing of it took more than planned; other programs, or fragments, may have taken the memory"
         error.add_note(
-            f"device memory was planned: {size_text(self._plan.peak_bytes)} within {size_text(self._plan.budget)}. Of "
+            f"{_PLANNED}: {size_text(self._plan.peak_bytes)} within {size_text(self._plan.budget)}. Of "
             f"it, {what}; give a smaller device_memory_budget"
         )

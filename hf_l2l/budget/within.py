@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +51,20 @@ def budget_bytes(config: L2LConfig, device: torch.device) -> int | None:
 def check_free(budget: int, config: L2LConfig, device: torch.device) -> None:
     """Raise ValueError if less than the budget is free: a plan for what happens to be free would differ each time."""
     free = stream.memory_free(device)
+    if free is not None and free < budget:
+        gc.collect()  # models and trainers that are gone are in reference cycles, and hold memory until then
+        free = stream.memory_free(device)
     if free is None or free >= budget:
         return
     name, asked = option("device_memory_budget"), config.device_memory_budget
     what = f"{name}={asked!r} is {size_text(budget)}" if asked == "auto" else f"{name}={asked!r}"
+    held, _ = stream.memory_in_use(device) or (0, 0)
     smaller = {"device_memory_budget": f"{max(1, int(0.95 * free) // 2**20)}MiB"}
     raise ValueError(
-        f"the device must have the memory of its budget free ({what}, and {size_text(free)} are free on {device}); "
-        f"end other programs that use it, or give a smaller budget: {with_options(smaller)}"
+        f"the device must have the memory of its budget free ({what}, and {size_text(free)} are free on {device}, "
+        f"where this program itself holds {size_text(held)}); end other programs that use it, let go of what this one "
+        "has there (an attached model moves to the host with hf_l2l.detach_l2l), or give a smaller budget: "
+        f"{with_options(smaller)}"
     )
 
 
@@ -68,6 +76,7 @@ def plan_within(
     optimizer: torch.optim.Optimizer | None = None,
     batches: int = 1,
     chosen: Mapping[str, Any] | None = None,
+    is_running: bool = False,
 ) -> Plan | None:
     """The fastest options within `config.device_memory_budget`; None without a budget. Nothing of the model changes.
 
@@ -79,6 +88,7 @@ def plan_within(
         batches: how many such calls a step has. They are planned as one, if that fits and is faster.
         chosen: options that were chosen before, and "batches", as in the training that is resumed; they are chosen
             again, if they fit.
+        is_running: in the middle of a training, when the memory was found free at its start.
 
     Raises:
         Untraceable: if the model cannot be run without values, or computes no loss of `inputs`.
@@ -88,8 +98,36 @@ def plan_within(
     budget = budget_bytes(config, device)
     if budget is None:
         return None
-    check_free(budget, config, device)
-    optimizer = None if optimizer is None else unwrapped(optimizer)
+    if not is_running:
+        check_free(budget, config, device)
+    with _in_training_mode(model):
+        return _plan_within(
+            model, config, inputs, unwrapped(optimizer) if optimizer else None, batches, chosen, budget
+        )
+
+
+@contextmanager
+def _in_training_mode(model: nn.Module) -> Iterator[None]:
+    """In the block, dropout keeps what it does in training; from_pretrained returns a model in evaluation mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _plan_within(
+    model: nn.Module,
+    config: L2LConfig,
+    inputs: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    batches: int,
+    chosen: Mapping[str, Any] | None,
+    budget: int,
+) -> Plan:
+    device = stream.execution_device(config.device)
     bound, apart = _bound(model, config, optimizer)
 
     def run_of(at_once: int) -> RunShapes:
@@ -109,17 +147,38 @@ def plan_within(
     check_floor(run, budget)  # before a machine is measured
     rates = Rates.of(known_figures(device), run.dtype)
     if chosen is not None:
-        before = dict(chosen)
-        again = plan_as(run_of(before.pop("batches")), budget, rates, before)
+        again, reason = _again(run_of, budget, rates, dict(chosen), batches, bound)
         if again is not None:
             return again
-        logger.warning("the options of the checkpoint's plan need more than %s: others are chosen", size_text(budget))
+        logger.warning("the plan of the checkpoint is not used again, and another one is made: %s", reason)
     plan = make_plan(run, budget, rates, apart=apart)
     if batches == 1:
         return plan
     plan = replace(plan, time=time_of(run, plan.config, rates, batches=batches))
     at_once = _at_once(run_of(batches), run, budget, rates, apart=apart)
     return plan if at_once is None else min(plan, at_once, key=lambda each: each.time.seconds)
+
+
+def _again(
+    run_of: Callable[[int], RunShapes],
+    budget: int,
+    rates: Rates,
+    chosen: dict[str, Any],
+    batches: int,
+    bound: Collection[str],
+) -> tuple[Plan | None, str]:
+    """The plan with what was `chosen` before; or None, and why it cannot be had any more."""
+    at_once = chosen.pop("batches")
+    if at_once not in (1, batches):
+        return None, f"a step had {at_once} batches at once, and has {batches} now"
+    refused = [option(name) for name in bound if name in chosen]
+    if refused:
+        return None, f"{', '.join(refused)} cannot be chosen for this model and optimizer any more"
+    try:
+        plan = plan_as(run_of(at_once), budget, rates, chosen)
+    except ValueError as error:  # the model has fewer layers
+        return None, str(error)
+    return plan, f"it needs more than {size_text(budget)}"
 
 
 def _at_once(merged: RunShapes, single: RunShapes, budget: int, rates: Rates, *, apart: bool) -> Plan | None:

@@ -77,7 +77,7 @@ class Attachment:
     members: dict[str, set[nn.Module]] = field(default_factory=dict)
     """What is in the container of each stack, by its path."""
     asked: L2LConfig | None = None
-    """The config that was given, if a plan has changed it (`device_memory_budget`)."""
+    """The config that was given with `device_memory_budget`, or by a trainer: a plan may have changed it."""
     plan: Plan | None = None
 
     def is_of(self, config: L2LConfig) -> bool:
@@ -193,6 +193,7 @@ def _plan(
             f"{config.device_memory_budget!r} without inputs); give one with the longest rows: attach_l2l(model, "
             "config, inputs=batch)"
         )
+    turn_off_activation_checkpointing(model)  # layers are planned, and run, without it
     return plan_within(model, config, inputs, optimizer=optimizer)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_l2l.config import L2LConfig
+from hf_l2l.budget.within import budget_bytes
+from hf_l2l.config import L2LConfig, option
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
@@ -41,17 +42,32 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         """Check the arguments and the model."""
         args, model = _given(args, kwargs)
         _check(args, model)
+        self._refuse_budget(args, model)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the model, and wrap the optimizer."""
         args, model = _given(args, kwargs)
         _check(args, model)
+        self._refuse_budget(args, model)
         if attachment_of(model) is None and is_placed(model, args.device):
             logger.info("the Trainer has put the model on %s; it moves to the host", args.device)
             model.to(stream.HOST)
-        device = args.device if self.config.device is None else stream.execution_device(self.config.device)
+        device = self._device(args)
         _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, device))
         attach_l2l(model, replace(self.config, device=device)).wrap(kwargs["optimizer"])
+
+    def _device(self, args: TrainingArguments) -> torch.device:
+        """Where the layers will run."""
+        own: torch.device = args.device
+        return own if self.config.device is None else stream.execution_device(self.config.device)
+
+    def _refuse_budget(self, args: TrainingArguments, model: Any) -> None:
+        if attachment_of(model) is None and budget_bytes(self.config, self._device(args)) is not None:
+            raise ValueError(
+                f"a callback knows no batches, for which {option('device_memory_budget')} is planned (got "
+                f"{self.config.device_memory_budget!r}); leave it out, use L2LTrainer or make_l2l_trainer, or attach "
+                "the model before with attach_l2l(model, config, inputs=batch)"
+            )
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the last update, so that its errors are raised here."""

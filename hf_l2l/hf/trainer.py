@@ -23,7 +23,7 @@ from transformers.utils import logging
 from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.accumulation.folding import Folding
 from hf_l2l.accumulation.step import Step, step_of
-from hf_l2l.budget.trainer_plan import TrainerPlan
+from hf_l2l.budget.trainer_plan import Purpose, TrainerPlan
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import (
@@ -41,6 +41,7 @@ from hf_l2l.hf.preparation import (
     read_rates_of_state,
     refuse_several_devices,
     stacklevel_of_the_caller,
+    turn_off_activation_checkpointing,
     warn_of_accumulation,
 )
 from hf_l2l.hf.training_args import (
@@ -51,6 +52,7 @@ from hf_l2l.hf.training_args import (
     refuse_mixin_after,
 )
 from hf_l2l.logits.heads import loss_alone
+from hf_l2l.memory.host_remedies import host_advice
 from hf_l2l.memory.memory_estimate import check_host_memory, estimate
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
@@ -141,33 +143,44 @@ class L2LTrainerMixin(CheckpointsMixin):
         attached = attachment_of(self.model)
         if attached is not None and attached.changed_stack() is not None:
             return self._attach_anew(attached)
+        asked, config = self._asked_config(), self._l2l_config()
+        if attached is not None and attached.is_of(asked):  # perhaps with the plan of another trainer
+            config = attached.config
         # sentence-transformers' losses may have parameters, as the classifier of SoftmaxLoss.
         losses = losses_that_train(getattr(self, "loss", None), self.model)
-        eps = attach_with_losses(self.model, losses, self._l2l_config())
-        bind_companions(self.model, self._companions, self._l2l_config())
-        attached = attachment_of(self.model)
-        plan = self._l2l_plan.plan
-        if plan is not None and attached is not None and attached.plan is not plan:
-            attached.watch(plan, logger.info)
+        eps = attach_with_losses(self.model, losses, config)
+        bind_companions(self.model, self._companions, config)
+        made = attachment_of(self.model)
+        if made is not None and made is not attached:
+            made.asked = asked
+            if self._l2l_plan.plan is not None:
+                made.watch(self._l2l_plan.plan, logger.info)
         return eps
 
     @options_of_the_trainer()
     def _choose_options(self, dataloader: Any, checkpoint: str | None) -> None:
         """Plan for `device_memory_budget`, before the model is attached."""
-        asked, attached = self._asked_config(), attachment_of(self.model)
-        if not self._streams() or not self._l2l_plan.is_to_make(self, asked):
+        if not self._streams():
             return
-        if attached is not None and attached.is_of(self._l2l_config()):  # by an evaluation, or an earlier training
-            detach_l2l(self.model, with_companions=False)
-        if attachment_of(self.model) is None:
-            self._l2l_plan.make(self, asked, dataloader, checkpoint)
+        asked, attached = self._asked_config(), attachment_of(self.model)
+        purpose = Purpose.of(self, asked, dataloader)
+        is_same = self._l2l_plan.is_for(purpose)
+        planned = attached is not None and attached.is_of(self._l2l_config())
+        # What a trainer has attached (an evaluation, an earlier training, another trainer with equal options) is
+        # attached again where its options are not those of this training. What the program has attached stays.
+        if attached is not None and attached.asked is not None and (attached.is_of(asked) or planned):
+            if not (is_same and planned):
+                detach_l2l(self.model, with_companions=False)
+        if not is_same and attachment_of(self.model) is None:
+            turn_off_activation_checkpointing(self.model)  # layers are planned, and run, without it
+            self._l2l_plan.make(self, purpose, checkpoint)
 
     def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
         """Attach again a model whose layers a callback has added, dropped or replaced; optimizer state stays."""
         logger.info(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
         scale = attached.eps.loss_scale
         detach_l2l(self.model, with_companions=False)
-        self._l2l_plan.forget()
+        self._l2l_plan.make_again(self)
         eps = self._attach()
         if eps is not None and self.optimizer is not None:
             eps.wrap(self.optimizer)
@@ -214,7 +227,11 @@ class L2LTrainerMixin(CheckpointsMixin):
             super()._move_model_to_device(model, device)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Overridden because the model does not exist earlier, and is checked here."""
+        """Overridden because the model does not exist earlier, and is checked here. The one before it, to which
+        the Trainer still refers, leaves the device."""
+        before = getattr(self, "model", None)
+        if before is not None:
+            detach_l2l(before, with_companions=False)
         model: nn.Module = super().call_model_init(*args, **kwargs)
         self._refuse_unfit(model)
         return model
@@ -270,7 +287,8 @@ class L2LTrainerMixin(CheckpointsMixin):
             eps.wrap(optimizer)
             inner = getattr(optimizer, "optimizer", optimizer)
             if not inner.state:  # before it allocates its moments
-                check_host_memory(estimate(self.model, self._l2l_config(), inner))
+                config = self._l2l_config()
+                check_host_memory(estimate(self.model, config, inner), partial(host_advice, self.model, config, inner))
         return optimizer
 
     @functools.wraps(Trainer.train)
@@ -288,6 +306,11 @@ class L2LTrainerMixin(CheckpointsMixin):
             if attached is not None:
                 attached.eps.synchronize()
             return result
+        except torch.OutOfMemoryError as error:
+            attached = attachment_of(self.model)
+            if attached is not None:
+                attached.eps.timeline.at_no_memory(error)
+            raise
         finally:
             self._folding.stop()
             attached = attachment_of(self.model)

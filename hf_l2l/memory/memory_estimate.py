@@ -7,7 +7,7 @@ does not fit fails within a second and not after an hour of swapping.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,11 +188,12 @@ def _state_bytes(
     return tensor_bytes(made) - tensor_bytes(rounded) // 2
 
 
-def check_host_memory(need: MemoryEstimate) -> None:
+def check_host_memory(need: MemoryEstimate, advice: Callable[[int], str] | None = None) -> None:
     """Raise MemoryError if training needs more host memory than is available.
 
     Called after the model was attached. Memory that this process already holds is counted towards the masters and
-    their copies; masters still in a mapped file are not.
+    their copies; masters still in a mapped file are not. `advice` is given the bytes that are there for training, and
+    returns the end of the error (`host_advice`).
     """
     if os.environ.get(SKIP_VARIABLE) == "1":
         return
@@ -202,9 +203,8 @@ def check_host_memory(need: MemoryEstimate) -> None:
         return
     raise MemoryError(
         f"training needs {size_text(need.host_bytes)} of host memory ({kinds_text(need, ', ')}), and "
-        f"{size_text(have)} is available; keep less (l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'), use an "
-        "optimizer with less state (optim='sgd' or 'adafactor'), freeze parameters, or try anyway with "
-        f"{SKIP_VARIABLE}=1"
+        f"{size_text(have)} is available; use an optimizer with less state (optim='sgd' or 'adafactor'), freeze "
+        f"parameters, or try anyway with {SKIP_VARIABLE}=1{'' if advice is None else f'; {advice(have)}'}"
     )
 
 

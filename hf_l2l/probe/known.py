@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import torch
 
 from hf_l2l.probe.figures import REMEDY, HardwareFigures
 from hf_l2l.probe.rates import device_name, probe
+from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.worker import usable_cores
 
 VARIABLE = "HF_L2L_FIGURES"
@@ -36,16 +38,24 @@ def known_figures(device: torch.device) -> HardwareFigures:
         except ValueError as error:
             logger.warning("the figures of this machine are measured again: %s", error)
     logger.info("the figures of this machine are measured, and kept in %s", file)
-    figures = probe(device)
+    with compute_state.rng_state_kept(device):  # a run that measures draws the random numbers of one that does not
+        figures = probe(device)
     keep(figures, device)
     return figures
 
 
 def figures_file(device: torch.device) -> Path:
     """Where the figures of this machine with `device` are kept, with so many cores: other numbers have other ones."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_l2l"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "hf_l2l"
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.type} {device_name(device)}").strip("-")
     return folder / f"figures-{name}-{usable_cores()}-cores.json"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # a user without one, as in some containers
+        return Path(tempfile.gettempdir())
 
 
 def keep(figures: HardwareFigures, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from hf_l2l.budget.saved import PLAN_FILE, save_plan, saved_choice
@@ -29,9 +31,11 @@ def test_options_that_change_nothing_of_a_plan_may_differ(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"device_memory_budget": "8GiB"}, {"cmp": None}, {"stash": "host"}], ids=str)
-def test_with_other_options_it_is_planned_again(tmp_path, change):
+def test_with_other_options_it_is_planned_again_and_a_warning_names_them(tmp_path, change, caplog):
     options = {"device_memory_budget": "auto", "cmp": "bf16", "layer_classes": ("Block",), **change}
-    assert saved_choice(saved(tmp_path), L2LConfig(**options)) is None
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        assert saved_choice(saved(tmp_path), L2LConfig(**options)) is None
+    assert f"for other options ({next(iter(change))})" in caplog.text
 
 
 def test_no_checkpoint_and_none_with_a_plan(tmp_path):
@@ -49,6 +53,8 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path, text):
         saved_choice(tmp_path, ASKED)
 
 
-def test_options_that_no_plan_chooses_are_not_taken(tmp_path):
-    (tmp_path / PLAN_FILE).write_text('{"asked": {}, "chosen": {"cmp": "bf16"}, "batches": 1}')
-    assert saved_choice(tmp_path, L2LConfig()) is None
+@pytest.mark.parametrize("option", ["cmp", "of_a_later_version"])
+def test_a_plan_of_another_version_is_refused(tmp_path, option):
+    (tmp_path / PLAN_FILE).write_text(f'{{"asked": {{}}, "chosen": {{"{option}": "bf16"}}, "batches": 1}}')
+    with pytest.raises(ValueError, match=f"of this version of hf_l2l .*{option}.*; remove that file to have another"):
+        saved_choice(tmp_path, L2LConfig())

@@ -21,6 +21,7 @@ def probed(monkeypatch, tmp_path):
     seen: list[torch.device] = []
 
     def probe(device):
+        torch.rand(1)
         seen.append(device)
         return replace(FIGURES, dram=float(len(seen)))
 
@@ -33,6 +34,24 @@ def probed(monkeypatch, tmp_path):
 def test_they_are_measured_once(probed):
     assert known.known_figures(CPU) == known.known_figures(CPU) == replace(FIGURES, dram=1.0)
     assert probed == [CPU]
+
+
+def test_measuring_moves_no_generator(probed):
+    before = torch.get_rng_state()
+    known.known_figures(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_user_without_a_home(probed, tmp_path, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(known.Path, "home", no_home)
+    monkeypatch.setattr(known.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    assert known.known_figures(CPU) == known.known_figures(CPU)
+    assert len(probed) == 1
+    assert known.figures_file(CPU).is_relative_to(tmp_path / "tmp")
 
 
 def test_those_of_another_machine_are_others(probed, monkeypatch):

@@ -1,0 +1,85 @@
+"""What training would need of host memory otherwise, for the error of a host that is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_l2l.config import L2LConfig, option
+from hf_l2l.memory.memory_estimate import estimate
+from hf_l2l.optim.layerwise_check import why_not_layer_local
+from hf_l2l.own_command import with_options
+from hf_l2l.runtime.tensors import is_quantized, parts_of, size_text, tensor_bytes
+
+ADAPTERS = 0.01
+"""The share of the parameters that adapters have, assumed for LoRA."""
+_BYTES_TRAINED = 16
+"""Of an adapter's parameter: master, gradient, and two moments in fp32."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Options with which training needs less."""
+
+    changes: dict[str, Any]
+    """Of `L2LConfig`."""
+    host_bytes: int
+
+    def __str__(self) -> str:
+        return " and ".join(f"{option(name)}={value!r}" for name, value in self.changes.items())
+
+
+def host_advice(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, have: int) -> str:
+    """What to do on a host that has `have` bytes for training: the bytes with each remedy, which of them fit, and at
+    last what to type for the first one that fits."""
+    found = list(remedies(model, config, optimizer))
+    lora = lora_bytes(model)
+
+    def told(size: int) -> str:
+        return f"{size_text(size)} ({'fits' if size <= have else 'does not fit'})"
+
+    texts = [f"{told(each.host_bytes)} with {each}" for each in found]
+    texts.append(
+        f"about {told(lora)} for LoRA over a 16-bit base (load the model with dtype=torch.bfloat16, and let peft "
+        f"train adapters, here of {ADAPTERS:.0%} of the parameters)"
+    )
+    first = next((each for each in found if each.host_bytes <= have), None)
+    if first is not None:
+        end = f"this fits: {with_options(first.changes)}"
+    elif lora <= have:
+        end = "no options fit, and LoRA does"
+    else:
+        end = "none of these fits: use a machine with more memory"
+    return f"it would need {', '.join(texts)}; {end}"
+
+
+def remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer) -> Iterator[Remedy]:
+    """The options with which the host holds less, one by one, and then all of them."""
+    if why_not_layer_local(optimizer) is not None:  # the engine refuses them
+        return
+    options = {"grad_dtype": "16bit", "moment_dtype": "bf16"} | ({"host_copies": "per_sweep"} if config.cmp else {})
+    helpful: dict[str, Any] = {}
+    needed = estimate(model, config, optimizer).host_bytes
+    for name, value in options.items():
+        changed = Remedy({name: value}, estimate(model, replace(config, **{name: value}), optimizer).host_bytes)
+        if changed.host_bytes < needed:
+            helpful |= changed.changes
+            yield changed
+    if len(helpful) > 1:
+        yield Remedy(helpful, estimate(model, replace(config, **helpful), optimizer).host_bytes)
+
+
+def lora_bytes(model: nn.Module) -> int:
+    """About what the host would hold for LoRA: all of `model` frozen, in 16 bits where it has more, and adapters."""
+    base, count = 0, 0
+    for p in model.parameters():
+        count += p.numel()
+        if is_quantized(p):
+            base += tensor_bytes(parts_of(p))
+        else:
+            base += p.numel() * (min(2, p.itemsize) if p.is_floating_point() else p.itemsize)
+    return base + int(ADAPTERS * count) * _BYTES_TRAINED
