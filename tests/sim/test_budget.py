@@ -327,7 +327,7 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
 
 @pytest.mark.parametrize("budget", ["900KiB", "2600KiB", "auto"])
 def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
-    """They run as one, unless all of the model is resident, so that nothing travels."""
+    """They run as one where their weights would travel longer than their rows, and not where little travels."""
     limit = {"900KiB": 900 * KIB, "2600KiB": 2600 * KIB, "auto": int(0.9 * 2**23)}[budget]
     slow = HardwareFigures("sim", 2**23, 1e7, 1e7, 1e7, 1e7, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
     (tmp_path / "figures.json").write_text(slow.to_json())
@@ -344,7 +344,6 @@ def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
     assert plan.peak_bytes <= limit
     assert (plan.batches, said) == (1 if budget == "auto" else 4, [])
     assert seen[-1] == 6 * plan.batches
-    assert (plan.config.resident == "all") == (budget == "auto")
     detach_l2l(made.model)
 
 
