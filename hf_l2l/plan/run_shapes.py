@@ -208,7 +208,8 @@ class RunShapes:
             # The embedding, and a final norm and a head.
             layers.insert(0, Cost(rows_down=own, rows_up_again=own, gradient_rows=own))
             if self.has_chunked_head:
-                layers.append(Cost(rows_up=own, rows_down=own, rows_up_again=2 * own, gradient_rows=own, rows_down_again=own))
+                both = {"gradient_rows": own, "rows_down_again": own}
+                layers.append(Cost(rows_up=own, rows_down=own, rows_up_again=2 * own, **both))
                 layers.append(Cost(rows_up=own, rows_up_again=own, rows_down_again=own))
         return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
 

@@ -71,7 +71,8 @@ class ModelWeights:
         """Those sums in 16 bits, if the device computes in 16 bits."""
         largest = max(tables, key=torch.Tensor.numel, default=torch.empty(0))
         rounded = largest.numel() * (precision.of_gradient(largest).itemsize % 4)
-        self.tables_leaving = self.table_sums + rounded if self.table_gradients else self.table_sums - 4 * largest.numel()
+        besides = rounded if self.table_gradients else -4 * largest.numel()
+        self.tables_leaving = self.table_sums + besides
         """Gradients of tables in fp32, as they leave: besides the largest one, unless that was converted."""
 
     def on_device(

@@ -300,7 +300,8 @@ class _Run:
         self._roots.append(roots)
         # Arguments of layers are counted apart, and what layers have returned is not counted here.
         memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in given}
-        piece.kept = memory.live - self._start - sum(memory.counted(m) for k, m in memories.items() if k not in self._given)
+        new = sum(memory.counted(m) for key, m in memories.items() if key not in self._given)
+        piece.kept = memory.live - self._start - new
 
     def _measured(self, forward: Any, leaves: list[Any], spec: Any) -> tuple[TracedLayer, Any, list[Any]]:
         """The layer, the structure of what it returns, and its values (see `_returning`)."""

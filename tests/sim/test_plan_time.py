@@ -82,9 +82,7 @@ def virtual_seconds(config: L2LConfig, given: Rates, *, layers: int, rows: int) 
 
     step()  # learns the order of the layers
     eps.synchronize()
-    speeds = Costs(
-        link_bytes_per_s=given.link_up, flop_per_s=given.flops, host_bytes_per_s=ADAM_BYTES * given.adamw
-    )
+    speeds = Costs(link_bytes_per_s=given.link_up, flop_per_s=given.flops, host_bytes_per_s=ADAM_BYTES * given.adamw)
     ends = []
     with virtual_clock(speeds) as clock, engine_on_clock(clock, eps):
         for _ in range(3):
@@ -133,9 +131,7 @@ def test_no_other_options_are_faster_on_the_clock(given, share):
     ]
     sizes = [sum(run.peak(each)[1].values()) for each in some]
     budget = int(share * min(sizes))
-    run = RunShapes(
-        llama(3), base, inputs(4), optimizer=adamw(llama(3)), given=("stash", "boundary", "ubatch_size")
-    )
+    run = RunShapes(llama(3), base, inputs(4), optimizer=adamw(llama(3)), given=("stash", "boundary", "ubatch_size"))
     plan = make_plan(run, budget, given)
     fitting = [each for each, size in zip(some, sizes, strict=True) if size <= budget]
     fastest = min(virtual_seconds(each, given, layers=3, rows=4) for each in fitting)
