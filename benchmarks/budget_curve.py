@@ -58,8 +58,8 @@ MACHINES = {
 }
 SOURCES = (
     "All rates are assumed: layers reach 500 of the 989 dense bf16 TFLOP/s of an H200's data sheet, and 150 of the "
-    "165 of a 4090's; links 55 and 25 GB/s each way, of 64 and 32 (PCIe 5 and 4, x16); host memory 150 and 70 GB/s, of "
-    "which AdamW moves 36 bytes per parameter; device memory the 4.8 and 1.0 TB/s of the data sheets. "
+    "165 of a 4090's; links 55 and 25 GB/s each way, of 64 and 32 (PCIe 5 and 4, x16); host memory 150 and 70 GB/s, "
+    "of which AdamW moves 36 bytes per parameter; device memory the 4.8 and 1.0 TB/s of the data sheets. "
     "`hf-l2l estimate MODEL --probe` takes the rates of a machine. The last budget would hold all weights, states and "
     "graphs of the device batch, as plain Trainer does."
 )
