@@ -57,9 +57,11 @@ MACHINES = {
     "RTX 4090, PCIe 4": Machine(24 * 10**9, 150e12, 25e9, 70e9, 1.0e12),
 }
 SOURCES = (
-    "FLOP/s and links are what published runs reach (500 of 989 dense bf16 TFLOP/s on an H200, 150 of 165 on a 4090; "
-    "55 of 64 and 25 of 32 GB/s of PCIe 5 and 4, x16), host memory that of one socket with 8 channels of DDR4 or 2 of "
-    "DDR5, device memory (4.8 and 1.0 TB/s) that of the makers' data sheets."
+    "All rates are assumed: layers reach 500 of the 989 dense bf16 TFLOP/s of an H200's data sheet, and 150 of the "
+    "165 of a 4090's; links 55 and 25 GB/s each way, of 64 and 32 (PCIe 5 and 4, x16); host memory 150 and 70 GB/s, "
+    "of which AdamW moves 36 bytes per parameter; device memory the 4.8 and 1.0 TB/s of the data sheets. "
+    "`hf-l2l estimate MODEL --probe` takes the rates of a machine. The last budget would hold all weights, states and "
+    "graphs of the device batch, as plain Trainer does."
 )
 
 

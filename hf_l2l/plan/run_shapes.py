@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -226,10 +226,8 @@ class RunShapes:
             # The embedding, and a final norm and a head.
             layers.insert(0, Cost(rows_down=own, rows_up_again=own, gradient_rows=own))
             if self.has_chunked_head:
-                layers.append(
-                    Cost(rows_up=own, rows_down=own, rows_up_again=2 * own, gradient_rows=own, rows_down_again=own)
-                )
-                layers.append(Cost(rows_up=own, rows_up_again=own, rows_down_again=own))
+                head = Cost(rows_up=own, rows_up_again=own, rows_down_again=own)
+                layers += [replace(head, rows_down=own, rows_up_again=2 * own, gradient_rows=own), head]
         return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
 
     def tokens_that_hide(self, config: L2LConfig, rates: Rates) -> dict[str, int]:

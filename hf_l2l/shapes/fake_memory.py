@@ -225,13 +225,15 @@ class _AsOnDevice(TorchFunctionMode):
     ) -> torch.Tensor:
         """Attention with a matrix of scores, which are dropped by the kernel of `_dropout`: that of the host, which
         the composed function would take, keeps a mask of floating point."""
-        composed = aten._scaled_dot_product_attention_math.default
+        composed, dtype = aten._scaled_dot_product_attention_math.default, query.dtype
+        if dropout and dtype.itemsize < 4:  # as inside the composed function
+            query, key, value = query.float(), key.float(), value.float()
         given = value[..., :0] if dropout else value
         out, weights = composed(query, key, given, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
         if dropout:
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3) if gqa else value
             out = self._dropout(weights, dropout) @ value
-        return cast(torch.Tensor, out)
+        return cast(torch.Tensor, out).to(dtype)
 
 
 @contextmanager
