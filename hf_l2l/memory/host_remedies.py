@@ -61,7 +61,9 @@ def remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimiz
     """The options with which the host holds less, one by one, and then all of them."""
     if why_not_layer_local(optimizer) is not None:  # the engine refuses them
         return
-    options = {"grad_dtype": "16bit", "moment_dtype": "bf16"} | ({"host_copies": "per_sweep"} if config.cmp else {})
+    options: dict[str, Any] = {"grad_dtype": "16bit", "moment_dtype": "bf16"}
+    if config.cmp is not None:
+        options["host_copies"] = "per_sweep"
     helpful: dict[str, Any] = {}
     needed = estimate(model, config, optimizer).host_bytes
     for name, value in options.items():
