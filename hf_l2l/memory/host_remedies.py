@@ -67,7 +67,8 @@ def remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimiz
     helpful: dict[str, Any] = {}
     needed = estimate(model, config, optimizer).host_bytes
     for name, value in options.items():
-        changed = Remedy({name: value}, estimate(model, replace(config, **{name: value}), optimizer).host_bytes)
+        change: dict[str, Any] = {name: value}
+        changed = Remedy(change, estimate(model, replace(config, **change), optimizer).host_bytes)
         if changed.host_bytes < needed:
             helpful |= changed.changes
             yield changed

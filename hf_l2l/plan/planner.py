@@ -252,10 +252,13 @@ class _Search:
     def __init__(self, run: RunShapes, budget: int, rates: Rates, *, apart: bool) -> None:
         self.run, self.budget, self.rates, self.apart = run, budget, rates, apart
         self.count = len(run.layers)
+        self._times: dict[L2LConfig, StepTime] = {}
 
     def time(self, config: L2LConfig) -> StepTime:
         """The time of a step."""
-        return time_of(self.run, config, self.rates)
+        if config not in self._times:
+            self._times[config] = time_of(self.run, config, self.rates)
+        return self._times[config]
 
     def best(self, config: L2LConfig, kinds: Collection[str] = _KINDS) -> tuple[StepTime, int, L2LConfig]:
         """The time, the bytes, and the options after all choices among `kinds` that are worth it."""
@@ -280,22 +283,30 @@ class _Search:
         return best
 
     def _moves(self, config: L2LConfig, kinds: Collection[str], at_once: int) -> Iterator[L2LConfig]:
-        """What can be chosen next."""
+        """What can be chosen next. With each, all streamed layers may keep their weights: then there are no slots."""
+        keeps_all = "kept_weights" in kinds and not _is_set(self.run, "kept_weights")
+        for each in self._single_moves(config, kinds, at_once):
+            yield each
+            streamed = self.count - each.resident_layers
+            if keeps_all and each.resident != "all" and each.kept_weights < streamed:
+                yield replace(each, kept_weights=streamed)
+
+    def _single_moves(self, config: L2LConfig, kinds: Collection[str], at_once: int) -> Iterator[L2LConfig]:
         kinds = kinds if self.apart else set(kinds) - {"resident", "resident_layers"}
         if "resident" in kinds and config.resident == "none" and not _is_set(self.run, "resident"):
             yield replace(config, resident="shell")
-        streamed = self.count - config.resident_layers
-        counts = {
-            "resident_layers": self.count,
-            "kept_weights": streamed,
+        keeps = config.kept_weights if _is_set(self.run, "kept_weights") else 0
+        most_of = {
+            "resident_layers": self.count - keeps,
+            "kept_weights": self.count - config.resident_layers,
             "kept_graphs": self.count,
             "device_stash": 0 if config.stash == "device" else self.count,
         }
-        for name, most in counts.items():
+        for name, most in most_of.items():
             now = getattr(config, name)
             has_it = config.resident == "all" and name in ("resident_layers", "kept_weights")
             if name in kinds and now < most and not (has_it or _is_set(self.run, name)):
-                # All of them, too: slots go with the last layer that is uploaded.
+                # All of them, too: what all of them have may need no place of its own.
                 for count in {min(most, now + at_once), most}:
                     more = {name: count}
                     if name == "resident_layers":

@@ -88,7 +88,10 @@ class RunShapes:
         self.layers = self._tracer.layers
         layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
         self.weights = ModelWeights(model, layers, self.precision, state.moments / max(1, state.gradients))
+        # It refers weakly to parameters that stay in fp32, and what something refers to cannot become resident.
+        self.precision.release()
         self._traced: dict[tuple[int, bool], Traced] = {}
+        self._peaks: dict[L2LConfig, int] = {}
 
     @property
     def has_head(self) -> bool:
@@ -180,7 +183,9 @@ class RunShapes:
 
     def bytes(self, config: L2LConfig) -> int:
         """Of the device at the peak."""
-        return sum(self.peak(config)[1].values())
+        if config not in self._peaks:
+            self._peaks[config] = sum(self.peak(config)[1].values())
+        return self._peaks[config]
 
     def costs(self, config: L2LConfig) -> Costs:
         """What each layer computes and sends, for the cost model."""

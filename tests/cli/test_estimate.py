@@ -166,9 +166,12 @@ def test_bad_input_is_one_sentence(flags, said, tmp_path, capsys):
 
 
 def test_what_is_given_binds_the_plan_even_at_its_default(tmp_path, capsys, machine):
-    flags = ["--figures", machine, "--budget", "450KB", "--json"]
-    free, bound = (estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--stash", "device"]))
-    assert free["chosen"]["stash"] == "host" and "stash" not in bound["chosen"]
+    """The least memory has the stash on the host."""
+    told = estimated(capsys, tmp_path, "--figures", machine, "--budget", "10KB").err
+    flags = ["--figures", machine, "--budget", told.rpartition("=")[2].strip("'\n"), "--json"]
+    assert estimated(capsys, tmp_path, *flags).json["chosen"]["stash"] == "host"
+    bound = estimated(capsys, tmp_path, *flags, "--stash", "device")
+    assert bound.status == 2 and "stash" not in bound.err.partition("needed at least, with ")[2]
 
 
 def test_a_model_that_fails_is_one_sentence(tmp_path, capsys):

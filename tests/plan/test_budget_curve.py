@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import transformers as hf
 
-from benchmarks.budget_curve import bytes_of, check, curve, ends, run_of
-from hf_l2l.plan.planner import time_of
+from benchmarks.budget_curve import check, curve, ends, run_of
+from hf_l2l.plan.planner import needed, time_of
 from hf_l2l.plan.step_time import Rates
 
 RATES = Rates(flops=1e12, link_up=1e9, link_down=1e9, adamw=1e8, device_adamw=1e11)
@@ -20,7 +20,8 @@ def test_the_curve_falls_from_l2l_to_plain_training():
     points = curve(run, RATES, 4)
     check(run, RATES, points)
     streamed, plain = ends(run)
-    assert points[0].budget == bytes_of(run, streamed) and points[-1].budget == bytes_of(run, plain)
-    assert points[-1].seconds <= time_of(run, plain, RATES).seconds < points[0].seconds
+    assert (points[0].budget, points[-1].budget) == (needed(run, streamed), needed(run, plain))
+    assert points[-1].config == plain
+    assert time_of(run, plain, RATES).seconds < points[0].seconds
     with pytest.raises(ValueError, match="must fall with the budget"):
         check(run, RATES, [*points, replace(points[0], budget=2 * points[-1].budget)])

@@ -26,7 +26,7 @@ from hf_l2l.testing import enable_simulated_accelerator
 from training import SAVING, arguments, inner_optimizer, logs, rows, settled_memory, stopped_at_two, tiny_bert, trainer
 
 KIB = 2**10
-FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
+FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11, "bf16": 1e11}, True, 1e10)
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +179,19 @@ def test_weights_that_something_refers_to_are_not_chosen_to_be_resident():
     assert attached is not None
     assert (attached.config.resident, attached.config.resident_layers) == ("none", 0)
     handle.remove()
+    detach_l2l(model)
+
+
+def test_weights_that_stay_in_fp32_can_be_resident():
+    """Of T5, `wo` does."""
+    sizes: dict[str, Any] = {"d_model": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 100, "d_ff": 64, "d_kv": 16}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0)).to(torch.bfloat16)
+    ids = torch.ones(4, 8, dtype=torch.long)
+    config = L2LConfig(device="sim", device_memory_budget="auto", cmp="bf16")
+    attach_l2l(model, config, inputs={"input_ids": ids, "labels": ids})
+    attached = attachment_of(model)
+    assert attached is not None
+    assert attached.config.resident == "all"
     detach_l2l(model)
 
 
