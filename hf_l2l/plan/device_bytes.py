@@ -130,6 +130,14 @@ class DeviceBytes:
             return 0
         return self.weights.shell.gradients - self._early_gradients()
 
+    def most(self) -> int:
+        """The most bytes at once on a slow link: gradients of the head may leave as late as in the last layer."""
+        peak, last = sum(self.peak()[1].values()), len(self.whole.calls) - 1
+        if self.held.shell_is_resident or not self.whole.calls[last].in_graph:
+            return peak
+        later = (self.whole.of_last - self.whole.leaves_last) * self.weights.shell.gradients
+        return max(peak, sum(self._layer(last).values()) + later // max(1, self.weights.shell.sent_gradients))
+
     def _leaving(self) -> int:
         """What leaves while the last layer computes: the last gradient of what is computed after the layers alone, and
         those of the last chunk of hidden states."""

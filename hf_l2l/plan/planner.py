@@ -117,7 +117,7 @@ def _least(run: RunShapes) -> dict[str, Any]:
 
 def needed(run: RunShapes, config: L2LConfig) -> int:
     """Bytes of the budget that a step with these options needs."""
-    return math.ceil((1 + MARGIN) * run.bytes(config))
+    return math.ceil((1 + MARGIN) * run.most(config))
 
 
 def check_floor(run: RunShapes, budget: int) -> list[L2LConfig]:

@@ -91,7 +91,7 @@ class RunShapes:
         # It refers weakly to parameters that stay in fp32, and what something refers to cannot become resident.
         self.precision.release()
         self._traced: dict[tuple[int, bool], Traced] = {}
-        self._peaks: dict[L2LConfig, int] = {}
+        self._most: dict[L2LConfig, int] = {}
 
     @property
     def has_head(self) -> bool:
@@ -181,11 +181,11 @@ class RunShapes:
         """What runs when the device holds most, and its bytes by name."""
         return self.on_device(config).peak()
 
-    def bytes(self, config: L2LConfig) -> int:
-        """Of the device at the peak."""
-        if config not in self._peaks:
-            self._peaks[config] = sum(self.peak(config)[1].values())
-        return self._peaks[config]
+    def most(self, config: L2LConfig) -> int:
+        """Bytes of the device that are enough, however slow its link is."""
+        if config not in self._most:
+            self._most[config] = self.on_device(config).most()
+        return self._most[config]
 
     def costs(self, config: L2LConfig) -> Costs:
         """What each layer computes and sends, for the cost model."""
