@@ -40,7 +40,7 @@ Sums = Sequence[tuple[Master, torch.Tensor]]
 """Masters, and a gradient sum for each."""
 
 _CHUNK = 2**20  # elements of a host sum that are on the device at once while a new sum is added to it
-_ROUNDED_AT_ONCE = 2**23  # elements of a sum that are on the device in 16 bits at once
+ROUNDED_AT_ONCE = 2**23  # elements of a sum that are on the device in 16 bits at once
 
 
 class Gradients:
@@ -155,8 +155,8 @@ class Gradients:
         if not unit.gradients_are_rounded:
             flat_on_host.copy_(flat, non_blocking=True)
             return True
-        places = flat_on_host.view(dtype).split(_ROUNDED_AT_ONCE)
-        for place, wide in zip(places, flat.view(sums[0][1].dtype).split(_ROUNDED_AT_ONCE), strict=True):
+        places = flat_on_host.view(dtype).split(ROUNDED_AT_ONCE)
+        for place, wide in zip(places, flat.view(sums[0][1].dtype).split(ROUNDED_AT_ONCE), strict=True):
             rounded = wide.to(dtype)
             place.copy_(rounded, non_blocking=True)
             wide.copy_(rounded)  # for the norms, which must be those of the rounded values on the host

@@ -256,6 +256,8 @@ class DeviceBytes:
         elif self.places[number].is_resident:
             found[WORKSPACE] += self.weights.layers[call.number].copies
         found[WORKSPACE] += self._added_gradients(number)
+        if not self.places[number].is_resident:
+            found[WORKSPACE] = max(found[WORKSPACE], self.weights.layers[call.number].rounded)
         if number == len(self.whole.calls) - 1:
             found[HEAD] += self._leaving()
         self._add_boundary(found, number)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_l2l.eps.gradients import ROUNDED_AT_ONCE
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.model.stacks import shell_modules
@@ -35,6 +36,8 @@ class LayerBytes:
     """The largest trained master."""
     trained: int
     """Parameters that are updated."""
+    rounded: int
+    """What is rounded to 16 bits at once of the sums that leave; 0 if they leave in fp32."""
 
 
 @dataclass(frozen=True)
@@ -114,4 +117,5 @@ def _of(parameters: Sequence[torch.Tensor], precision: Precision, moments: float
         copies=sum(p.numel() * precision.of(p).itemsize for p in rounded),
         largest=max((masters([p]) for p in trained), default=0),
         trained=sum(p.numel() for p in trained),
+        rounded=2 * min(ROUNDED_AT_ONCE, sum(p.numel() for p in trained if precision.of_gradient(p).itemsize == 2)),
     )

@@ -121,22 +121,21 @@ def least(run: RunShapes, rates: Rates) -> Plan:
 
 
 FAST = (2, 23)
-TOO_LOW = {8: "GPT-2, 5 %", 27: "Llama in bf16, 8 %", 96: "GPT-2, 3 %"}
-"""Draws whose estimate is known to be too low, and by how much."""
 TOO_HIGH = (7, 17, 28, 30, 32)
-"""Draws whose estimate for the least options is known to be more than 5 % too high."""
+"""Draws whose estimate for the least options is more than 5 % too high: gradients of tables of embeddings are taken to
+be leaving together, and here they leave one by one."""
 
 
 def seeds(known: Collection[int]) -> list[Any]:
     """All, of which some are slow, and `known` ones are known to fail."""
-    known_to_fail = pytest.mark.xfail(reason="the estimate is not close enough", strict=False)
+    known_to_fail = pytest.mark.xfail(reason="the estimate is not close enough", strict=True)
     marks = [
         [*([] if n in FAST else [pytest.mark.slow]), *([known_to_fail] if n in known else [])] for n in range(100)
     ]
     return [pytest.param(n, marks=each) for n, each in enumerate(marks)]
 
 
-@pytest.mark.parametrize("seed", seeds(TOO_LOW))
+@pytest.mark.parametrize("seed", seeds(()))
 def test_a_plan_trains_on_a_device_of_its_budget(seed):
     drawn = draw(seed)
     run = drawn.run_shapes()
