@@ -52,7 +52,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="find the largest model that so much host memory holds, such as 64GiB"
     )
-    parser.add_argument("--probe", action="store_true", help="measure this machine for a few seconds, for the times")
+    parser.add_argument(
+        "--probe", action="store_true", help="measure this machine, and a layer of the model, for the times"
+    )
     parser.add_argument(
         "--figures", metavar="FILE", help="the machine's figures, as `hf-l2l env --probe --json` prints"
     )
@@ -209,10 +211,13 @@ def _device_memory(device: torch.device | None, figures: HardwareFigures | None)
     return here if here is not None or figures is None else figures.device_memory_bytes
 
 
-def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig) -> Rates:
+def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measures: bool) -> Rates:
+    """Of these figures; one that `measures` runs a layer of the model, too."""
     import torch
 
+    from hf_l2l.plan.layer_probe import with_layer_rates
     from hf_l2l.plan.step_time import Rates
+    from hf_l2l.runtime import stream
 
     if figures.link_up is None:
         raise ValueError(
@@ -227,6 +232,8 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig) -> Rates
             "cmp to one of them, or leave it out"
         )
     rates = Rates.of(figures, run.dtype)
+    if measures:
+        rates = with_layer_rates(rates, run, stream.execution_device(config.device))
     if config.num_threads is None:
         return rates
     # Of the numbers of threads that were measured, the largest that are not more than will run.
@@ -280,7 +287,7 @@ def _run(options: argparse.Namespace) -> int:
             accumulates=asked.accumulates,
             given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
         )
-        rates = None if figures is None else _rates(figures, run, config)
+        rates = None if figures is None else _rates(figures, run, config, measures=options.probe)
         if budget is not None and rates is None:
             raise ValueError(
                 "--budget finds the fastest options, for which the machine's figures are needed (got neither --probe "

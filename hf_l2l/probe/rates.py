@@ -93,7 +93,7 @@ def _processor(info: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def _median(turn: Callable[[], float], seconds: float) -> float:
+def median(turn: Callable[[], float], seconds: float) -> float:
     """The median of what `turn` returns, in 3 to 9 turns after one that is not counted."""
     turn()
     found: list[float] = []
@@ -103,7 +103,9 @@ def _median(turn: Callable[[], float], seconds: float) -> float:
     return max(statistics.median(found), 1e-9)  # a clock may be too coarse for the least of sizes
 
 
-def _timed(work: Callable[[], object]) -> Callable[[], float]:
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """A turn that returns the seconds that `work` takes."""
+
     def turn() -> float:
         start = time.perf_counter()
         work()
@@ -126,10 +128,10 @@ def _link_rates(device: torch.device, num_bytes: int, pages: Pages | None, secon
     stream.wait(stream.record(device), PROBE_FILLED, host=True)
     rates = {}
     for name, way in (("up", up), ("down", down)):
-        rates[name] = half / _median(way.copied, seconds)
+        rates[name] = half / median(way.copied, seconds)
     with ThreadPoolExecutor(2) as pool:
         for name, ways in (("up_both", (up, down)), ("down_both", (down, up))):
-            rates[name] = half / _median(partial(_beside, *ways, pool), seconds)
+            rates[name] = half / median(partial(_beside, *ways, pool), seconds)
     return rates
 
 
@@ -175,7 +177,7 @@ def _dram(sizes: Sizes, threads: int) -> float:
     source = torch.zeros(sizes.copied_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
     with _threads(threads):
-        return 2 * sizes.copied_bytes / _median(_timed(lambda: target.copy_(source)), sizes.seconds)
+        return 2 * sizes.copied_bytes / median(timed(lambda: target.copy_(source)), sizes.seconds)
 
 
 def _adamw(sizes: Sizes, threads: int) -> float:
@@ -184,7 +186,7 @@ def _adamw(sizes: Sizes, threads: int) -> float:
     p.grad = torch.ones(sizes.parameters)
     optimizer = torch.optim.AdamW([p], lr=1e-3, fused=True)
     with _threads(threads):
-        return sizes.parameters / _median(_timed(optimizer.step), sizes.seconds)
+        return sizes.parameters / median(timed(optimizer.step), sizes.seconds)
 
 
 def _device_adamw(device: torch.device, sizes: Sizes) -> float | None:
@@ -198,7 +200,7 @@ def _device_adamw(device: torch.device, sizes: Sizes) -> float | None:
             optimizer.step()
             stream.download(p.detach()[:1])  # returns once the step is done
 
-        return sizes.parameters / _median(_timed(step), sizes.seconds)
+        return sizes.parameters / median(timed(step), sizes.seconds)
     except torch.OutOfMemoryError:
         return None
 
@@ -225,7 +227,7 @@ def _flops(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float | No
             turn = _product(device, dtype, rows)
             turn()  # kernels are chosen, and loaded
             if turn() > 0.01 or 2 * rows > sizes.most_rows:
-                return 2 * rows**3 / _median(turn, sizes.seconds)
+                return 2 * rows**3 / median(turn, sizes.seconds)
             rows *= 2
     except (RuntimeError, NotImplementedError, TypeError):  # no such product, or no memory for it
         return None
@@ -239,4 +241,4 @@ def _product(device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[]
         torch.mm(a, b, out=out)
         stream.download(out[:1, :1])  # returns once the product is there
 
-    return _timed(work)
+    return timed(work)

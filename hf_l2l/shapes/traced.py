@@ -44,6 +44,18 @@ class TracedLayer(Piece):
 
     graph: int = 0
     """Kept by the graph of its forward in grad mode, its results included."""
+    leaves: Sequence[Any] = ()
+    """What it is given: a `Given` in the place of each tensor."""
+    spec: Any = None
+    """The structure of its arguments."""
+
+
+class Given(NamedTuple):
+    """A tensor that a layer is given, without values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_gradient: bool
 
 
 class Argument(NamedTuple):
@@ -304,7 +316,10 @@ class _Run:
 
     def _measured(self, forward: Any, leaves: list[Any], spec: Any) -> tuple[TracedLayer, Any, list[Any]]:
         """The layer, the structure of what it returns, and its values (see `_returning`)."""
-        memory, traced = self.memory, TracedLayer()
+        memory, traced = self.memory, TracedLayer(spec=spec)
+        traced.leaves = [
+            Given(t.shape, t.dtype, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in leaves
+        ]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
         def call(with_graph: bool) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,19 @@ def test_figures_of_a_cpu_have_no_link(tmp_path, capsys, machine):
     without = json.loads(MACHINE.to_json()) | dict.fromkeys(("link_up", "link_down", "link_up_both", "link_down_both"))
     Path(machine).write_text(json.dumps(without))
     assert "whose device has memory of its own" in estimated(capsys, tmp_path, "--figures", machine).err
+
+
+def test_probe_measures_the_machine_and_a_layer(tmp_path, capsys, monkeypatch):
+    layers = []
+
+    def with_layer_rates(rates, run, device):
+        layers.append(run.layers[0])
+        return replace(rates, flops=1.0)  # so that a step takes as many seconds as it has operations
+
+    monkeypatch.setattr("hf_l2l.probe.rates.probe", lambda: MACHINE)
+    monkeypatch.setattr("hf_l2l.plan.layer_probe.with_layer_rates", with_layer_rates)
+    found = estimated(capsys, tmp_path, "--probe", "--json").json
+    assert len(layers) == 1 and found["seconds_per_step"] > 1e6 and found["bound"] == "compute"
 
 
 def test_a_budget_that_is_too_small_names_the_smallest(tmp_path, capsys, machine):

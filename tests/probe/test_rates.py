@@ -32,13 +32,13 @@ def test_a_rate_is_the_work_of_a_turn_by_the_median_time(monkeypatch):
     times = iter([100.0, 1.0, 50.0, 3.0, 2.0, 2.0])
     clock = itertools.count(0.0, 0.25)
     monkeypatch.setattr(rates.time, "perf_counter", lambda: next(clock))
-    assert rates._median(lambda: next(times), 0.3) == 2.5  # of 1, 50, 3 and 2
+    assert rates.median(lambda: next(times), 0.3) == 2.5  # of 1, 50, 3 and 2
     assert list(times) == [2.0]
 
 
 def test_turns_are_few():
     times = itertools.count()
-    rates._median(lambda: float(next(times)), 1e9)
+    rates.median(lambda: float(next(times)), 1e9)
     assert next(times) == 10
 
 
