@@ -266,6 +266,18 @@ def test_a_plan_that_cannot_be_had_again_is_replaced_with_a_warning(tmp_path, ca
     assert plan.peak_bytes <= 2**20
 
 
+def test_a_trainer_that_has_trained_takes_the_plan_of_the_checkpoint_that_it_resumes(tmp_path):
+    made = planned(tmp_path, "1MiB", **SAVING)
+    made.train()
+    file, chosen = tmp_path / "checkpoint-2" / PLAN_FILE, {"ubatch_size": 2, "stash": "host"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chosen": chosen}))
+    before = plan_of(made)
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert plan_of(made) is before
+    made.train(resume_from_checkpoint=str(file.parent))
+    assert plan_of(made).chosen == chosen
+
+
 # ---- out of memory
 
 
