@@ -75,9 +75,12 @@ class TrainerPlan:
         """The options to attach the model with: those that are `asked` for, and those that were chosen."""
         return replace(asked if self.plan is None else self.plan.config, device_memory_budget=None)
 
-    def is_for(self, purpose: Purpose | None) -> bool:
-        """Whether the training that begins has what was planned before, or, without a budget, no plan."""
-        return self._purpose == purpose
+    def is_for(self, purpose: Purpose | None, checkpoint: str | None) -> bool:
+        """Whether the training that begins, or is resumed from `checkpoint`, has what was planned before, or, without
+        a budget, no plan."""
+        if self._purpose != purpose or self.plan is None or purpose is None or checkpoint is None:
+            return self._purpose == purpose
+        return saved_choice(checkpoint, purpose.asked) in (None, {**self.plan.chosen, "batches": self.plan.batches})
 
     def why_one_by_one(self) -> str | None:
         """Why accumulated batches are not run as one, if the plan says so."""

@@ -62,7 +62,7 @@ class PlanWatch:
         if over[name] > 0.01 * self._plan.budget:
             what = (
                 f"{name} took {size_text(most[name])} ({size_text(self._plan.peak.get(name, 0))} planned); a batch "
-                "may have had longer rows than the one that was planned for"
+                "may have had more or longer rows than the one that was planned for"
             )
         else:
             what = "nothing of it took more than planned; other programs, or fragments, may have taken the memory"

@@ -164,7 +164,7 @@ class L2LTrainerMixin(CheckpointsMixin):
             return
         asked, attached = self._asked_config(), attachment_of(self.model)
         purpose = Purpose.of(self, asked, dataloader)
-        is_same = self._l2l_plan.is_for(purpose)
+        is_same = self._l2l_plan.is_for(purpose, checkpoint)
         planned = attached is not None and attached.is_of(self._l2l_config())
         # What a trainer has attached (an evaluation, an earlier training, another trainer with equal options) is
         # attached again where its options are not those of this training. What the program has attached stays.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -197,7 +198,7 @@ def _simplest(search: _Search, best: L2LConfig) -> L2LConfig:
         if change.get("stash") == "device" and change.get("device_stash", best.device_stash):
             continue
         simpler = replace(best, **change)
-        if search.time(simpler).seconds <= search.time(best).seconds and needed(search.run, simpler) <= search.budget:
+        if search.time(simpler).seconds <= search.time(best).seconds and search.needed(simpler) <= search.budget:
             best = simpler
     return best
 
@@ -252,17 +253,15 @@ class _Search:
     def __init__(self, run: RunShapes, budget: int, rates: Rates, *, apart: bool) -> None:
         self.run, self.budget, self.rates, self.apart = run, budget, rates, apart
         self.count = len(run.layers)
-        self._times: dict[L2LConfig, StepTime] = {}
-
-    def time(self, config: L2LConfig) -> StepTime:
-        """The time of a step."""
-        if config not in self._times:
-            self._times[config] = time_of(self.run, config, self.rates)
-        return self._times[config]
+        # Searches from several beginnings come to the same options again and again.
+        self.time = cache(partial(time_of, run, rates=rates))
+        """The time of a step with given options."""
+        self.needed = cache(partial(needed, run))
+        """The bytes of the budget that it needs."""
 
     def best(self, config: L2LConfig, kinds: Collection[str] = _KINDS) -> tuple[StepTime, int, L2LConfig]:
         """The time, the bytes, and the options after all choices among `kinds` that are worth it."""
-        time, held = self.time(config), needed(self.run, config)
+        time, held = self.time(config), self.needed(config)
         for at_once in sorted({max(1, self.count // _AT_ONCE), 1}, reverse=True):
             while (found := self._next(config, kinds, time, held, at_once)) is not None:
                 time, held, config = found
@@ -273,7 +272,7 @@ class _Search:
     ) -> tuple[StepTime, int, L2LConfig] | None:
         best, most = None, 0.0
         for each in self._moves(config, kinds, at_once):
-            size = needed(self.run, each)
+            size = self.needed(each)
             if size > self.budget:
                 continue
             after = self.time(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -153,3 +154,19 @@ def test_the_plan_says_what_it_expects():
     text = str(plan)
     assert text.startswith("plan for 953.7 MiB of device memory: ") and "resident" in text
     assert f"bound by {plan.time.bound}" in text
+
+
+def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
+    """A training waits for its plan, so what a search has computed for some options is not computed again."""
+    seen: Counter[L2LConfig] = Counter()
+    counted = RunShapes.bytes
+
+    def count(run: RunShapes, config: L2LConfig) -> int:
+        seen[config] += 1
+        return counted(run, config)
+
+    monkeypatch.setattr(RunShapes, "bytes", count)
+    run = run_of(layers=6)
+    make_plan(run, 3 * needed(run, L2LConfig(stash="host", boundary="host", ubatch_size=1)), RATES["link"])
+    assert len(seen) > 50
+    assert max(seen.values()) <= 4  # in the searches, and before and after them

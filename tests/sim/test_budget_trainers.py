@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Iterator
@@ -142,11 +143,19 @@ def test_each_model_of_model_init_is_planned(tmp_path):
     assert {p.device.type for p in first.parameters()} == {"cpu"}
 
 
-def test_models_that_are_gone_leave_the_device(tmp_path):
-    for _ in range(2):
-        made = planned(tmp_path, "auto")
-        made.train()
-        assert plan_of(made).config.resident == "all"
+def test_models_that_are_gone_leave_the_device():
+    """Their memory counts as free, though nothing has collected them."""
+    config, batch = L2LConfig(device="sim", device_memory_budget="7800KiB"), batch_for(bert())
+    gc.disable()
+    try:
+        for _ in range(2):
+            model = bert()
+            attach_l2l(model, config, inputs=batch)
+            attached = attachment_of(model)
+            assert attached is not None and attached.config.resident == "all"
+            del model, attached
+    finally:
+        gc.enable()
 
 
 class Grow(hf.TrainerCallback):
@@ -171,6 +180,19 @@ def test_changed_layers_are_planned_for(tmp_path):
     assert last.peak_bytes <= 700 * 2**10
     saved = json.loads((tmp_path / "checkpoint-2" / PLAN_FILE).read_text())
     assert saved["chosen"] == last.chosen
+
+
+def test_changed_layers_are_planned_for_though_the_program_has_taken_memory_since(tmp_path):
+    """It was free when the training began; a training that runs is not refused for it."""
+    held: list[torch.Tensor] = []
+
+    class Holds(hf.TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            held.append(torch.empty(2**20, dtype=torch.uint8, device="sim"))
+
+    made = planned(tmp_path, "7MiB", callbacks=[Holds(), Grow()])
+    made.train()
+    assert plan_of(made) is not None
 
 
 # ---- what is planned
@@ -264,6 +286,18 @@ def test_a_plan_that_cannot_be_had_again_is_replaced_with_a_warning(tmp_path, ca
     plan, text = resumed(tmp_path, caplog, change)
     assert said in text
     assert plan.peak_bytes <= 2**20
+
+
+def test_a_trainer_that_has_trained_takes_the_plan_of_the_checkpoint_that_it_resumes(tmp_path):
+    made = planned(tmp_path, "1MiB", **SAVING)
+    made.train()
+    file, chosen = tmp_path / "checkpoint-2" / PLAN_FILE, {"ubatch_size": 2, "stash": "host"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chosen": chosen}))
+    before = plan_of(made)
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert plan_of(made) is before
+    made.train(resume_from_checkpoint=str(file.parent))
+    assert plan_of(made).chosen == chosen
 
 
 # ---- out of memory
