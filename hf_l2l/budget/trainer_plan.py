@@ -105,6 +105,13 @@ class TrainerPlan:
         if purpose is not None:
             self.plan = _planned(trainer, purpose, saved_choice(checkpoint, purpose.asked))
         self._purpose = purpose
+        args = trainer.args
+        if self.plan is not None and args.eval_strategy != "no" and args.eval_batch_size > args.train_batch_size:
+            logger.warning(
+                f"{option('device_memory_budget')} is planned for the batches of the training, and evaluations have "
+                f"larger ones (per_device_eval_batch_size={args.per_device_eval_batch_size}, and "
+                f"per_device_train_batch_size={args.per_device_train_batch_size}): they may need more memory"
+            )
 
     def make_again(self, trainer: Any) -> None:
         """Plan for the same batches and other layers, in the middle of a training.

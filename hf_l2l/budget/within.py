@@ -22,7 +22,7 @@ from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.own_command import with_options
-from hf_l2l.plan.planner import BudgetError, Plan, check_floor, make_plan, needed, plan_as, time_of
+from hf_l2l.plan.planner import BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.known import known_figures
@@ -144,7 +144,7 @@ def _plan_within(
             )
 
     run = run_of(1)
-    check_floor(run, budget)  # before a machine is measured
+    refuse_small(run, budget)  # before a machine is measured
     rates = Rates.of(known_figures(device), run.dtype)
     if chosen is not None:
         again, reason = _again(run_of, budget, rates, dict(chosen), batches, bound)

@@ -121,6 +121,12 @@ def needed(run: RunShapes, config: L2LConfig) -> int:
     return math.ceil((1 + MARGIN) * run.most(config))
 
 
+def refuse_small(run: RunShapes, budget: int) -> None:
+    """Raise BudgetError if the device would need more than `budget` bytes whatever is chosen."""
+    if _plain(run, budget) is None:
+        check_floor(run, budget)
+
+
 def check_floor(run: RunShapes, budget: int) -> list[L2LConfig]:
     """The options to begin with that are within `budget` bytes of device memory.
 
@@ -158,8 +164,11 @@ def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) 
     Raises:
         BudgetError: if the device would need more than the budget whatever is chosen.
     """
-    starts = check_floor(run, budget)
     search = _Search(run, budget, rates, apart=apart)
+    plain = _plain(run, budget)
+    if plain is not None and search.time(plain).seconds <= (1 + _AS_PLAIN) * _fewest_seconds(run, plain, rates):
+        return _plan(run, budget, rates, plain)
+    starts = check_floor(run, budget)
     if not apart and not (_is_set(run, "resident") or _is_set(run, "resident_layers")):
         whole = [replace(start, resident="all") for start in starts]
         starts += [start for start in whole if needed(run, start) <= budget]
@@ -172,8 +181,7 @@ def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) 
     # Of equally fast ones, that with the largest micro-batches: each has a price that may not have been measured.
     equal = [each for each in every if each[0].seconds <= fastest * (1 + _WORTH)]
     _, _, best = min(equal, key=lambda each: (-(each[2].ubatch_size or run.most_rows), each[1]))
-    plain = _plain(run)
-    if plain is not None and needed(run, plain) <= budget and search.time(plain).seconds <= (1 + _AS_PLAIN) * fastest:
+    if plain is not None and search.time(plain).seconds <= (1 + _AS_PLAIN) * fastest:
         return _plan(run, budget, rates, plain)
     # "auto" would be decided by the memory of the device, and not by the budget.
     stash, boundary, _ = run.resolved(best)
@@ -181,11 +189,19 @@ def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) 
     return _plan(run, budget, rates, _simplest(search, replace(best, **settled)))
 
 
-def _plain(run: RunShapes) -> L2LConfig | None:
-    """The options with which a model is trained as without L2L; None if options that are set speak against it."""
+def _plain(run: RunShapes, budget: int) -> L2LConfig | None:
+    """The options with which a model is trained as without L2L; None if it does not fit so, or options that are set
+    speak against it."""
     if any(_is_set(run, name) for name in _KINDS):
         return None
-    return replace(run.config, resident="all", kept_graphs=len(run.layers))
+    plain = replace(run.config, resident="all", kept_graphs=len(run.layers))
+    return plain if needed(run, plain) <= budget else None
+
+
+def _fewest_seconds(run: RunShapes, plain: L2LConfig, rates: Rates) -> float:
+    """The seconds that a step takes at least, whatever is chosen: those of its operations without any recompute."""
+    costs = run.costs(plain)
+    return sum(cost.forward_flops + cost.backward_flops for cost in (*costs.layers, costs.shell)) / rates.flops
 
 
 def _simplest(search: _Search, best: L2LConfig) -> L2LConfig:

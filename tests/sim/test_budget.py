@@ -26,7 +26,7 @@ from hf_l2l.testing import enable_simulated_accelerator
 from training import SAVING, arguments, inner_optimizer, logs, rows, settled_memory, stopped_at_two, tiny_bert, trainer
 
 KIB = 2**10
-FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11, "bf16": 1e11}, True, 1e10)
+FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11, "bf16": 1e11}, True, 1e13)
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +275,7 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
     whole.train()
     checkpoint = stopped_at_two(lambda folder, **options: planned(folder, "1500KiB", **options), tmp_path / "parts")
     chosen = json.loads((Path(checkpoint) / PLAN_FILE).read_text())["chosen"]
-    fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e10)
+    fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e13)
     (tmp_path / "figures.json").write_text(fast.to_json())
     fresh = planned(tmp_path / "fresh", "1500KiB", **SAVING)
     fresh.train()
@@ -286,7 +286,9 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
     assert [entry for entry in logs(resumed) if "loss" in entry] == [entry for entry in logs(whole) if "loss" in entry]
 
 
-@pytest.mark.parametrize("budget", ["520KiB", "auto", "off", None])
+@pytest.mark.parametrize(
+    "budget", ["520KiB", *(pytest.param(each, marks=pytest.mark.slow) for each in ("auto", "off")), None]
+)
 def test_a_checkpoint_of_one_plan_resumes_under_any_other(budget, tmp_path):
     whole = planned(tmp_path / "whole", "1500KiB", **SAVING)
     whole.train()
@@ -338,11 +340,14 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
 # ---- accumulated batches
 
 
-@pytest.mark.parametrize("budget", ["900KiB", "2600KiB", "auto"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("budget", [pytest.param("900KiB", marks=SLOW), "2600KiB", pytest.param("auto", marks=SLOW)])
 def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
     """They run as one where their weights would travel longer than their rows, and not where little travels."""
     limit = {"900KiB": 900 * KIB, "2600KiB": 2600 * KIB, "auto": int(0.9 * 2**23)}[budget]
-    slow = HardwareFigures("sim", 2**23, 1e7, 1e7, 1e7, 1e7, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
+    slow = HardwareFigures("sim", 2**23, 1e7, 1e7, 1e7, 1e7, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e13)
     (tmp_path / "figures.json").write_text(slow.to_json())
     model = tiny_llama(layers=6, hidden_size=32, intermediate_size=256)
     data = ragged(longest=32, shortest=24)
@@ -361,7 +366,7 @@ def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
 
 
 def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tmp_path):
-    fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e10)
+    fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e13)
     (tmp_path / "figures.json").write_text(fast.to_json())
     data = ragged(longest=32, shortest=24)
     options: dict[str, Any] = {"device_memory_budget": "400KiB", "per_device_train_batch_size": 6}

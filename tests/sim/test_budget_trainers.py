@@ -22,7 +22,7 @@ from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
 from training import CHECKPOINTING, SAVING, rows, settled_memory, tiny_bert, trainer
 
-FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e10)
+FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e13)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,18 @@ def plan_of(made: Any) -> Any:
     attached = attachment_of(made.model)
     assert attached is not None
     return attached.plan
+
+
+def test_larger_batches_of_evaluations_are_warned_of(tmp_path, caplog):
+    hf.utils.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING):
+            planned(tmp_path, "1MiB", eval_strategy="epoch", per_device_eval_batch_size=8).train()
+            assert "evaluations" not in caplog.text
+            planned(tmp_path, "1MiB", eval_strategy="epoch", per_device_eval_batch_size=16).train()
+    finally:
+        hf.utils.logging.disable_propagation()
+    assert "per_device_eval_batch_size=16, and per_device_train_batch_size=8): they may need more" in caplog.text
 
 
 # ---- one model, several trainers
