@@ -49,7 +49,7 @@ def budget_bytes(config: L2LConfig, device: torch.device) -> int | None:
 
 
 def check_free(budget: int, config: L2LConfig, device: torch.device) -> None:
-    """Raise ValueError if less than the budget is free: a plan for what happens to be free would differ each time."""
+    """Raise BudgetError if less than the budget is free: a plan for what happens to be free would differ each time."""
     free = stream.memory_free(device)
     if free is not None and free < budget:
         gc.collect()  # models and trainers that are gone are in reference cycles, and hold memory until then
@@ -60,7 +60,7 @@ def check_free(budget: int, config: L2LConfig, device: torch.device) -> None:
     what = f"{name}={asked!r} is {size_text(budget)}" if asked == "auto" else f"{name}={asked!r}"
     held, _ = stream.memory_in_use(device) or (0, 0)
     smaller = {"device_memory_budget": f"{max(1, int(0.95 * free) // 2**20)}MiB"}
-    raise ValueError(
+    raise BudgetError(
         f"the device must have the memory of its budget free ({what}, and {size_text(free)} are free on {device}, "
         f"where this program itself holds {size_text(held)}); end other programs that use it, let go of what this one "
         "has there (an attached model moves to the host with hf_l2l.detach_l2l), or give a smaller budget: "

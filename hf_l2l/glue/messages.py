@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_l2l.plan.planner import BudgetError
+
 PROGRAM = "run_glue_l2l"
 logger = logging.getLogger(PROGRAM)
 
@@ -65,6 +67,8 @@ def stops_without_memory(trainer: str) -> Iterator[None]:
         yield
     except ImportError as error:
         stop(str(error), REFUSED)  # --optim names a package
+    except BudgetError as error:
+        stop(f"out of memory: {error}", NO_MEMORY)
     except (torch.OutOfMemoryError, MemoryError) as error:
         remedy = "--trainer l2l" if trainer == "hf" else "a smaller --ubatch_size, or --stash host"
         stop(f"out of memory: {first_line(error)}; try {remedy}", NO_MEMORY)

@@ -89,17 +89,13 @@ class Plan:
 
 
 class BudgetError(ValueError):
-    """A budget that no choice can meet."""
+    """A budget that cannot be met."""
 
-    def __init__(self, budget: int, smallest: int, chosen: dict[str, Any], remedy: str) -> None:
-        """`chosen` are the options with which the device holds least."""
+    def __init__(self, message: str, smallest: int | None = None) -> None:
+        """With the message for the user."""
+        super().__init__(message)
         self.smallest = smallest
-        """Bytes of the smallest budget that can be met with the options that bind the choice."""
-        flags = " ".join(f"{option(name)}={value}" for name, value in chosen.items()) or "the options as they are"
-        super().__init__(
-            f"the device must hold what a step needs, whatever is chosen (got a budget of {size_text(budget)}, and "
-            f"{size_text(smallest)} are needed at least, with {flags}); {remedy}"
-        )
+        """Bytes of the smallest budget that can be met with the options that bind the choice, if that is known."""
 
 
 def _is_set(run: RunShapes, name: str) -> bool:
@@ -136,7 +132,13 @@ def check_floor(run: RunShapes, budget: int) -> list[L2LConfig]:
     sizes = {start: needed(run, start) for start in _starts(run, replace(run.config, **_least(run)))}
     least = min(sizes, key=lambda start: sizes[start])
     if sizes[least] > budget:
-        raise BudgetError(budget, sizes[least], _changed(run.config, least), _remedy(run, budget, sizes[least]))
+        flags = " ".join(f"{option(name)}={value}" for name, value in _changed(run.config, least).items())
+        raise BudgetError(
+            f"the device must hold what a step needs, whatever is chosen (got a budget of {size_text(budget)}, and "
+            f"{size_text(sizes[least])} are needed at least, with {flags or 'the options as they are'}); "
+            f"{_remedy(run, budget, sizes[least])}",
+            sizes[least],
+        )
     return [start for start, size in sizes.items() if size <= budget]
 
 
