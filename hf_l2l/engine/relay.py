@@ -122,7 +122,7 @@ class Relay:
         eps.ledger.on_device.finds(RESIDENT, self._copy_memory)
         eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
         eps.ledger.counts(COPIES, self._staged_bytes)
-        eps.backwards.call(at_end=self._settle, at_failure=self._settle)
+        eps.backwards.call(at_end=self.settle, at_failure=self.settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of `layer`, whose original forward is `forward`, in the relay."""
@@ -305,7 +305,7 @@ class Relay:
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
-        self._settle()
+        self.settle()
         if self._slots is not None and self.eps.masters.is_changed_for_call:
             self._slots.forget(self.eps.masters.layer_units)
 
@@ -323,7 +323,8 @@ class Relay:
     def _copy_memory(self) -> list[torch.Tensor]:
         return [] if self._slots is None else self._slots.kept_memory(copies=True)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Make the host wait until all copies of layers, and of what passes between them, have finished."""
         self.stash.settle()
         if self._slots is not None:
             self._slots.settle()

@@ -66,8 +66,7 @@ class Attachment:
     device: torch.device
     stacks: list[LayerStack]
     eps: EagerParamServer
-    tiers: Tiers
-    """The memory of the stash."""
+    relay: Relay
     cuts: RowCuts
     """Where the batch is cut into micro-batches."""
     hooked: list[nn.Module]
@@ -79,6 +78,11 @@ class Attachment:
     asked: L2LConfig | None = None
     """The config that was given with `device_memory_budget`, or by a trainer: a plan may have changed it."""
     plan: Plan | None = None
+
+    @property
+    def tiers(self) -> Tiers:
+        """The memory of the stash."""
+        return self.relay.stash.tiers
 
     def is_of(self, config: L2LConfig) -> bool:
         """Whether it was attached with `config`."""
@@ -317,8 +321,8 @@ def _attach(
     for layer in layers:
         add_hook_to_module(layer, L2LHook(relay, device))
     members = {stack.path: _members(model, stack.path) for stack in stacks}
-    tiers, hooked = relay.stash.tiers, [*outside, *layers]
-    attached = Attachment(model, config, device, stacks, eps, tiers, relay.cuts, hooked, [], members=members)
+    hooked = [*outside, *layers]
+    attached = Attachment(model, config, device, stacks, eps, relay, relay.cuts, hooked, [], members=members)
     watch = CallWatch(shell, attached.refuse_changed_layers)
     # A container with losses is not called itself.
     for module in model.children() if isinstance(model, nn.ModuleDict) else (model,):
@@ -349,6 +353,8 @@ def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     root = attached.root
     for companion in attached.companions if with_companions else ():
         detach_l2l(companion)
+    # A backward that has failed leaves copies, whose memory is freed with the engine.
+    attached.relay.settle()
     optimizers = attached.eps.release()
     attached.tiers.release()
     for handle in attached.handles:

@@ -5,6 +5,7 @@ The same bits whenever copies land, every wait needed, and a model that stays us
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +17,9 @@ import torch
 import transformers as hf
 from torch import nn
 
+from accumulated import tiny_llama
 from families import SMALL, assert_same_bits, attached, batch_for, gradients, train_once
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.logits import chunks
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash import spill
@@ -229,3 +232,22 @@ def test_a_transfer_that_fails_leaves_the_model_usable(name, kind, place, every,
         model.zero_grad()
         if number % 8 == 1:
             assert settled_memory() == held, number
+
+
+def test_a_model_is_detached_after_its_head_has_failed(monkeypatch):
+    """Hidden states of the next chunk are being uploaded then, to memory that is freed with the engine."""
+    model = tiny_llama(hidden_size=32)
+    attach_l2l(model, L2LConfig(device="sim", stash="host", boundary="host", ubatch_size=1))
+    ids = torch.ones(8, 32, dtype=torch.long)
+    loss = model(input_ids=ids, labels=ids).loss
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("the head has failed")
+
+    monkeypatch.setattr("hf_l2l.logits.chunks._gradient_of_logits", fails)
+    with pytest.raises(RuntimeError, match="the head has failed"):
+        loss.backward()
+    detach_l2l(model)
+    del model, loss
+    gc.collect()
+    torch.sim.synchronize()
