@@ -288,8 +288,10 @@ def resumed(folder: Path, caplog: Any, change: dict[str, Any], **options: Any) -
     ("change", "said"),
     [
         ({"batches": 3}, "a step had 3 batches at once, and has 1 now"),
-        ({"chosen": {"resident_layers": 9}}, "at most the number of layers"),
-        ({"chosen": {"resident": "all", "kept_graphs": 6}}, "it needs more than 1.0 MiB"),
+        pytest.param({"chosen": {"resident_layers": 9}}, "at most the number of layers", marks=pytest.mark.slow),
+        pytest.param(
+            {"chosen": {"resident": "all", "kept_graphs": 6}}, "it needs more than 1.0 MiB", marks=pytest.mark.slow
+        ),
         ({"asked": {"device_memory_budget": "2MiB"}}, r"for other options (device_memory_budget)"),
     ],
     ids=str,

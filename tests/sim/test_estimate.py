@@ -93,8 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FAST = {
     "bert": ("host boundary", "resident layers"),
     "gpt2": ("accumulation",),
-    "llama": ("device stash", "bf16", "LoRA"),
-    "t5": ("host boundary",),
+    "llama": ("bf16", "LoRA"),
 }
 NAMED = (
     *("device stash", "host stash", "host boundary", "whole batch", "bf16", "bf16 on the device"),

@@ -183,7 +183,7 @@ def test_nothing_of_them_is_stashed():
 
 
 @pytest.mark.parametrize("boundary", ["device", "host"])
-@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("kept", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_inputs_that_stay_do_not_travel(kept, boundary, monkeypatch):
     """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""
     seen, width = [], 32

@@ -64,7 +64,11 @@ def forward_bytes(**options: Any) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"ubatch_size": 12}, {"stash": "host", "cmp": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [*(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"ubatch_size": 12})), {"stash": "host", "cmp": "bf16"}],
+    ids=str,
+)
 def test_grad_mode_takes_no_device_memory(options, monkeypatch):
     found = forward_bytes(**options)
     with monkeypatch.context() as patch:
