@@ -22,7 +22,7 @@ from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.own_command import with_options
-from hf_l2l.plan.planner import BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of
+from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.known import known_figures
@@ -156,7 +156,9 @@ def _plan_within(
         return plan
     plan = replace(plan, time=time_of(run, plan.config, rates, batches=batches))
     at_once = _at_once(run_of(batches), run, budget, rates, apart=apart)
-    return plan if at_once is None else min(plan, at_once, key=lambda each: each.time.seconds)
+    if at_once is None or at_once.time.seconds > (1 - WORTH) * plan.time.seconds:
+        return plan
+    return at_once
 
 
 def _again(

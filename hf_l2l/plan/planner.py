@@ -36,7 +36,7 @@ MARGIN = 0.03
 """By how much the estimate may be too low: a plan leaves so much of what it needs free."""
 _AS_PLAIN = 0.03
 """A model that fits whole is trained as without L2L, unless that takes longer by this share."""
-_WORTH = 1e-3
+WORTH = 1e-3
 """A choice is made if it saves this share of the time of a step."""
 
 
@@ -181,7 +181,7 @@ def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) 
     every = [each for each, _ in found] + again
     fastest = min(time.seconds for time, _, _ in every)
     # Of equally fast ones, that with the largest micro-batches: each has a price that may not have been measured.
-    equal = [each for each in every if each[0].seconds <= fastest * (1 + _WORTH)]
+    equal = [each for each in every if each[0].seconds <= fastest * (1 + WORTH)]
     _, _, best = min(equal, key=lambda each: (-(each[2].ubatch_size or run.most_rows), each[1]))
     if plain is not None and search.time(plain).seconds <= (1 + _AS_PLAIN) * fastest:
         return _plan(run, budget, rates, plain)
@@ -295,7 +295,7 @@ class _Search:
                 continue
             after = self.time(each)
             saved = (time.seconds - after.seconds) / max(1, size - held)
-            if after.seconds < time.seconds * (1 - _WORTH / self.count) and saved > most:
+            if after.seconds < time.seconds * (1 - WORTH / self.count) and saved > most:
                 best, most = (after, size, each), saved
         return best
 
