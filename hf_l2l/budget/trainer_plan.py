@@ -18,7 +18,7 @@ from hf_l2l.budget.within import budget_bytes, plan_within
 from hf_l2l.config import L2LConfig, option
 from hf_l2l.plan.planner import Plan
 from hf_l2l.runtime import stream
-from hf_l2l.shapes.losses import Untraceable
+from hf_l2l.shapes.losses import Untraceable, told_failures
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.getLogger("transformers.hf_l2l")
@@ -134,15 +134,17 @@ def _planned(
     reason = purpose.why_not
     if reason is None:
         try:
-            return plan_within(
-                trainer.model,
-                purpose.asked,
-                purpose.inputs,
-                optimizer=trainer.optimizer or _optimizer_to_be(trainer),
-                chosen=saved,
-                batches=1 if why_not_folded(trainer, purpose.asked) else purpose.accumulated,
-                is_running=is_running,
-            )
+            # With "auto", which nobody has asked for, no model may be lost for a fault in planning.
+            with told_failures(trainer.model):
+                return plan_within(
+                    trainer.model,
+                    purpose.asked,
+                    purpose.inputs,
+                    optimizer=trainer.optimizer or _optimizer_to_be(trainer),
+                    chosen=saved,
+                    batches=1 if why_not_folded(trainer, purpose.asked) else purpose.accumulated,
+                    is_running=is_running,
+                )
         except Untraceable as error:
             reason = str(error)
     name, asked = option("device_memory_budget"), purpose.asked.device_memory_budget

@@ -327,3 +327,15 @@ def test_an_error_outside_the_layers_names_what_was_larger_than_planned(tmp_path
     with pytest.raises(torch.OutOfMemoryError) as caught:
         made.train()
     assert ["device memory was planned" in note for note in caught.value.__notes__] == [True]
+
+
+def test_a_fault_in_planning_does_not_end_a_training_that_asked_for_no_plan(tmp_path, monkeypatch):
+    def fails(*_: Any, **__: Any) -> Any:
+        raise LookupError("a fault")
+
+    monkeypatch.setattr("hf_l2l.budget.within.make_plan", fails)
+    made = planned(tmp_path / "auto", "auto")
+    made.train()
+    assert plan_of(made) is None
+    with pytest.raises(ValueError, match="no plan can be made: .*a fault"):
+        planned(tmp_path / "sized", "1MiB").train()
