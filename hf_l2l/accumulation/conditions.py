@@ -18,10 +18,9 @@ def why_not_folded(trainer: Any, config: L2LConfig) -> str | None:
     args, model = trainer.args, trainer.model
     if getattr(args, "l2l_merge_accumulation", "auto") == "off":
         return "l2l_merge_accumulation='off'"
-    for name in ("compute_loss", "training_step"):
-        owner = replaced_by(trainer, name)
-        if owner is not None:
-            return f"{owner} has a {name} of its own, which may do something else with all rows at once"
+    method = own_method(trainer)
+    if method is not None:
+        return f"{method}, which may do something else with all rows at once"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func may compute something else of all rows at once"
     if args.label_smoothing_factor:
@@ -46,7 +45,17 @@ def why_not_folded(trainer: Any, config: L2LConfig) -> str | None:
     return None
 
 
-def replaced_by(trainer: Any, name: str) -> str | None:
+def own_method(trainer: Any) -> str | None:
+    """Says which class of `trainer` computes the loss, or trains with a batch, in a method of its own; None if none
+    does."""
+    for name in ("compute_loss", "training_step"):
+        owner = _replaced_by(trainer, name)
+        if owner is not None:
+            return f"{owner} has a {name} of its own"
+    return None
+
+
+def _replaced_by(trainer: Any, name: str) -> str | None:
     """The class that has a method `name` of its own; None if all are known ones."""
     if name in vars(trainer):
         return "this trainer"

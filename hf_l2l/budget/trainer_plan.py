@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_l2l.accumulation.conditions import replaced_by, why_not_folded
+from hf_l2l.accumulation.conditions import own_method, why_not_folded
 from hf_l2l.budget.example import NoExample, longest_batch
 from hf_l2l.budget.saved import save_plan, saved_choice
 from hf_l2l.budget.within import budget_bytes, plan_within
@@ -159,10 +159,9 @@ def _planned(
 
 def _why_not(trainer: Any) -> str | None:
     """What speaks against the estimate of one call of the model with a batch."""
-    for name in ("compute_loss", "training_step"):
-        owner = replaced_by(trainer, name)
-        if owner is not None:
-            return f"{owner} has a {name} of its own, which may call the model otherwise"
+    method = own_method(trainer)
+    if method is not None:
+        return f"{method}, which may call the model otherwise"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func computes something of the logits"
     if trainer.args.label_smoothing_factor:

@@ -16,6 +16,7 @@ from torch import nn
 
 from accumulated import forwards, ragged, tiny_llama, train
 from accumulated import made as accumulating
+from budgeted import bert, plan_of, use_machine_of_8_mib
 from families import batch_for
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
@@ -23,26 +24,17 @@ from hf_l2l.hf.attach import attachment_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
-from training import SAVING, arguments, inner_optimizer, logs, rows, settled_memory, stopped_at_two, tiny_bert, trainer
+from training import SAVING, arguments, inner_optimizer, logs, rows, settled_memory, stopped_at_two, trainer
 
 KIB = 2**10
-FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11, "bf16": 1e11}, True, 1e13)
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A device of 8 MiB, whose figures are known."""
-    file = tmp_path / "figures.json"
-    file.write_text(FIGURES.to_json())
-    monkeypatch.setenv("HF_L2L_FIGURES", str(file))
-    settled_memory()
-    enable_simulated_accelerator("8MiB")
+    use_machine_of_8_mib(monkeypatch, tmp_path)
     yield
     enable_simulated_accelerator()
-
-
-def bert() -> nn.Module:
-    return tiny_bert(dropout=0.0, layers=6, width=64)
 
 
 def planned(folder: Path, budget: str | None, model: nn.Module | None = None, **options: Any) -> Any:
@@ -52,12 +44,6 @@ def planned(folder: Path, budget: str | None, model: nn.Module | None = None, **
 
 def peak_of(made: Any) -> int:
     return int(made.eps.memory_report()["device"]["total"]["peak"])
-
-
-def plan_of(made: Any) -> Any:
-    attached = attachment_of(made.model)
-    assert attached is not None
-    return attached.plan
 
 
 # ---- in any loop

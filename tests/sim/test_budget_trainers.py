@@ -12,45 +12,28 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import nn
 
+from budgeted import bert, plan_of, use_machine_of_8_mib
 from families import batch_for
 from hf_l2l import L2LCallback, L2LConfig, L2LTrainer, attach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
 from hf_l2l.hf.attach import attachment_of
-from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
-from training import CHECKPOINTING, SAVING, rows, settled_memory, tiny_bert, trainer
-
-FIGURES = HardwareFigures("sim", 2**23, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e13)
+from training import CHECKPOINTING, SAVING, rows, trainer
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A device of 8 MiB, whose figures are known."""
-    file = tmp_path / "figures.json"
-    file.write_text(FIGURES.to_json())
-    monkeypatch.setenv("HF_L2L_FIGURES", str(file))
-    settled_memory()
-    enable_simulated_accelerator("8MiB")
+    use_machine_of_8_mib(monkeypatch, tmp_path)
     yield
     enable_simulated_accelerator()
-
-
-def bert(dropout: float = 0.0) -> nn.Module:
-    return tiny_bert(dropout=dropout, layers=6, width=64)
 
 
 def planned(folder: Path, budget: str | None, kind: Any = L2LTrainer, **options: Any) -> Any:
     if "model_init" not in options:
         options.setdefault("model", bert())
     return trainer(kind, folder, device_memory_budget=budget, **{"max_steps": 2, **options})
-
-
-def plan_of(made: Any) -> Any:
-    attached = attachment_of(made.model)
-    assert attached is not None
-    return attached.plan
 
 
 def test_larger_batches_of_evaluations_are_warned_of(tmp_path, caplog):
