@@ -146,15 +146,21 @@ def _plan_within(
     run = run_of(1)
     refuse_small(run, budget)  # before a machine is measured
     rates = Rates.of(known_figures(device), run.dtype)
+
+    def of_step(plan: Plan) -> Plan:
+        """With the time of all batches of a step."""
+        if plan.batches == batches:
+            return plan
+        return replace(plan, time=time_of(run, plan.config, rates, batches=batches))
+
     if chosen is not None:
         again, reason = _again(run_of, budget, rates, dict(chosen), batches, bound)
         if again is not None:
-            return again
+            return of_step(again)
         logger.warning("the plan of the checkpoint is not used again, and another one is made: %s", reason)
-    plan = make_plan(run, budget, rates, apart=apart)
+    plan = of_step(make_plan(run, budget, rates, apart=apart))
     if batches == 1:
         return plan
-    plan = replace(plan, time=time_of(run, plan.config, rates, batches=batches))
     at_once = _at_once(run_of(batches), run, budget, rates, apart=apart)
     if at_once is None or at_once.time.seconds > (1 - WORTH) * plan.time.seconds:
         return plan

@@ -20,6 +20,7 @@ from budgeted import bert, plan_of, use_machine_of_8_mib
 from families import batch_for
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
+from hf_l2l.budget.within import plan_within
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import HardwareFigures
@@ -360,6 +361,14 @@ def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tm
     assert train(made) == []
     assert plan_of(made).batches == 1
     detach_l2l(made.model)
+
+
+def test_a_plan_that_is_taken_again_expects_the_time_of_all_batches_of_a_step():
+    model, config = bert(), L2LConfig(device="sim", device_memory_budget="auto")
+    plan = plan_within(model, config, batch_for(model), batches=4)
+    assert plan is not None and plan.batches == 1
+    chosen = {**plan.chosen, "batches": plan.batches}
+    assert plan_within(model, config, batch_for(model), batches=4, chosen=chosen) == plan
 
 
 # ---- out of memory all the same
