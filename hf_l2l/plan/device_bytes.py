@@ -33,7 +33,7 @@ from hf_l2l.memory.device_memory import (
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.plan.weights import ModelWeights, WeightBytes
 from hf_l2l.shapes.passed import Passed
-from hf_l2l.shapes.traced import Traced, TracedCall
+from hf_l2l.shapes.pieces import Traced, TracedCall
 
 Bytes = dict[str, int]
 

@@ -18,7 +18,7 @@ from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.rates import median, timed
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import leaves_of
-from hf_l2l.shapes.traced import Given, TracedLayer
+from hf_l2l.shapes.pieces import Given, TracedLayer
 
 Measure = Callable[[Callable[[], object]], float]
 """The seconds that work takes."""

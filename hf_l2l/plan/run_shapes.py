@@ -20,7 +20,8 @@ from hf_l2l.plan.step_time import Cost, Rates
 from hf_l2l.plan.weights import ModelWeights
 from hf_l2l.runtime import stream
 from hf_l2l.shapes.inputs import rows_of
-from hf_l2l.shapes.traced import Traced, Tracer
+from hf_l2l.shapes.pieces import Traced
+from hf_l2l.shapes.traced import Tracer
 from hf_l2l.stash.boundary import fewest_bytes_on_host
 from hf_l2l.stash.tiers import SHARE
 
