@@ -14,9 +14,12 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import FakeTensorMode
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
-from hf_l2l.model.precision import Precision, let_heads_return_fp32
+from hf_l2l.model.precision import Precision, in_fp32, let_heads_return_fp32
 from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.runtime.compute_state import AutocastState
+from hf_l2l.runtime.stream import HOST
 from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
+from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.losses import loss_of, told_failures
 from hf_l2l.shapes.pieces import Argument, Given, Output, Piece, Traced, TracedCall, TracedLayer
@@ -35,13 +38,15 @@ class Tracer:
         layer_classes: tuple[str, ...] | None = None,
         chunked_loss: bool = True,
         fuses: Callable[..., bool] = lambda q, k, v, mask, dropout: dropout == 0,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        """Of a copy of `model`, which may be on any device."""
+        """Of a copy of `model`, which may be on any device; its forward is run under autocast in a dtype, if one is
+        given, and returns fp32."""
         self._fake = FakeTensorMode()
         with self._fake:
             self.model = shadow(model, precision)
         self._precision = precision
-        self._fuses = fuses
+        self._fuses, self._autocast = fuses, autocast
         self.layers = [layer for stack in find_stacks(self.model, layer_classes) for layer in stack.layers]
         if precision.is_mixed:
             let_heads_return_fp32(self.model, self.layers)
@@ -94,7 +99,11 @@ class Tracer:
             memory.leave_out([*self.model.parameters(), *self.model.buffers(), *leaves_of(given)])
             run = self._run = _Run(memory)
             with told_failures(self.model), Tables(apart=by_rows) as run.tables, torch.enable_grad():
-                loss = loss_of(self.model(**given))
+                with autocast_region(self._autocast):
+                    outputs = self.model(**given)
+                # As Accelerate does, outside autocast; deferred logits stay so.
+                loss = loss_of(outputs if self._autocast is None else in_fp32(outputs))
+                del outputs
                 whole = tensor_bytes(leaves_of(given))
                 memory_of = [(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in leaves_of(given)]
                 del fakes, given
@@ -231,9 +240,10 @@ class _Run:
                 for leaf in leaves
             ]
             args, kwargs = pytree.tree_unflatten(given, spec)
-            return flatten(forward(*args, **kwargs))
+            with autocast_now.entered():  # as the engine does, without a cache of cast weights
+                return flatten(forward(*args, **kwargs))
 
-        start = memory.begin()
+        start, autocast_now = memory.begin(), AutocastState.current(HOST)
         with torch.no_grad():
             outputs, out_spec = call(False)
         traced.forward_peak, traced.forward_flops = memory.peak - start, memory.flops
@@ -248,7 +258,8 @@ class _Run:
         if roots:
             with memory.not_counting():
                 gradients = [torch.empty_like(root) for root in roots]
-            torch.autograd.backward(roots, gradients)
+            with autocast_region(None):
+                torch.autograd.backward(roots, gradients)
         traced.backward_peak, traced.backward_flops = memory.peak - start, memory.flops
         return traced, out_spec, results
 
