@@ -12,9 +12,11 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hf_l2l.compat import FakeTensor
 from hf_l2l.runtime.stream import HOST
 
 _LOWER = {"addmv", "addr", "einsum", "mv", "scaled_dot_product_attention"}
@@ -22,7 +24,7 @@ _LOWER = {"addmv", "addr", "einsum", "mv", "scaled_dot_product_attention"}
 _FLOAT32 = {
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow", "__pow__", "__rpow__", "__rdiv__", "softplus", "layer_norm", "native_layer_norm"),
-    *("rms_norm", "group_norm", "cosine_similarity", "cross_entropy", "nll_loss", "kl_div", "l1_loss"),
+    *("rms_norm", "group_norm", "cosine_similarity", "nll_loss", "kl_div", "l1_loss"),
     *("smooth_l1_loss", "huber_loss", "mse_loss", "poisson_nll_loss", "cosine_embedding_loss", "dist", "pdist"),
     *("hinge_embedding_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "cdist", "renorm"),
     *("triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "logsumexp", "interpolate"),
@@ -50,6 +52,8 @@ class AutocastAsOnDevice(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if not torch.is_autocast_enabled(HOST.type):
             return func(*args, **kwargs)
+        if func is functional.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
         if name in _FLOAT32_BY_DTYPE:
             given = kwargs.get("dtype") or any(isinstance(a, torch.dtype) for a in args)
             more = {} if given or not _castable(args[0]) else {"dtype": torch.float32}
@@ -61,6 +65,19 @@ class AutocastAsOnDevice(TorchFunctionMode):
         # What the function is composed of is not cast once more.
         with autocast_region(None):
             return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, *args: Any, label_smoothing: float = 0.0, **kwargs: Any
+) -> torch.Tensor:
+    """As composed elsewhere: it asks for `log_softmax` in the dtype of the logits, which autocast leaves so, and what
+    follows is in fp32. On the host, all of it is. Smoothing of labels adds a number per row."""
+    # Of deferred logits, it is computed for a chunk at a time.
+    if not isinstance(input, FakeTensor) or target.is_floating_point():
+        return functional.cross_entropy(input, target, *args, label_smoothing=label_smoothing, **kwargs)
+    with autocast_region(None):
+        logs = functional.log_softmax(input, min(1, input.dim() - 1))
+    return functional.nll_loss(logs, target, *args, **kwargs)
 
 
 def _dtype_of(name: str, args: Any, kwargs: Any) -> torch.dtype | None:

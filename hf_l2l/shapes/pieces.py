@@ -95,6 +95,8 @@ class Traced:
     late: int
     """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
     that both read, as a tied head."""
+    rows: int
+    """Rows of the inputs."""
     inputs: int
     """Bytes of the inputs on the device."""
     kept_inputs: int
@@ -106,3 +108,14 @@ class Traced:
     besides: tuple[torch.Size, int] = (torch.Size(), 0)
     """Shape and bytes of the largest rows of a table of embeddings that code of the model still has while layers run,
     beside what it gives to them."""
+
+
+def graph_bytes(whole: Traced, part: Traced, number: int) -> int:
+    """Bytes that the graphs of all micro-batches of a layer call keep, of which `part` is one. What has no rows, such
+    as weights that autocast has cast, is in each of them."""
+    large, small = (each.calls[number].layer.graph for each in (whole, part))
+    if part.rows == whole.rows:
+        return large
+    of_row = (large - small) / (whole.rows - part.rows)
+    count = -(-whole.rows // part.rows)
+    return round(count * (small - part.rows * of_row) + whole.rows * of_row)

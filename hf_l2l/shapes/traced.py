@@ -21,6 +21,7 @@ from hf_l2l.runtime.stream import HOST
 from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
 from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
+from hf_l2l.shapes.inputs import rows_of
 from hf_l2l.shapes.losses import loss_of, told_failures
 from hf_l2l.shapes.pieces import Argument, Given, Output, Piece, Traced, TracedCall, TracedLayer
 from hf_l2l.shapes.shadow import like, shadow
@@ -91,7 +92,7 @@ class Tracer:
             raise error
 
     def _traced(self, inputs: Mapping[str, torch.Tensor], by_rows: bool) -> Traced:
-        self._apart = by_rows
+        self._apart, rows = by_rows, rows_of(self.model, inputs)
         with self._fake:
             fakes = {name: like(t, t.dtype) for name, t in inputs.items()}
             _, given = self._precision.of_inputs(self.model, (), fakes)
@@ -110,7 +111,7 @@ class Tracer:
                 kept = sum(size for each, size in memory_of if not each.expired())
                 run.end(loss)
             self._run = None
-        return Traced(run.pieces, run.calls, *run.gradients(), whole, kept, run.left, run.head, run.besides)
+        return Traced(run.pieces, run.calls, *run.gradients(), rows, whole, kept, run.left, run.head, run.besides)
 
     def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._apart and len(args) == 1:
