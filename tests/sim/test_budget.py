@@ -83,6 +83,20 @@ def test_training_keeps_inside_the_budget(budget):
     detach_l2l(model)
 
 
+def test_a_model_that_is_attached_inside_autocast_is_planned_for_it():
+    """As the loop calls it, in other regions."""
+    peaks = []
+    for enabled in (False, True):
+        model, config = bert(), L2LConfig(device="sim", device_memory_budget="560KiB", ubatch_size=2)
+        with torch.autocast("sim", torch.bfloat16, enabled=enabled):
+            attach_l2l(model, config, inputs=batch_for(model))
+        attached = attachment_of(model)
+        assert attached is not None and attached.plan is not None
+        peaks.append(attached.plan.peak)
+        detach_l2l(model)
+    assert peaks[0] != peaks[1]
+
+
 def test_attaching_again_with_the_same_budget_is_the_same_attachment():
     model, config = bert(), L2LConfig(device="sim", device_memory_budget="1MiB")
     eps = attach_l2l(model, config, inputs=batch_for(model))
