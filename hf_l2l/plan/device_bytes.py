@@ -203,8 +203,8 @@ class DeviceBytes:
             RESIDENT: held.resident,
             SLOTS: held.slots,
             KEPT_WEIGHTS: held.kept,
-            # What is computed by rows before the layers is recomputed of them.
-            INPUTS: (self.whole.inputs if self.by_rows else self.whole.kept_inputs)
+            # What trains before the layers is recomputed of them, if it is computed by rows.
+            INPUTS: (self.whole.inputs if self.by_rows and self._arguments_of_first() else self.whole.kept_inputs)
             + (self.copies_of_inputs - 1) * self.whole.inputs,
         }
 
