@@ -36,6 +36,8 @@ class Purpose:
     """Batches of a step."""
     shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
     """Of the longest batch."""
+    autocast: torch.dtype | None
+    """In which the Trainer calls the model under autocast; None if it does not."""
     why_not: str | None
     """Why no plan can be made; None if nothing is known to speak against it."""
     inputs: dict[str, torch.Tensor] = field(compare=False, repr=False)
@@ -59,6 +61,7 @@ class Purpose:
             sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             trainer.args.gradient_accumulation_steps,
             tuple((name, t.shape, t.dtype) for name, t in inputs.items()),
+            autocast_of(trainer.args),
             why_not,
             {name: t.to("meta") if t.dim() else t for name, t in inputs.items()},
         )
@@ -144,6 +147,7 @@ def _planned(
                     chosen=saved,
                     batches=1 if why_not_folded(trainer, purpose.asked) else purpose.accumulated,
                     is_running=is_running,
+                    autocast=purpose.autocast,
                 )
         except Untraceable as error:
             reason = str(error)
@@ -157,6 +161,12 @@ def _planned(
     return None
 
 
+def autocast_of(args: Any) -> torch.dtype | None:
+    """The dtype of the autocast under which a Trainer with these arguments calls the model; None without. That in fp16
+    has a loss scaler, which L2L refuses."""
+    return torch.bfloat16 if args.mixed_precision == "bf16" else None
+
+
 def _why_not(trainer: Any) -> str | None:
     """What speaks against the estimate of one call of the model with a batch."""
     method = own_method(trainer)
@@ -166,8 +176,6 @@ def _why_not(trainer: Any) -> str | None:
         return "compute_loss_func computes something of the logits"
     if trainer.args.label_smoothing_factor:
         return "label_smoothing_factor makes the Trainer compute the loss, and not the model"
-    if trainer.args.bf16:
-        return "bf16=True is autocast, whose memory is not estimated (cmp='bf16' has less)"
     return None
 
 

@@ -77,6 +77,7 @@ def plan_within(
     batches: int = 1,
     chosen: Mapping[str, Any] | None = None,
     is_running: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> Plan | None:
     """The fastest options within `config.device_memory_budget`; None without a budget. Nothing of the model changes.
 
@@ -89,6 +90,8 @@ def plan_within(
         chosen: options that were chosen before, and "batches", as in the training that is resumed; they are chosen
             again, if they fit.
         is_running: in the middle of a training, when the memory was found free at its start.
+        autocast: the dtype of the autocast under which the model is called; None takes that of the region that is
+            entered now for the device.
 
     Raises:
         Untraceable: if the model cannot be run without values, or computes no loss of `inputs`.
@@ -101,9 +104,8 @@ def plan_within(
     if not is_running:
         check_free(budget, config, device)
     with _in_training_mode(model):
-        return _plan_within(
-            model, config, inputs, unwrapped(optimizer) if optimizer else None, batches, chosen, budget
-        )
+        bare = unwrapped(optimizer) if optimizer else None
+        return _plan_within(model, config, inputs, bare, batches, chosen, budget, autocast)
 
 
 @contextmanager
@@ -126,6 +128,7 @@ def _plan_within(
     batches: int,
     chosen: Mapping[str, Any] | None,
     budget: int,
+    autocast: torch.dtype | None,
 ) -> Plan:
     device = stream.execution_device(config.device)
     bound, apart = _bound(model, config, optimizer)
@@ -141,11 +144,12 @@ def _plan_within(
                 given=(*bound, "kept_graphs") if at_once > 1 else bound,
                 batches=at_once,
                 accumulates=batches > at_once,
+                autocast=autocast,
             )
 
     run = run_of(1)
     refuse_small(run, budget)  # before a machine is measured
-    rates = Rates.of(known_figures(device), run.dtype)
+    rates = Rates.of(known_figures(device), run.multiplies_in)
 
     def of_step(plan: Plan) -> Plan:
         """With the time of all batches of a step."""

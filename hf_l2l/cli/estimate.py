@@ -224,14 +224,14 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
             f"times are of a machine whose device has memory of its own (got the figures of {figures.device_name}, "
             f"which shares that of the host, for {run.device.type}); give those of the machine that will train it"
         )
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.dtype or torch.float32, "fp32")
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.multiplies_in or torch.float32, "fp32")
     if dtype not in figures.flops:
         raise ValueError(
             f"the figures must have FLOP/s of the dtype in which layers compute (got {dtype}, and figures of "
             f"{figures.device_name} with {', '.join(figures.flops)}, the dtypes in which it multiplies matrices); set "
             "cmp to one of them, or leave it out"
         )
-    rates = Rates.of(figures, run.dtype)
+    rates = Rates.of(figures, run.multiplies_in)
     if measures:
         rates = with_layer_rates(rates, run, stream.execution_device(config.device))
     if config.num_threads is None:
@@ -285,6 +285,7 @@ def _run(options: argparse.Namespace) -> int:
             device_memory=budget or _device_memory(device, figures),
             batches=asked.batches,
             accumulates=asked.accumulates,
+            autocast=asked.autocast,
             given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
         )
         rates = None if figures is None else _rates(figures, run, config, measures=options.probe)

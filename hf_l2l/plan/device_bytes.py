@@ -33,7 +33,7 @@ from hf_l2l.memory.device_memory import (
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.plan.weights import ModelWeights, WeightBytes
 from hf_l2l.shapes.passed import Passed
-from hf_l2l.shapes.traced import Traced, TracedCall
+from hf_l2l.shapes.pieces import Traced, TracedCall, graph_bytes
 
 Bytes = dict[str, int]
 
@@ -203,7 +203,9 @@ class DeviceBytes:
             RESIDENT: held.resident,
             SLOTS: held.slots,
             KEPT_WEIGHTS: held.kept,
-            INPUTS: self.whole.kept_inputs + (self.copies_of_inputs - 1) * self.whole.inputs,
+            # What is computed by rows before the layers is recomputed of them.
+            INPUTS: (self.whole.inputs if self.by_rows else self.whole.kept_inputs)
+            + (self.copies_of_inputs - 1) * self.whole.inputs,
         }
 
     def _held(self, number: int) -> Bytes:
@@ -223,12 +225,10 @@ class DeviceBytes:
 
     def _graphs(self, number: int) -> int:
         """Graphs that are kept up to this call, of all rows."""
-        found = 0
-        for call, place in zip(self.whole.calls[: number + 1], self.places, strict=False):
-            if place.keeps_graph:
-                # A graph has the 16-bit copies of masters that are on the device.
-                found += call.layer.graph + (self.weights.layers[call.number].copies if place.is_resident else 0)
-        return found
+        kept = [i for i, place in enumerate(self.places[: number + 1]) if place.keeps_graph]
+        # A graph has the 16-bit copies of masters that are on the device.
+        copies = [self.weights.layers[self.whole.calls[i].number].copies for i in kept if self.places[i].is_resident]
+        return sum(copies) + sum(graph_bytes(self.whole, self.part, i) for i in kept)
 
     @cached_property
     def _last_sent(self) -> int:

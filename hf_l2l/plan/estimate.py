@@ -100,7 +100,14 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
         f"stash {stash}, boundary {boundary}"
     )
     report = MemoryReport(title, device, host, {"now": 0, "peak": 0}, f"The device holds most in the {phase}.")
-    plain = PlainBytes(run.model, run.inputs, run.moments, layer_classes=config.layer_classes, fuses=run.fuses)
+    plain = PlainBytes(
+        run.model,
+        run.inputs,
+        run.moments,
+        layer_classes=config.layer_classes,
+        fuses=run.fuses,
+        autocast=run.autocast,
+    )
     peaks = {name: plain.peak(checkpointing=name != "plain") for name in ("plain", "plain_checkpointing")}
     of_plain = {name: phases_of_plain(plain.weights, run.moments, most) for name, most in peaks.items()}
     return Estimate(

@@ -18,7 +18,7 @@ from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.rates import median, timed
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import leaves_of
-from hf_l2l.shapes.traced import Given, TracedLayer
+from hf_l2l.shapes.pieces import Given, TracedLayer
 
 Measure = Callable[[Callable[[], object]], float]
 """The seconds that work takes."""
@@ -37,7 +37,7 @@ def with_layer_rates(
     found = []
     for rows in sorted({1, run.most_rows}):
         call = next(call for call in run.traced(rows).calls if call.number == 0)
-        seconds = measure(partial(_run, layer, call.layer, device))
+        seconds = measure(partial(_run, layer, call.layer, device, run.autocast))
         found.append((call.layer.forward_flops + call.layer.backward_flops, seconds))
     (few, quick), (many, slow) = found[0], found[-1]
     if many <= few or slow <= quick:  # one size, or one that the device does not feel
@@ -57,12 +57,13 @@ def _on_device(layer: nn.Module, run: RunShapes, device: torch.device) -> nn.Mod
     return made if run.dtype is None else made.to(run.dtype)
 
 
-def _run(layer: nn.Module, traced: TracedLayer, device: torch.device) -> None:
+def _run(layer: nn.Module, traced: TracedLayer, device: torch.device, autocast: torch.dtype | None) -> None:
     """As the engine runs it: the forward, and later forward and backward."""
     args, kwargs = pytree.tree_unflatten([_made(leaf, device) for leaf in traced.leaves], traced.spec)
-    with torch.no_grad():
-        layer(*args, **kwargs)
-    outputs = [leaf for leaf in leaves_of(layer(*args, **kwargs)) if _needs_gradient(leaf)]
+    with torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False):
+        with torch.no_grad():
+            layer(*args, **kwargs)
+        outputs = [leaf for leaf in leaves_of(layer(*args, **kwargs)) if _needs_gradient(leaf)]
     torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
     last = next(p.grad for p in layer.parameters() if p.grad is not None)
     stream.download(last.flatten()[:1])  # returns once the backward is done

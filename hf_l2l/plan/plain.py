@@ -13,7 +13,7 @@ from hf_l2l.shapes.traced import Tracer
 
 
 class PlainBytes:
-    """Bytes of transformers' Trainer in fp32, with and without activation checkpointing."""
+    """Bytes of transformers' Trainer with fp32 weights, with and without activation checkpointing."""
 
     def __init__(
         self,
@@ -23,9 +23,17 @@ class PlainBytes:
         *,
         layer_classes: tuple[str, ...] | None,
         fuses: Callable[..., bool],
+        autocast: torch.dtype | None,
     ) -> None:
         """`moments` are bytes of the optimizer's state in fp32; see `Tracer` for the others."""
-        tracer = Tracer(model, Precision(model), layer_classes=layer_classes, chunked_loss=False, fuses=fuses)
+        tracer = Tracer(
+            model,
+            Precision(model),
+            layer_classes=layer_classes,
+            chunked_loss=False,
+            fuses=fuses,
+            autocast=autocast,
+        )
         self._traced = tracer.trace(inputs)
         self.weights = tensor_bytes([*model.parameters(), *model.buffers()])
         self._gradients = tensor_bytes([p for p in model.parameters() if p.requires_grad])

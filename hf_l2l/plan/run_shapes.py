@@ -19,8 +19,10 @@ from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
 from hf_l2l.plan.step_time import Cost, Rates
 from hf_l2l.plan.weights import ModelWeights
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.compute_state import autocast_dtype
 from hf_l2l.shapes.inputs import rows_of
-from hf_l2l.shapes.traced import Traced, Tracer
+from hf_l2l.shapes.pieces import Traced
+from hf_l2l.shapes.traced import Tracer
 from hf_l2l.stash.boundary import fewest_bytes_on_host
 from hf_l2l.stash.tiers import SHARE
 
@@ -55,16 +57,19 @@ class RunShapes:
         given: Collection[str] = (),
         batches: int = 1,
         accumulates: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """`inputs` are those of the whole device batch, which consists of so many `batches`, whose rows are in
         micro-batches of their own; `accumulates` says whether a step has several such batches, one after the other;
-        `given` names options of `config` that bind a plan even if they have their
-        defaults; see `estimate` for the others."""
+        `given` names options of `config` that bind a plan even if they have their defaults; the model is called under
+        `autocast` in this dtype, or, with None, as the region of autocast says that is entered now for the device; see
+        `estimate` for the others."""
         self.given = given
         self.device = device or device_to_train_on(config)
         self.model, self.config, self.inputs = model, config, dict(inputs)
         self.optimizer = optimizer
         self.dtype = computing_dtype(config.cmp, self.device)
+        self.autocast = autocast or autocast_dtype(self.device)
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
         self.rows = rows_of(model, inputs)
         self.batches, self.most_rows, self.accumulates = batches, self.rows // batches, accumulates
@@ -76,6 +81,7 @@ class RunShapes:
             layer_classes=config.layer_classes,
             chunked_loss=config.chunked_loss != "off",
             fuses=self.fuses,
+            autocast=self.autocast,
         )
         state = memory_estimate.estimate(model, L2LConfig(), optimizer, ELSEWHERE)
         if not self._tracer.layers:
@@ -92,6 +98,11 @@ class RunShapes:
         self.precision.release()
         self._traced: dict[tuple[int, bool], Traced] = {}
         self._most: dict[L2LConfig, int] = {}
+
+    @property
+    def multiplies_in(self) -> torch.dtype | None:
+        """The dtype in which layers multiply matrices; None for that of the masters."""
+        return self.autocast or self.dtype
 
     @property
     def has_head(self) -> bool:

@@ -35,7 +35,7 @@ class Rates:
 
     @classmethod
     def of(cls, figures: HardwareFigures, dtype: torch.dtype | None) -> Rates:
-        """Of a machine that was probed, for layers that compute in `dtype` (None: float32).
+        """Of a machine that was probed, for layers that multiply matrices in `dtype` (None: float32).
 
         Where host and device share memory, nothing travels. A device that has not been seen to update is taken to
         update as fast as the host.

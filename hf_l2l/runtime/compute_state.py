@@ -64,6 +64,11 @@ class AutocastState:
             torch.set_autocast_dtype(device_type, dtype)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast for `device`, in this thread now; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 @dataclass(frozen=True)
 class RngState:
     """State of the random generators that a layer can draw from: the host's, and the device's if it has its own."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_l2l.compat import FakeTensor, FakeTensorMode, fake_tensors_have_values
+from hf_l2l.shapes.autocast import AutocastAsOnDevice
 
 aten = torch.ops.aten
 
@@ -244,5 +245,5 @@ def counted(fake: FakeTensorMode, fuses: Callable[..., bool], *, true_or_false: 
     result and a number per query and head instead of a matrix of scores.
     """
     memory = FakeMemory(true_or_false)
-    with fake_tensors_have_values(), fake, memory, _AsOnDevice(memory, fuses):
+    with fake_tensors_have_values(), fake, memory, _AsOnDevice(memory, fuses), AutocastAsOnDevice():
         yield memory

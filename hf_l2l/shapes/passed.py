@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from hf_l2l.shapes.traced import TracedCall
+from hf_l2l.shapes.pieces import TracedCall
 
 
 class Passed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,112 +14,18 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import FakeTensorMode
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
-from hf_l2l.model.precision import Precision, let_heads_return_fp32
+from hf_l2l.model.precision import Precision, in_fp32, let_heads_return_fp32
 from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.runtime.compute_state import AutocastState
+from hf_l2l.runtime.stream import HOST
 from hf_l2l.runtime.tensors import flatten, leaves_of, tensor_bytes
+from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
+from hf_l2l.shapes.inputs import rows_of
 from hf_l2l.shapes.losses import loss_of, told_failures
+from hf_l2l.shapes.pieces import Argument, Given, Output, Piece, Traced, TracedCall, TracedLayer
 from hf_l2l.shapes.shadow import like, shadow
 from hf_l2l.shapes.tables import Plain, Tables, configs_of
-
-
-@dataclass(eq=False)
-class Piece:
-    """Bytes that a part of the model allocates on the device, and its floating-point operations."""
-
-    forward_peak: int = 0
-    """The most at once in the forward, its results included."""
-    kept: int = 0
-    """Kept for the backward, without results that go to a layer."""
-    backward_peak: int = 0
-    """The most at once in the backward; what is kept, and gradients of what it got from a layer, are included."""
-    forward_flops: int = 0
-    backward_flops: int = 0
-
-
-@dataclass(eq=False)
-class TracedLayer(Piece):
-    """One kind of layer call; its forward keeps no graph, and its backward begins with the forward in grad mode."""
-
-    graph: int = 0
-    """Kept by the graph of its forward in grad mode, its results included."""
-    leaves: Sequence[Any] = ()
-    """What it is given: a `Given` in the place of each tensor."""
-    spec: Any = None
-    """The structure of its arguments."""
-
-
-class Given(NamedTuple):
-    """A tensor that a layer is given, without values."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    needs_gradient: bool
-
-
-class Argument(NamedTuple):
-    """A tensor argument of a layer call."""
-
-    memory: int
-    """Identifies its memory, which layers may share."""
-    num_bytes: int
-    shape: torch.Size
-    needs_gradient: bool
-
-
-@dataclass(eq=False)
-class Output:
-    """A tensor that a layer call returns."""
-
-    memory: int
-    num_bytes: int
-    is_new: bool
-    """False for an argument that is returned as it is."""
-    has_gradient: bool = False
-    """Whether a gradient comes to it from what is computed outside the layers."""
-    kept: bool = False
-    """Whether the graph of what is computed outside the layers keeps it."""
-
-
-class TracedCall(NamedTuple):
-    """A layer call."""
-
-    number: int
-    """Of the layer, in the order of the model."""
-    layer: TracedLayer
-    arguments: list[Argument]
-    outputs: list[Output]
-    in_graph: bool
-    """Whether a backward reaches it: it trains, or something below it does."""
-
-
-@dataclass(eq=False)
-class Traced:
-    """One forward and backward of a model."""
-
-    pieces: list[Piece]
-    """What is computed before the first layer, between layers, and after the last one, the loss included: one more
-    than there are layer calls."""
-    calls: list[TracedCall]
-    """The layer calls in order; those of one kind have the same `layer`."""
-    of_last: int
-    """Bytes of the gradients of weights that the last piece alone reads."""
-    leaves_last: int
-    """Of these, bytes of the one that comes last."""
-    late: int
-    """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
-    that both read, as a tied head."""
-    inputs: int
-    """Bytes of the inputs on the device."""
-    kept_inputs: int
-    """Bytes of those that the graph keeps."""
-    left: int
-    """Bytes that earlier pieces still keep when the backward of the last one is over, without arguments of layers."""
-    head: int = 0
-    """Bytes of the hidden states that the head is given, if it is traced apart."""
-    besides: tuple[torch.Size, int] = (torch.Size(), 0)
-    """Shape and bytes of the largest rows of a table of embeddings that code of the model still has while layers run,
-    beside what it gives to them."""
 
 
 class Tracer:
@@ -134,13 +39,15 @@ class Tracer:
         layer_classes: tuple[str, ...] | None = None,
         chunked_loss: bool = True,
         fuses: Callable[..., bool] = lambda q, k, v, mask, dropout: dropout == 0,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        """Of a copy of `model`, which may be on any device."""
+        """Of a copy of `model`, which may be on any device; its forward is run under autocast in a dtype, if one is
+        given, and returns fp32."""
         self._fake = FakeTensorMode()
         with self._fake:
             self.model = shadow(model, precision)
         self._precision = precision
-        self._fuses = fuses
+        self._fuses, self._autocast = fuses, autocast
         self.layers = [layer for stack in find_stacks(self.model, layer_classes) for layer in stack.layers]
         if precision.is_mixed:
             let_heads_return_fp32(self.model, self.layers)
@@ -185,7 +92,7 @@ class Tracer:
             raise error
 
     def _traced(self, inputs: Mapping[str, torch.Tensor], by_rows: bool) -> Traced:
-        self._apart = by_rows
+        self._apart, rows = by_rows, rows_of(self.model, inputs)
         with self._fake:
             fakes = {name: like(t, t.dtype) for name, t in inputs.items()}
             _, given = self._precision.of_inputs(self.model, (), fakes)
@@ -193,14 +100,18 @@ class Tracer:
             memory.leave_out([*self.model.parameters(), *self.model.buffers(), *leaves_of(given)])
             run = self._run = _Run(memory)
             with told_failures(self.model), Tables(apart=by_rows) as run.tables, torch.enable_grad():
-                loss = loss_of(self.model(**given))
+                with autocast_region(self._autocast):
+                    outputs = self.model(**given)
+                # As Accelerate does, outside autocast; deferred logits stay so.
+                loss = loss_of(outputs if self._autocast is None else in_fp32(outputs))
+                del outputs
                 whole = tensor_bytes(leaves_of(given))
                 memory_of = [(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in leaves_of(given)]
                 del fakes, given
                 kept = sum(size for each, size in memory_of if not each.expired())
                 run.end(loss)
             self._run = None
-        return Traced(run.pieces, run.calls, *run.gradients(), whole, kept, run.left, run.head, run.besides)
+        return Traced(run.pieces, run.calls, *run.gradients(), rows, whole, kept, run.left, run.head, run.besides)
 
     def _head(self, runner: Any, head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._apart and len(args) == 1:
@@ -330,9 +241,10 @@ class _Run:
                 for leaf in leaves
             ]
             args, kwargs = pytree.tree_unflatten(given, spec)
-            return flatten(forward(*args, **kwargs))
+            with autocast_now.entered():  # as the engine does, without a cache of cast weights
+                return flatten(forward(*args, **kwargs))
 
-        start = memory.begin()
+        start, autocast_now = memory.begin(), AutocastState.current(HOST)
         with torch.no_grad():
             outputs, out_spec = call(False)
         traced.forward_peak, traced.forward_flops = memory.peak - start, memory.flops
@@ -347,7 +259,8 @@ class _Run:
         if roots:
             with memory.not_counting():
                 gradients = [torch.empty_like(root) for root in roots]
-            torch.autograd.backward(roots, gradients)
+            with autocast_region(None):
+                torch.autograd.backward(roots, gradients)
         traced.backward_peak, traced.backward_flops = memory.peak - start, memory.flops
         return traced, out_spec, results
 

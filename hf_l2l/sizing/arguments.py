@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_l2l.accumulation.conditions import why_not_folded
+from hf_l2l.budget.trainer_plan import autocast_of
 from hf_l2l.config import L2LConfig
 from hf_l2l.hf.training_args import l2l_config, own_option, refuse_for_layers
 from hf_l2l.optim.lamb import Lamb
@@ -29,6 +30,8 @@ class Asked:
     """The batches of a step that run as one."""
     accumulates: bool
     """Whether a step has several that do not."""
+    autocast: torch.dtype | None
+    """In which the Trainer calls the model under autocast; None if it does not."""
     optimizer: torch.optim.Optimizer
     notes: tuple[str, ...]
     """What of them an estimate does not follow."""
@@ -54,8 +57,9 @@ def asked_by(args: Any, model: nn.Module) -> Asked:
         args.per_device_train_batch_size,
         steps if as_one else 1,
         steps > 1 and not as_one,
+        autocast_of(args),
         optimizer_of(args, model),
-        tuple(_notes(args, config)),
+        tuple(_notes(config)),
     )
 
 
@@ -94,9 +98,7 @@ def optimizer_of(args: TrainingArguments, model: nn.Module) -> torch.optim.Optim
     return found
 
 
-def _notes(args: TrainingArguments, config: L2LConfig) -> Iterator[str]:
-    if config.cmp is None and (args.bf16 or args.fp16):
-        yield "autocast (bf16=True) is not followed: the bytes are those of fp32, which are more"
+def _notes(config: L2LConfig) -> Iterator[str]:
     if config.device_memory_budget is not None:
         yield (
             "these are the bytes of the options as they are: device_memory_budget="

@@ -102,7 +102,7 @@ def _estimated(
 
         asked = asked_by(config, model)
         config, notes, optimizer = asked.config, asked.notes, optimizer or asked.optimizer
-        of_step["accumulates"] = asked.accumulates
+        of_step |= {"accumulates": asked.accumulates, "autocast": asked.autocast}
         if inputs is None:
             of_step["batches"] = asked.batches
             rows = asked.batches * (rows or asked.rows)

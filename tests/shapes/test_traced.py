@@ -16,7 +16,8 @@ from hf_l2l.compat import FakeTensorMode
 from hf_l2l.model.precision import Precision
 from hf_l2l.shapes.fake_memory import counted
 from hf_l2l.shapes.inputs import example_inputs
-from hf_l2l.shapes.traced import Traced, Tracer
+from hf_l2l.shapes.pieces import Traced
+from hf_l2l.shapes.traced import Tracer
 
 ROWS, TOKENS = 4, 6
 A = ROWS * TOKENS * SMALL["hidden_size"] * 4
