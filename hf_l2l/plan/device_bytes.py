@@ -99,7 +99,7 @@ class DeviceBytes:
             if piece.backward_peak > 0:
                 yield f"backward between layers {number + 1} and {number + 2}", self._between(number)
         rows = self._arguments_of_first()
-        before = whole.pieces[0].backward_peak + self.weights.tables_leaving
+        before = self.weights.sent_in_turn(whole.first, whole.pieces[0].backward_peak)
         if self.by_rows:
             # While the last micro-batch is still there, the sums are converted.
             sums, short = self.weights.table_sums, self.weights.table_gradients

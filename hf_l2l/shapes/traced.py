@@ -23,7 +23,7 @@ from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.inputs import rows_of
 from hf_l2l.shapes.losses import loss_of, told_failures
-from hf_l2l.shapes.pieces import Argument, Given, Output, Piece, Traced, TracedCall, TracedLayer
+from hf_l2l.shapes.pieces import Argument, Arrived, Given, Output, Piece, Traced, TracedCall, TracedLayer
 from hf_l2l.shapes.shadow import like, shadow
 from hf_l2l.shapes.tables import Plain, Tables, configs_of
 
@@ -167,11 +167,12 @@ class _Run:
             self._fired[-1][parameter] = parameter.grad.nbytes
         parameter.grad = None
 
-    def gradients(self) -> tuple[int, int, int]:
-        """`Traced.of_last`, `Traced.leaves_last` and `Traced.late`."""
+    def gradients(self) -> tuple[int, int, int, list[Arrived]]:
+        """`Traced.of_last`, `Traced.leaves_last`, `Traced.late` and `Traced.first`."""
         last, *earlier = self._fired
         own = [size for p, size in last.items() if not any(p in each for each in earlier)]
-        return sum(own), own[-1] if own else 0, sum(last.values()) - sum(own)
+        first = [Arrived(p.numel(), size, p in last) for p, size in self._fired[-1].items()]
+        return sum(own), own[-1] if own else 0, sum(last.values()) - sum(own), first
 
     def layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of the layer of this number."""
