@@ -40,6 +40,10 @@ class LayerBytes:
     rounded: int
     """What is rounded to 16 bits at once of the sums that leave; 0 if they leave in fp32."""
 
+    def widened(self, num_bytes: int) -> int:
+        """Bytes of so many bytes of gradients when they have the dtypes of the masters."""
+        return num_bytes * self.gradients // max(1, self.sent_gradients)
+
 
 @dataclass(frozen=True)
 class WeightBytes:
