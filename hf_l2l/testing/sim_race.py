@@ -2,8 +2,8 @@
 
 Every stream counts its operations and has a clock: for each stream, the last operation that it has waited for. Events
 and the host have such clocks, too; what is issued comes after all that the host has waited for. Memory has a history
-of its last writes and the reads since then. If an operation uses bytes that another stream writes, or writes bytes that
-another stream reads, its clock must cover the other operation.
+of its last writes and the reads since then. If an operation uses bytes that another stream writes, or writes bytes
+that another stream reads, its clock must cover the other operation.
 
 Nothing is checked before the process makes its first stream or starts its first asynchronous download.
 """
