@@ -148,7 +148,8 @@ def attach_l2l(
         config: the options; None for the defaults.
         inputs: with `config.device_memory_budget`, the arguments of one call of the model, labels included, with as
             many rows as the device batches will have, and the longest rows. Only their shapes and dtypes are read, so
-            they may be on any device, meta included.
+            they may be on any device, meta included. If the model will be called under autocast, attach it inside a
+            region of `torch.autocast` for the device, too: its memory is planned.
         optimizer: with `config.device_memory_budget`, what will update the model, for the size of its state; None
             assumes AdamW.
 

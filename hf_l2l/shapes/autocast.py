@@ -68,16 +68,25 @@ class AutocastAsOnDevice(TorchFunctionMode):
 
 
 def _cross_entropy(
-    input: torch.Tensor, target: torch.Tensor, *args: Any, label_smoothing: float = 0.0, **kwargs: Any
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """As composed elsewhere: it asks for `log_softmax` in the dtype of the logits, which autocast leaves so, and what
     follows is in fp32. On the host, all of it is. Smoothing of labels adds a number per row."""
     # Of deferred logits, it is computed for a chunk at a time.
     if not isinstance(input, FakeTensor) or target.is_floating_point():
-        return functional.cross_entropy(input, target, *args, label_smoothing=label_smoothing, **kwargs)
+        return functional.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
     with autocast_region(None):
         logs = functional.log_softmax(input, min(1, input.dim() - 1))
-    return functional.nll_loss(logs, target, *args, **kwargs)
+    return functional.nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction)
 
 
 def _dtype_of(name: str, args: Any, kwargs: Any) -> torch.dtype | None:

@@ -40,6 +40,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory for training a model layer to layer, from shapes alone; nothing is allocated.
 
+    Under autocast, if the Trainer's arguments say so (`bf16=True`), or in a region of `torch.autocast` for the device.
+
     Args:
         model: the model, which may be on the meta device, or what one is made of there: a config of transformers, a
             folder with a config.json, the path of one, or a name on the Hub (offline: one that its cache has).

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from torch.overrides import TorchFunctionMode
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.plan.layer_probe import with_layer_rates
@@ -55,6 +56,29 @@ def test_a_size_that_makes_no_difference_is_all_operations(rows, times):
     found = with_layer_rates(RATES, run, torch.device("cpu"), lambda work: next(given))
     assert found.flops == pytest.approx(flops_of(run, rows) / times[-1])
     assert found.per_call == 0
+
+
+def test_a_layer_runs_under_the_autocast_of_the_training():
+    model = llama()
+    run = RunShapes(
+        model, L2LConfig(), example_inputs(model, 4, 16), device=torch.device("cuda"), autocast=torch.bfloat16
+    )
+    seen: list[torch.dtype] = []
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.nn.functional.linear:
+                seen.append(found.dtype)
+            return found
+
+    def measure(work: Any) -> float:
+        with Sees():
+            work()
+        return float(len(seen))
+
+    with_layer_rates(RATES, run, torch.device("cpu"), measure)
+    assert seen and set(seen) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "t5", "vit", "mixtral"])

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l.runtime.compute_state import AutocastState, RngState, get_rng_state, rng_state_kept, set_rng_state
+from hf_l2l.runtime.compute_state import (
+    AutocastState,
+    RngState,
+    autocast_dtype,
+    get_rng_state,
+    rng_state_kept,
+    set_rng_state,
+)
 from hf_l2l.runtime.stream import HOST
 
 
@@ -63,6 +70,12 @@ def test_autocast_settings_of_the_device_and_of_the_host():
         state = AutocastState.current(torch.device("cuda", 0))
     assert [name for name, _, _ in state.settings] == ["cpu", "cuda"]
     assert AutocastState.current(HOST).settings == tuple(s[:1] + (False,) + s[2:] for s in state.settings[:1])
+
+
+def test_the_dtype_of_autocast_is_that_of_the_device():
+    assert autocast_dtype(HOST) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (autocast_dtype(HOST), autocast_dtype(torch.device("cuda", 0))) == (torch.bfloat16, None)
 
 
 def test_a_refilled_weight_is_cast_anew():

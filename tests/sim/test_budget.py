@@ -21,6 +21,7 @@ from families import batch_for
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
 from hf_l2l.budget.within import plan_within
+from hf_l2l.config import argument
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import HardwareFigures
@@ -80,6 +81,20 @@ def test_training_keeps_inside_the_budget(budget):
     assert eps.memory_report()["device"]["total"]["peak"] <= limit
     assert losses == pytest.approx(expected, rel=1e-6)
     detach_l2l(model)
+
+
+def test_a_model_that_is_attached_inside_autocast_is_planned_for_it():
+    """As the loop calls it, in other regions."""
+    peaks = []
+    for enabled in (False, True):
+        model, config = bert(), L2LConfig(device="sim", device_memory_budget="560KiB", ubatch_size=2)
+        with torch.autocast("sim", torch.bfloat16, enabled=enabled):
+            attach_l2l(model, config, inputs=batch_for(model))
+        attached = attachment_of(model)
+        assert attached is not None and attached.plan is not None
+        peaks.append(attached.plan.peak)
+        detach_l2l(model)
+    assert peaks[0] != peaks[1]
 
 
 def test_attaching_again_with_the_same_budget_is_the_same_attachment():
@@ -214,6 +229,38 @@ def test_plain_arguments_have_a_budget_too(tmp_path):
     assert plan_of(made) is not None
 
 
+@pytest.mark.parametrize(
+    ("budget", "room"),
+    [
+        ("560KiB", 560),
+        pytest.param("1MiB", 1024, marks=pytest.mark.slow),
+        pytest.param("auto", 8192, marks=pytest.mark.slow),
+    ],
+)
+def test_autocast_keeps_inside_the_budget(tmp_path, budget, room):
+    """On a device that has no more, with the losses of the same options set by hand."""
+    settled_memory()
+    enable_simulated_accelerator(f"{room}KiB")
+    torch.accelerator.reset_peak_memory_stats()
+    made = planned(tmp_path / "planned", budget, bf16=True)
+    made.train()
+    plan = plan_of(made)
+    assert plan.peak_bytes <= plan.budget <= room * KIB
+    assert 0.9 < peak_of(made) / plan.peak_bytes < 1.03
+    detach_l2l(made.model)
+    enable_simulated_accelerator("8MiB")
+    without = planned(tmp_path / "fp32", budget)
+    without.train()
+    assert plan_of(without).peak != plan.peak
+    detach_l2l(without.model)
+    by_hand = planned(tmp_path / "by hand", "off", bf16=True, **{argument(k): v for k, v in plan.chosen.items()})
+    by_hand.train()
+    assert plan_of(by_hand) is None
+    assert [entry["loss"] for entry in logs(made) if "loss" in entry] == [
+        entry["loss"] for entry in logs(by_hand) if "loss" in entry
+    ]
+
+
 def test_the_smallest_budget_is_refused_with_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "out", "--device_memory_budget", "50KiB"])
     with pytest.raises(BudgetError, match=r": python train.py --output_dir out --device_memory_budget=\d+KiB$"):
@@ -306,8 +353,7 @@ def no_plan(folder: Path, budget: str, what: str) -> Any:
         made = planned(folder, budget)
         made.train_dataset = Streamed()
         return made
-    options: dict[str, Any] = {"label_smoothing_factor": 0.1} if what == "label_smoothing_factor" else {"bf16": True}
-    return planned(folder, budget, **options)
+    return planned(folder, budget, label_smoothing_factor=0.1)
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
@@ -315,7 +361,7 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter(rows())
 
 
-@pytest.mark.parametrize("what", ["compute_loss", "streamed", "label_smoothing_factor", "bf16"])
+@pytest.mark.parametrize("what", ["compute_loss", "streamed", "label_smoothing_factor"])
 def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
     made = no_plan(tmp_path / "auto", "auto", what)
     made.train()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -89,15 +90,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"stash": "host", "boundary": "host", "ubatch_size": 2},
     "LoRA": {"stash": "host", "boundary": "host", "cmp": "bf16", "ubatch_size": 2},
     "uneven micro-batches": {"stash": "host", "boundary": "device", "ubatch_size": 3},
+    "autocast": {"stash": "device"},
+    "autocast, device stash": {"stash": "device", "ubatch_size": 2},
+    "autocast, host stash": {"stash": "host", "boundary": "device", "ubatch_size": 2},
+    "autocast, host boundary": {"stash": "host", "boundary": "host", "ubatch_size": 2},
+    "autocast, all logits": {"stash": "host", "boundary": "host", "ubatch_size": 2, "chunked_loss": "off"},
+    "autocast, kept graphs": {"stash": "device", "kept_graphs": 2, "ubatch_size": 2},
+    "autocast, all resident": {"resident": "all", "ubatch_size": 2},
+    "autocast, accumulation": {"stash": "host", "boundary": "host", "ubatch_size": 2},
 }
 FAST = {
-    "bert": ("host boundary", "resident layers"),
-    "gpt2": ("accumulation",),
-    "llama": ("bf16", "LoRA"),
+    "bert": ("host boundary", "resident layers", "autocast, host boundary"),
+    "gpt2": ("accumulation", "autocast, host stash"),
+    "llama": ("bf16", "LoRA", "autocast, kept graphs"),
+    "t5": ("autocast, all logits",),
+    "vit": ("autocast, all resident",),
+    "mixtral": ("autocast",),
 }
 NAMED = (
     *("device stash", "host stash", "host boundary", "whole batch", "bf16", "bf16 on the device"),
     *("one slot, all logits", "accumulation", "LoRA"),
+    *("autocast", "autocast, host stash", "autocast, host boundary", "autocast, all logits"),
+    "autocast, accumulation",
 )
 """Settings in which the bytes of each name are compared."""
 CASES = [
@@ -154,8 +168,22 @@ def inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids[:, 0] % 2 if "Sequence" in name else ids.clone()}
 
 
-def measured(model: nn.Module, config: L2LConfig, steps: int = 3, batches: int = 1) -> Any:
-    """The report after a few steps of so many batches each; the model is an ordinary one again."""
+def autocast(setting: str) -> torch.autocast:
+    """The region in which a setting calls the model."""
+    return torch.autocast("sim", torch.bfloat16, enabled=setting.startswith("autocast"))
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], setting: str) -> torch.Tensor:
+    """As Accelerate has it computed: outside autocast, all outputs are fp32."""
+    with autocast(setting):
+        outputs = model(**batch)
+    loss: torch.Tensor = convert_to_fp32(outputs).loss
+    return loss
+
+
+def measured(model: nn.Module, config: L2LConfig, steps: int = 3, setting: str = "") -> Any:
+    """The report after a few steps; the model is an ordinary one again."""
+    batches = 2 if "accumulation" in setting else 1
     settled_memory()
     torch.accelerator.reset_peak_memory_stats()
     eps = attach_l2l(model, config)
@@ -163,7 +191,7 @@ def measured(model: nn.Module, config: L2LConfig, steps: int = 3, batches: int =
     batch = inputs(model)
     for _ in range(steps):
         for _ in range(batches):
-            model(**batch).loss.backward()
+            loss_of(model, batch, setting).backward()
         optimizer.step()
         optimizer.zero_grad()
     report = eps.memory_report()
@@ -185,8 +213,9 @@ def expected(model: nn.Module, config: L2LConfig) -> Any:
 def test_what_is_held_was_expected(model, setting):
     """The device within 3 %; and each name within a tenth, or within a hundredth of what has names."""
     made, config = made_for(model, setting), L2LConfig(**SETTINGS[setting])
-    before, alike = expected(made, config), equal_phases(made, config)
-    after = measured(made, config, batches=2 if setting == "accumulation" else 1)
+    with autocast(setting):
+        before, alike = expected(made, config), equal_phases(made, config)
+    after = measured(made, config, setting=setting)
     allowed = 0.06 if (model, setting) == SHARED_AND_KEPT else 0.03
     assert abs(before["device"]["total"]["peak"] / after["device"]["total"]["peak"] - 1) < allowed
     for tier in ("device", "host"):

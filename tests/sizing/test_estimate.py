@@ -99,12 +99,14 @@ def test_accumulated_batches_that_run_as_one_are_on_the_device_together(tmp_path
     assert estimate(llama(), arguments(tmp_path, label_smoothing_factor=0.1, **options), tokens=8).rows == 2
 
 
-def test_autocast_is_said_to_be_left_out(tmp_path, caplog):
-    args = arguments(tmp_path, bf16=True, use_cpu=True)
+def test_autocast_of_the_arguments_is_followed(tmp_path, caplog, monkeypatch):
+    plain = estimate(llama(), arguments(tmp_path), **BATCH)
     with caplog.at_level(logging.WARNING, "hf_l2l"):
-        found = estimate(llama(), args, **BATCH)
-    assert "autocast (bf16=True) is not followed" in found.notes[0] and found.notes[0] in caplog.messages
-    assert found.notes[0] in str(found)
+        found = estimate(llama(), arguments(tmp_path, bf16=True, use_cpu=True), **BATCH)
+    assert found.device_peak < plain.device_peak and found.plain < plain.plain
+    assert found.notes == plain.notes and "autocast" not in caplog.text
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` sets it
+    assert bytes_of(estimate(llama(), arguments(tmp_path), **BATCH)) == bytes_of(found)
 
 
 class Sees(nn.Module):
