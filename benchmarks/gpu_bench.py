@@ -1,4 +1,4 @@
-"""`throughput.py` on a GPU that is there for minutes: its cases in order of value, as far as the time goes.
+"""`throughput.py` and `resident.py` on a GPU that is there for minutes: cases in order of value, as far as time goes.
 
     python benchmarks/gpu_bench.py --rows FILE.jsonl [--seconds 520] [--tiny]
 
@@ -26,14 +26,16 @@ START_S = 15.0
 
 
 class Group(NamedTuple):
-    """Cases of one process: options of `throughput.py`, and a limit."""
+    """Cases of one process: options of a script, and a limit."""
 
     options: str
     limit_s: float = 150.0
+    script: str = "throughput.py"
 
 
 GROUPS = (
     Group("--model llama-1b --modes trainer deferred cmp resident --tokens 32768 --warmup 2 --steps 5"),
+    Group("--layers 24 --hidden 1024 --batch 16 --tokens 256 --pairs 4 --steps 20", 90.0, "resident.py"),
     Group("--model llama-8b --modes cmp --tokens 32768 --warmup 1 --steps 2 --no-check", 240.0),
     Group("--model bert-large --modes trainer serial deferred cmp --tokens 32768 --warmup 2 --steps 5"),
     Group("--model llama-3b --modes cmp deferred --tokens 8192 --card 24GiB --warmup 1 --steps 4 --no-check"),
@@ -42,6 +44,8 @@ GROUPS = (
     Group("--model llama-3b --modes trainer deferred cmp --tokens 32768 --warmup 2 --steps 4 --no-check", 240.0),
 )
 """The most valuable first. 24 GiB hold the logits of 8,192 tokens, and not those of 32,768."""
+TINY = "--layers 2 --hidden 64 --batch 2 --tokens 8 --pairs 1 --steps 4"
+"""Of `resident.py`."""
 
 
 def tiny(options: list[str]) -> list[str]:
@@ -65,8 +69,10 @@ def run(group: Group, options: argparse.Namespace, traces: Path, left_s: float) 
     if limit_s < START_S:
         gpu_rows.append(options.rows, "group", options=group.options, how="not begun: no time was left")
         return
-    command = [sys.executable, str(Path(__file__).with_name("throughput.py")), *group.options.split()]
-    command += ["--rows", str(options.rows), "--traces", str(traces), "--seconds", f"{limit_s:.0f}"]
+    command = [sys.executable, str(Path(__file__).with_name(group.script)), *group.options.split()]
+    command += ["--rows", str(options.rows)]
+    if group.script == "throughput.py":
+        command += ["--traces", str(traces), "--seconds", f"{limit_s:.0f}"]
     try:
         status = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=limit_s).returncode
         how = None if status == 0 else f"ended with status {status}"
@@ -85,9 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from benchmarks import throughput
 
         for group in GROUPS:
-            asked = [*group.options.split(), "--rows", str(options.rows), "--traces", str(traces)]
-            throughput.main(tiny(asked))
-        return int(any(row["failure"] for row in gpu_rows.read(options.rows, "row")))
+            if group.script == "throughput.py":
+                rows = ["--rows", str(options.rows), "--traces", str(traces)]
+                throughput.main(tiny([*group.options.split(), *rows]))
+            else:  # the simulated accelerator, which it turns on, stays for the life of a process
+                run(group._replace(options=TINY), options, traces, group.limit_s)
+        failures = [row["failure"] for row in gpu_rows.read(options.rows, "row")]
+        return int(any([*failures, *gpu_rows.read(options.rows, "group")]))
     for group in GROUPS:
         run(group, options, traces, options.seconds - (time.monotonic() - start))
     return 0

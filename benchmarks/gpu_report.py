@@ -76,6 +76,14 @@ def of_bench(rows: list[Row]) -> list[str]:
     found = [check_text(checks, settings[0]["checked_steps"] if settings else 0), ""]
     found += ["Random weights and tokens; speeds are means over the steps that the column of step times names.", ""]
     found += [table(with_shares(cases)), ""]
+    for row in rows:
+        if row["kind"] == "resident":
+            ratio, times = row["ratio"], row["milliseconds"]
+            found += [
+                f"A BERT that fits whole ({row['environment']['command']}): a step of `L2LTrainer` takes "
+                f"{times['L2LTrainer']:.2f} ms, one of `Trainer` {times['Trainer']:.2f} ms, {ratio:.3f} in pairs.",
+                "",
+            ]
     found += [f"- `{row['options']}`: {row['how']}." for row in rows if row["kind"] == "group"]
     return found
 

@@ -60,6 +60,7 @@ class DeviceBytes:
         stash: str,
         boundary: str,
         head: Traced | None = None,
+        has_chunked_head: bool = False,
         transients: int = 0,
         accumulates: bool = False,
         copies_of_inputs: int = 1,
@@ -69,8 +70,9 @@ class DeviceBytes:
         self.weights, self.held = weights, held
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
-        self.chunked_head = head
-        """Traced with all rows in host memory, if the boundary is there and logits are made in chunks."""
+        self.head = head if head is not None and head.head else None
+        """Traced with all rows in host memory, if they are there for the head, or for what follows a final norm."""
+        self.is_chunked = self.head is not None and has_chunked_head
         self.transients = transients
         """What the optimizer allocates for its step on the device."""
         self.accumulates = accumulates
@@ -99,7 +101,7 @@ class DeviceBytes:
             if piece.backward_peak > 0:
                 yield f"backward between layers {number + 1} and {number + 2}", self._between(number)
         rows = self._arguments_of_first()
-        before = whole.pieces[0].backward_peak + self.weights.tables_leaving
+        before = self.weights.sent_in_turn(whole.first, whole.pieces[0].backward_peak)
         if self.by_rows:
             # While the last micro-batch is still there, the sums are converted.
             sums, short = self.weights.table_sums, self.weights.table_gradients
@@ -135,24 +137,18 @@ class DeviceBytes:
         peak, last = sum(self.peak()[1].values()), len(self.whole.calls) - 1
         if self.held.shell_is_resident or not self.whole.calls[last].in_graph:
             return peak
-        later = (self.whole.of_last - self.whole.leaves_last) * self.weights.shell.gradients
-        return max(peak, sum(self._layer(last).values()) + later // max(1, self.weights.shell.sent_gradients))
+        later = self.weights.shell.widened(self.whole.of_last - self.whole.leaves_last)
+        return max(peak, sum(self._layer(last).values()) + later)
 
     def _leaving(self) -> int:
         """What leaves while the last layer computes: the last gradient of what is computed after the layers alone, and
         those of the last chunk of hidden states."""
-        hidden = 0 if self.chunked_head is None else min(self.chunked_head.head, self._chunk())
-        shell = self.weights.shell
-        if self.held.shell_is_resident:
-            return hidden
-        return hidden + self.whole.leaves_last * shell.gradients // max(1, shell.sent_gradients)
+        hidden = min(self.head.head, self._chunk()) if self.head is not None and self.is_chunked else 0
+        return hidden + self.weights.shell.widened(0 if self.held.shell_is_resident else self.whole.leaves_last)
 
     def _early_gradients(self) -> int:
         """Of the resident shell: the gradients of what is computed after the layers alone."""
-        shell = self.weights.shell
-        if not (self.held.shell_is_resident and shell.travels):
-            return 0
-        return self.whole.of_last * shell.gradients // max(1, shell.sent_gradients)
+        return self.weights.shell.widened(self.whole.of_last) if self.held.shell_is_resident else 0
 
     def _with_gradients(self, found: Bytes, number: int) -> Bytes:
         """And the gradients of what is resident, in the backward of call `number`, which makes its own."""
@@ -375,11 +371,11 @@ class DeviceBytes:
         # With those of an earlier batch there, they are added, and not the first.
         early = 0 if self.accumulates else self._early_gradients()
         found[SHELL] += early
-        if self.chunked_head is not None:
+        if self.head is not None:
             # Gradients of hidden states go to the host.
-            last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
-            found[HEAD] = max(last.backward_peak, last.forward_peak) + self._uploaded_for_head(hidden) - early
-            return found
+            last, hidden = self.head.pieces[-1], self.head.head
+            uploaded, whole = (self._uploaded_for_head(hidden), 0) if self.is_chunked else (0, hidden)
+            return found | {HEAD: max(last.backward_peak, last.forward_peak + whole) + uploaded - early}
         found[HEAD] = _of_last(self.whole) - early
         found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
         # With a boundary on the host, all rows of the last layer's output alone are needed at once.

@@ -14,6 +14,7 @@ from hf_l2l.model.residency import LayerPlace
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
+from hf_l2l.shapes.pieces import Arrived
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class LayerBytes:
     """Parameters that are updated."""
     rounded: int
     """What is rounded to 16 bits at once of the sums that leave; 0 if they leave in fp32."""
+
+    def widened(self, num_bytes: int) -> int:
+        """Bytes of so many bytes of gradients when they have the dtypes of the masters."""
+        return num_bytes * self.gradients // max(1, self.sent_gradients)
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,24 @@ class ModelWeights:
         largest = max(tables, key=torch.Tensor.numel, default=torch.empty(0))
         rounded = largest.numel() * (precision.of_gradient(largest).itemsize % 4)
         besides = rounded if self.table_gradients else -4 * largest.numel()
+        self._is_mixed, self._is_rounded = precision.is_mixed, precision.gradients == "16bit"
         self.tables_leaving = self.table_sums + besides
         """Gradients of tables in fp32, as they leave: besides the largest one, unless that was converted."""
+
+    def sent_in_turn(self, arrived: Sequence[Arrived], computed: int) -> int:
+        """The most bytes while gradients are computed and sent one after the other: one leaves while the next one is
+        computed. `computed` is the most that computing takes, without what is sent and gradients that have waited."""
+        besides = computed - max((each.num_bytes for each in arrived), default=0)
+        most, leaving = computed, 0
+        for numel, num_bytes, is_added in arrived:
+            waited = num_bytes if is_added else 0
+            sent = 4 * numel if self._is_mixed else num_bytes
+            rounded = 2 * numel if self._is_rounded and sent == 4 * numel else 0
+            # What is rounded is so after the one before it has left.
+            widened = sent + max(leaving, rounded) + (num_bytes if sent != num_bytes else 0)
+            most = max(most, besides + leaving + num_bytes + waited, besides + widened - waited)
+            leaving = sent
+        return most
 
     def on_device(
         self, places: Sequence[LayerPlace], *, gradient_slots: int, shell_is_resident: bool = False

@@ -79,6 +79,15 @@ class TracedCall(NamedTuple):
     """Whether a backward reaches it: it trains, or something below it does."""
 
 
+class Arrived(NamedTuple):
+    """A gradient of a weight that the first piece reads."""
+
+    numel: int
+    num_bytes: int
+    is_added: bool
+    """Whether it is added to one that has waited (see `Traced.late`)."""
+
+
 @dataclass(eq=False)
 class Traced:
     """One forward and backward of a model."""
@@ -95,6 +104,8 @@ class Traced:
     late: int
     """Bytes of gradients that wait, from the backward of the last piece on, for those of earlier pieces: of weights
     that both read, as a tied head."""
+    first: list[Arrived]
+    """Gradients that come in the backward of the first piece, in their order."""
     rows: int
     """Rows of the inputs."""
     inputs: int

@@ -23,7 +23,7 @@ from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.inputs import rows_of
 from hf_l2l.shapes.losses import loss_of, told_failures
-from hf_l2l.shapes.pieces import Argument, Given, Output, Piece, Traced, TracedCall, TracedLayer
+from hf_l2l.shapes.pieces import Argument, Arrived, Given, Output, Piece, Traced, TracedCall, TracedLayer
 from hf_l2l.shapes.shadow import like, shadow
 from hf_l2l.shapes.tables import Plain, Tables, configs_of
 
@@ -65,6 +65,8 @@ class Tracer:
             runner = OutputEmbeddings(Plain())
             for head in heads:
                 head.forward = partial(self._head, runner, head, head.forward)
+        for norm in (m for m in outside - heads if not (list(m.children()) or isinstance(m, nn.Embedding))):
+            norm.forward = partial(self._norm, norm.forward)
         for p in self.model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._arrived)
@@ -79,8 +81,8 @@ class Tracer:
         Args:
             inputs: arguments of the model.
             by_rows: the rows are those of one micro-batch, between which host memory passes all that is not in a
-                layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head is
-                given hidden states whose memory does not count.
+                layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head, or
+                what follows a final norm, is given hidden states whose memory does not count.
         """
         try:
             return self._traced(inputs, by_rows)
@@ -118,6 +120,14 @@ class Tracer:
             assert self._run is not None
             args = (self._run.given_to_head(args[0]),)
         return runner.run(head, forward, args, kwargs)
+
+    def _norm(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module without parts: a final norm, whose result passes through host memory, is given the last output."""
+        run, found = self._run, forward(*args, **kwargs)
+        if not (self._apart and run is not None and run.calls and run.calls[-1].number == len(self.layers) - 1):
+            return found
+        is_last = any(isinstance(arg, torch.Tensor) and run.has_returned(arg) for arg in args)
+        return run.given_to_head(found) if is_last and found.shape == args[0].shape else found
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert self._run is not None
@@ -160,6 +170,11 @@ class _Run:
         self._begin_piece()
         return found
 
+    def has_returned(self, tensor: torch.Tensor) -> bool:
+        """Whether the last layer has returned this very tensor."""
+        memory = tensor.untyped_storage()._cdata
+        return any(out.memory == memory and out.num_bytes == tensor.nbytes for out in self.calls[-1].outputs)
+
     def arrived(self, parameter: torch.Tensor) -> None:
         """A gradient has been computed, and leaves the device."""
         if self._fired:
@@ -167,11 +182,12 @@ class _Run:
             self._fired[-1][parameter] = parameter.grad.nbytes
         parameter.grad = None
 
-    def gradients(self) -> tuple[int, int, int]:
-        """`Traced.of_last`, `Traced.leaves_last` and `Traced.late`."""
+    def gradients(self) -> tuple[int, int, int, list[Arrived]]:
+        """`Traced.of_last`, `Traced.leaves_last`, `Traced.late` and `Traced.first`."""
         last, *earlier = self._fired
         own = [size for p, size in last.items() if not any(p in each for each in earlier)]
-        return sum(own), own[-1] if own else 0, sum(last.values()) - sum(own)
+        first = [Arrived(p.numel(), size, p in last) for p, size in self._fired[-1].items()]
+        return sum(own), own[-1] if own else 0, sum(last.values()) - sum(own), first
 
     def layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of the layer of this number."""

@@ -1,9 +1,9 @@
 """Race detection: records which operations of "sim" wait for which, and raises for two that conflict without a wait.
 
 Every stream counts its operations and has a clock: for each stream, the last operation that it has waited for. Events
-and the host have such clocks, too. Memory has a history of its last writes and the reads since then. If an operation
-uses bytes that another stream writes, or writes bytes that another stream reads, its clock must cover the other
-operation.
+and the host have such clocks, too; what is issued comes after all that the host has waited for. Memory has a history
+of its last writes and the reads since then. If an operation uses bytes that another stream writes, or writes bytes
+that another stream reads, its clock must cover the other operation.
 
 Nothing is checked before the process makes its first stream or starts its first asynchronous download.
 """
@@ -59,8 +59,8 @@ class History:
 
 
 def within(access: Access, clock: Clock) -> bool:
-    """Return whether `clock` has waited for `access`."""
-    return clock.get(access.stream, 0) >= access.number
+    """Return whether `clock`, or the host, has waited for `access`."""
+    return max(clock.get(access.stream, 0), ORDER.host.get(access.stream, 0)) >= access.number
 
 
 def _covers(new: Access, old: Access) -> bool:
@@ -83,16 +83,21 @@ class Line:
         ORDER.issued[self.id] = self.clock[self.id]
 
     def advance(self, name: str) -> int:
-        """Count one more operation, which comes after all that the host has waited for."""
+        """Count one more operation."""
         self.see_host()
         self.operation = name
         count = self.clock[self.id] = ORDER.issued[self.id] = self.clock[self.id] + 1
         return count
 
     def see_host(self) -> None:
-        """Advance the clock to that of the host."""
+        """Forget what the host has waited for as well: it counts for every operation that is issued from now on."""
         if self._host_seen != ORDER.host_version:
-            merge(self.clock, ORDER.host)
+            host = ORDER.host
+            self.clock = {
+                stream: count
+                for stream, count in self.clock.items()
+                if stream == self.id or count > host.get(stream, 0)
+            }
             self._host_seen = ORDER.host_version
 
 

@@ -231,7 +231,8 @@ def synchronize_all() -> None:
     """Make the host wait for every stream."""
     if ORDER.active:
         with LOCK:
-            sim_copies.host_waits(dict(ORDER.issued))
+            sim_copies.host_waits(ORDER.issued)
+            ORDER.issued.clear()
             if Running.recorder is not None:
                 Running.recorder.host_waits_for_all()
 

@@ -27,10 +27,14 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 def settled_memory() -> int:
     """What the device holds once models that are gone are collected and the device's thread has let go of them."""
+    readings: list[int] = []
     for _ in range(10):
         gc.collect()
+        readings.append(int(torch.accelerator.memory_allocated()))
+        if readings[-3:].count(readings[-1]) == 3:
+            break
         time.sleep(0.02)
-    return int(torch.accelerator.memory_allocated())
+    return readings[-1]
 
 
 def tiny_bert(dropout: float = 0.1, layers: int = 4, width: int = 16) -> nn.Module:

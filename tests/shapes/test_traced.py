@@ -139,9 +139,29 @@ def test_below_what_trains_there_is_no_graph():
 def test_rows_of_the_head_and_of_tables_are_apart():
     whole, apart = traced(llama()), traced(llama(), by_rows=True)
     assert whole.head == 0 and apart.head == A
-    assert len(apart.pieces) == len(whole.pieces) + 1
+    # The final norm ends one, and what comes before the head another.
+    assert len(apart.pieces) == len(whole.pieces) + 2
     table = SMALL["vocab_size"] * SMALL["hidden_size"] * 4
     assert apart.pieces[0].backward_peak < table <= whole.pieces[0].backward_peak
+
+
+def test_what_follows_a_final_norm_is_given_all_rows():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    vit = hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=32, patch_size=16))
+    images = {"pixel_values": torch.zeros(3, 3, 32, 32), "labels": torch.zeros(3, dtype=torch.long)}
+    hidden = 3 * 5 * 16 * 4
+    found = Tracer(vit.train(), Precision(vit)).trace(images, by_rows=True)
+    assert found.head == hidden
+    # The gradient of all rows, and little of those that the classifier reads.
+    assert hidden < found.pieces[-1].backward_peak < 1.5 * hidden
+
+
+def test_gradients_of_the_first_piece_are_told_in_their_order():
+    tied = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True))
+    table = SMALL["vocab_size"] * SMALL["hidden_size"]
+    assert traced(tied).first == [(table, 4 * table, True)]
+    sizes = [each.numel for each in traced(bert()).first]
+    assert sizes[-1] == table and max(sizes[:-1]) > table, "words are read first, and positions later"
 
 
 @pytest.mark.parametrize("rows", [1, 3])

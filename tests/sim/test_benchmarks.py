@@ -20,6 +20,7 @@ from benchmarks import (
     memory_papers,
     memory_papers_report,
     memory_report,
+    resident,
 )
 from glue_script import ROWS, write
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
@@ -41,6 +42,13 @@ def test_host_bytes_and_peaks_of_every_setting(capsys):
     peaks = [row["device_peak_bytes"] for row in rows.values()]
     assert all(peak < peaks[0] for peak in peaks[1:])
     assert "| fp32 | 16.00 |" in capsys.readouterr().out
+
+
+def test_a_model_that_fits_whole_is_compared_with_the_trainer(tmp_path: Path, capsys):
+    asked = "--layers 2 --hidden 64 --batch 2 --tokens 8 --pairs 1 --steps 4".split()
+    found = resident.main([*asked, "--rows", str(tmp_path / "rows.jsonl")])
+    assert gpu_rows.read(tmp_path / "rows.jsonl", "resident")[0]["ratios"] == found["ratios"] and found["ratio"] > 0
+    assert capsys.readouterr().out.splitlines()[-3].startswith("ratio ")
 
 
 def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_path: Path, capsys):

@@ -21,6 +21,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.stash.boundary import Boundary
 from hf_l2l.testing import sim_copies
 from memory_switches import poisoned_releases
+from tiers import combined
 from training import settled_memory, tiny_bert, weights_after
 
 WIDTH, TOKENS, UBATCH = 64, 16, 2
@@ -209,8 +210,12 @@ def test_depth_costs_nothing():
     assert peak(32, layers=8, boundary="host") == peak(32, layers=4, boundary="host")
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
-@pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}, {"accumulation": 2, "gradient_slots": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    combined(
+        [{}, {"cmp": "bf16"}, {"accumulation": 2, "gradient_slots": 1}], ["serial", "deferred", "eager"], one_in=3
+    ),
+)
 def test_weights_have_the_bits_of_a_boundary_on_the_device(mode, options, monkeypatch):
     # The sums of what is computed by micro-batches outside the layers have another order.
     monkeypatch.setattr(attach, "run_by_rows", lambda modules, apart: set())

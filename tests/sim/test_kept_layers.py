@@ -13,6 +13,7 @@ from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
+from tiers import combined
 from training import l2l_trainer, logs, settled_memory, tiny_bert
 from transit import Bytes
 from update_cases import Run, assert_same, raw_loop, toy_under
@@ -34,11 +35,13 @@ def assert_as_streamed(found: Run, expected: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"cmp": "bf16", "stash": "host", "boundary": "host"}, {"prefetch": False, "stash": "host"}],
-    ids=str,
+    ("mode", "options"),
+    combined(
+        ["serial", "deferred", "eager"],
+        [{}, {"cmp": "bf16", "stash": "host", "boundary": "host"}, {"prefetch": False, "stash": "host"}],
+        one_in=3,
+    ),
 )
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 def test_they_train_as_streamed_ones(mode, options):
     same = {"steps": 3, "accumulation": 2, "max_norm": 0.0 if mode == "eager" else 0.5, **options}
     streamed = raw_loop("sim", mode, "AdamW", **same)
@@ -95,9 +98,9 @@ def test_many_plans_train_as_streamed(plan, program):
 
 
 @pytest.mark.parametrize(
-    "kept", [{"kept_weights": 1}, {"kept_graphs": 1}, {"resident": "all", "kept_graphs": 2}], ids=str
+    ("family", "kept"),
+    combined(FAMILIES, [{"kept_weights": 1}, {"kept_graphs": 1}, {"resident": "all", "kept_graphs": 2}], one_in=3),
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_gradients_of_recomputed_layers(family, kept):
     """Several micro-batches, an uneven last one, and the stash on the host.
 

@@ -20,6 +20,7 @@ from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.runtime import stream
 from hf_l2l.testing import page_locked_bytes
+from tiers import combined
 from training import l2l_trainer, settled_memory
 
 WIDTH, TOKENS, ROWS, UBATCH = 64, 16, 8, 2
@@ -81,8 +82,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", [wide_bert, llama, FAMILIES["t5"]])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "family"), combined(OPTIONS, [wide_bert, llama, FAMILIES["t5"]], one_in=3))
 def test_every_byte_has_a_name(family, options):
     """At each point of a training step, and after an evaluation."""
     run = Run(family(), **options)

@@ -20,6 +20,7 @@ from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.runtime.observer import OBSERVERS, observe
 from hf_l2l.testing import enable_simulated_accelerator
+from tiers import combined
 from training import SAVING, arguments, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
 from update_cases import OPTIMIZERS, Run, assert_same, raw_loop, toy, toy_under, trainer_loop
 
@@ -40,9 +41,7 @@ def places(model: nn.Module) -> dict[str, torch.device]:
     return {name: p.device for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("mode", CLIPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "mode", "accumulation"), combined(OPTIMIZERS, CLIPS, [1, 2], one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode, accumulation):
     same = {"steps": 4, "accumulation": accumulation, "max_norm": CLIPS[mode]}
     streamed = raw_loop("sim", mode, optimizer, **same)

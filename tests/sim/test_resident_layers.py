@@ -14,6 +14,7 @@ from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, estimate
 from hf_l2l.eps import updates
 from hf_l2l.model.stacks import parameter_bytes
+from tiers import combined
 from training import SAVING, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
 from transit import Bytes
 from update_cases import OPTIMIZERS, Run, assert_same, raw_loop, toy, toy_under
@@ -37,8 +38,7 @@ def places(model: nn.Module) -> dict[str, str]:
     return {name: p.device.type for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", CLIPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "mode"), combined(OPTIMIZERS, CLIPS, one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode):
     same = {"steps": 5, "accumulation": 2, "max_norm": CLIPS[mode]}
     streamed = raw_loop("sim", mode, optimizer, **same)
@@ -72,8 +72,7 @@ def test_a_hundred_steps(mode):
     assert_as_streamed(raw_loop("sim", mode, "AdamW", **same, **WITH_SHELL), streamed)
 
 
-@pytest.mark.parametrize("options", [FIRST, ALL], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "options"), combined(FAMILIES, [FIRST, ALL], one_in=2))
 def test_every_family_has_the_gradients_of_streamed_layers(family, options):
     torch.manual_seed(0)
     streamed = FAMILIES[family]()

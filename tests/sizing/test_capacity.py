@@ -12,6 +12,7 @@ from torch import nn
 from families import SMALL
 from hf_l2l import L2LConfig, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
+from tiers import combined
 
 SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 1}
 BATCH: dict[str, Any] = {"rows": 2, "tokens": 8}
@@ -37,7 +38,7 @@ def host_peak(layers: int, options: dict[str, Any]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", combined(SETTINGS, one_in=3))
 def test_the_largest_fits_and_one_layer_more_does_not(name):
     room = host_peak(11, SETTINGS[name])
     found = estimate(of_layers(3), HOST, **BATCH, host_memory=room).largest[name]
