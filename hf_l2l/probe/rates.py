@@ -61,7 +61,7 @@ def probe(device: torch.device | str | None = None, sizes: Sizes | None = None) 
             link = _link_rates(device, num_bytes, pages, sizes.seconds)
         pages.unlock()
     cores = usable_cores()
-    return HardwareFigures(
+    figures = HardwareFigures(
         device_name=device_name(device),
         device_memory_bytes=stream.memory_of(device),
         link_up=link.get("up"),
@@ -75,6 +75,8 @@ def probe(device: torch.device | str | None = None, sizes: Sizes | None = None) 
         page_locked=page_locked,
         pageable=pageable,
     )
+    stream.empty_cache(device)  # training wants blocks of other sizes
+    return figures
 
 
 def device_name(device: torch.device) -> str:
@@ -220,17 +222,22 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _flops(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float | None:
-    """FLOP/s of products of square matrices, the smallest that take 10 ms; None if the device has none of `dtype`."""
-    rows = min(256, sizes.most_rows)
+    """FLOP/s of products of square matrices, the smallest that take 10 ms, or the largest that it has memory for; None
+    if the device has none of `dtype`."""
+    rows, measured = min(256, sizes.most_rows), None
     try:
         while True:
             turn = _product(device, dtype, rows)
             turn()  # kernels are chosen, and loaded
+            measured = turn, rows
             if turn() > 0.01 or 2 * rows > sizes.most_rows:
-                return 2 * rows**3 / median(turn, sizes.seconds)
+                break
             rows *= 2
-    except (RuntimeError, NotImplementedError, TypeError):  # no such product, or no memory for it
+    except torch.OutOfMemoryError:
+        pass  # what was measured before stands
+    except (RuntimeError, NotImplementedError, TypeError):  # no such product
         return None
+    return None if measured is None else 2 * measured[1] ** 3 / median(measured[0], sizes.seconds)
 
 
 def _product(device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[], float]:

@@ -110,6 +110,13 @@ def memory_free(device: torch.device) -> int | None:
     return int(ask(device)[0]) + max(0, reserved - used)
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give back to the device what its allocator keeps for later use; nothing if it shares the memory of the host."""
+    module: Any = device_module(device)
+    if module is not None:
+        module.empty_cache()
+
+
 def memory_in_use(device: torch.device) -> tuple[int, int] | None:
     """Bytes that the allocator of the device holds now, and the most that it has held since that number was last
     reset; None if the device shares the memory of the host, or its allocator does not count."""

@@ -66,6 +66,16 @@ def test_matrices_grow_until_they_take_long_enough(monkeypatch):
     assert seen == [256, 512, 1024]
 
 
+def test_matrices_grow_as_far_as_there_is_memory(monkeypatch):
+    def product(device, dtype, rows):
+        if rows > 512:
+            raise torch.OutOfMemoryError("no memory")
+        return lambda: 0.001 * (rows / 256) ** 3
+
+    monkeypatch.setattr(rates, "_product", product)
+    assert rates._flops(torch.device("cpu"), torch.float32, Sizes()) == pytest.approx(2 * 256**3 / 0.001)
+
+
 def test_a_device_that_is_not_there():
     with pytest.raises(ValueError, match="must be one this machine has"):
         probe("cuda:7")

@@ -8,7 +8,7 @@ import torch
 from hf_l2l.probe.figures import LINK, HardwareFigures
 from hf_l2l.probe.rates import Sizes, probe
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.testing import copies_under_way, page_lock_limit, page_locked_bytes
+from hf_l2l.testing import copies_under_way, enable_simulated_accelerator, page_lock_limit, page_locked_bytes
 
 TINY = Sizes(copied_bytes=2**16, parameters=2**10, most_rows=64, seconds=0.0)
 WAYS = {"up", "down", "up_both", "down_both"}
@@ -24,6 +24,16 @@ def test_the_figures():
     assert figures.pageable.keys() == WAYS and figures.flops["fp32"] > 0
     assert page_locked_bytes() == before and copies_under_way() == 0
     assert HardwareFigures.from_json(figures.to_json()) == figures
+
+
+def test_a_small_device():
+    enable_simulated_accelerator("2MiB")
+    try:
+        figures = probe(sizes=Sizes(copied_bytes=2**16, parameters=2**20, most_rows=2048, seconds=0.0))
+    finally:
+        enable_simulated_accelerator()
+    assert figures.flops["fp32"] > 0 and figures.link_up > 0
+    assert figures.device_adamw is None, "its state has 16 MiB"
 
 
 def test_page_locking_that_is_refused():
