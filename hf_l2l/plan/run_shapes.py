@@ -159,7 +159,9 @@ class RunShapes:
         part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
         shell = _updates_shell_there(config)
         held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
-        head = self.traced(self.rows, by_rows=True) if part is not None and boundary == "host" else None
+        # A head that makes all logits at once needs all rows of what the last layer returns, on the device.
+        is_apart = part is not None and boundary == "host" and not self._tracer.makes_all_logits
+        head = self.traced(self.rows, by_rows=True) if is_apart else None
         return DeviceBytes(
             self.weights,
             held,
