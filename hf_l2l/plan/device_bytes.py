@@ -224,7 +224,10 @@ class DeviceBytes:
         kept = [i for i, place in enumerate(self.places[: number + 1]) if place.keeps_graph]
         # A graph has the 16-bit copies of masters that are on the device.
         copies = [self.weights.layers[self.whole.calls[i].number].copies for i in kept if self.places[i].is_resident]
-        return sum(copies) + sum(graph_bytes(self.whole, self.part, i) for i in kept)
+        # Of a whole batch, what a layer returns is the memory that the next one is given.
+        given = [out for i in kept for out in self.whole.calls[i].outputs if out.is_new and out.memory in self._kept]
+        shared = 0 if self.is_split else sum(out.num_bytes for out in given)
+        return sum(copies) + sum(graph_bytes(self.whole, self.part, i) for i in kept) - shared
 
     @cached_property
     def _last_sent(self) -> int:
