@@ -91,8 +91,8 @@ def _options() -> dict[str, tuple[str, str]]:
 def _number(text: str) -> int:
     try:
         return int(float(text))
-    except OverflowError as error:
-        raise ValueError(f"a number must be finite (got {text!r})") from error
+    except (OverflowError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"must be a finite number, such as 8e9 or 32 (got {text!r})") from error
 
 
 def _value(text: str) -> Any:
@@ -198,7 +198,14 @@ def _figures(options: argparse.Namespace) -> HardwareFigures | None:
     if options.figures and options.probe:
         raise ValueError("--figures and --probe both give the machine's figures (got both); leave out one of them")
     if options.figures:
-        return HardwareFigures.from_json(Path(options.figures).read_text(encoding="utf-8"))
+        try:
+            text = Path(options.figures).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--figures must be a file that can be read (got {options.figures!r}: {error.strerror}); write one "
+                "with: hf-l2l env --probe --json > FILE"
+            ) from error
+        return HardwareFigures.from_json(text)
     return probe() if options.probe else None
 
 

@@ -246,7 +246,7 @@ class RunShapes:
             if self.has_chunked_head:
                 head = Cost(rows_up=own, rows_up_again=own, rows_down_again=own)
                 layers += [replace(head, rows_down=own, rows_up_again=2 * own, gradient_rows=own), head]
-        return Costs(layers, self._shell_cost(config, short), -(-self.rows // ubatch))
+        return Costs(layers, self._shell_cost(config, short), self.batches * -(-self.most_rows // ubatch))
 
     def tokens_that_hide(self, config: L2LConfig, rates: Rates) -> dict[str, int]:
         """From how many tokens per step on the forward of the layers takes as long as the upload of their weights

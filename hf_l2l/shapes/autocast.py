@@ -29,7 +29,7 @@ _FLOAT32 = {
     *("hinge_embedding_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "cdist", "renorm"),
     *("triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "logsumexp", "interpolate"),
     # They take a dtype, and make the same cast copy of what they are given.
-    *("softmax", "log_softmax"),
+    *("softmax", "softmin", "log_softmax"),
 }
 _FLOAT32_BY_DTYPE = {"prod", "cumprod", "cumsum", "sum", "norm", "linalg_vector_norm", "linalg_matrix_norm"}
 """These read 16 bits, and make no cast copy of them."""
@@ -54,9 +54,11 @@ class AutocastAsOnDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is functional.cross_entropy:
             return _cross_entropy(*args, **kwargs)
+        if func is functional.normalize:
+            return _normalize(*args, **kwargs)
         if name in _FLOAT32_BY_DTYPE:
             given = kwargs.get("dtype") or any(isinstance(a, torch.dtype) for a in args)
-            more = {} if given or not _castable(args[0]) else {"dtype": torch.float32}
+            more = {} if given or not _castable([*args, *kwargs.values()][0]) else {"dtype": torch.float32}
             return func(*args, **{**kwargs, **more})
         dtype = _dtype_of(name, args, kwargs)
         if dtype is None:
@@ -87,6 +89,15 @@ def _cross_entropy(
     with autocast_region(None):
         logs = functional.log_softmax(input, min(1, input.dim() - 1))
     return functional.nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _normalize(
+    input: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As composed elsewhere: the norm is in fp32, and so is what is divided by it. On the host, both are as given."""
+    dtype = torch.float32 if _castable(input) else input.dtype
+    norm = input.norm(p, dim, keepdim=True, dtype=dtype).clamp_min(eps).expand_as(input)
+    return torch.div(input, norm, out=out)
 
 
 def _dtype_of(name: str, args: Any, kwargs: Any) -> torch.dtype | None:

@@ -126,8 +126,11 @@ class Tracer:
         run, found = self._run, forward(*args, **kwargs)
         if not (self._apart and run is not None and run.calls and run.calls[-1].number == len(self.layers) - 1):
             return found
-        is_last = any(isinstance(arg, torch.Tensor) and run.has_returned(arg) for arg in args)
-        return run.given_to_head(found) if is_last and found.shape == args[0].shape else found
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        last = next(filter(run.has_returned, given), None)
+        # Modules such as recurrent ones return more than one tensor, and need all rows.
+        is_norm = last is not None and isinstance(found, torch.Tensor) and found.shape == last.shape
+        return run.given_to_head(found) if is_norm else found
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert self._run is not None

@@ -157,7 +157,12 @@ def test_a_model_of_numbers(capsys):
         (["--tokens", "0"], "--tokens must be at least 1 (got 0)"),
         (["--device-type", "foo"], "--device-type must be a type of device that torch has (got 'foo')"),
         (["--device-type", "cpu"], "must be a device with memory of its own"),
-        (["--figures", "/nowhere.json"], "No such file"),
+        (
+            ["--figures", "/nowhere.json"],
+            "--figures must be a file that can be read (got '/nowhere.json': No such file",
+        ),
+        (["--layers", "x"], "--layers: must be a finite number, such as 8e9 or 32 (got 'x')"),
+        (["--params", "inf"], "--params: must be a finite number, such as 8e9 or 32 (got 'inf')"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, said, tmp_path, capsys):

@@ -44,9 +44,12 @@ CASES: dict[str, tuple[Callable[[torch.dtype], Any], torch.dtype, torch.dtype]] 
     "group_norm": (lambda d: functional.group_norm(of(d), 2), FP32, FP32),
     "softmax": (lambda d: of(d).softmax(-1), FP32, FP32),
     "functional.softmax": (lambda d: functional.softmax(of(d), dim=-1), FP32, FP32),
+    "softmin": (lambda d: functional.softmin(of(d), dim=-1), FP32, FP32),
     "softmax as asked": (lambda d: torch.softmax(of(d), -1, dtype=BF16), BF16, BF16),
     "sum": (lambda d: of(d).sum(), FP32, FP32),
     "sum as asked": (lambda d: of(d).sum(-1, dtype=BF16), BF16, BF16),
+    "sum of input": (lambda d: torch.sum(input=of(d)), FP32, FP32),
+    "normalize": (lambda d: functional.normalize(of(d), dim=-1), FP32, FP32),
     "norm": (lambda d: of(d).norm(), FP32, FP32),
     "mean": (lambda d: of(d).mean(), BF16, FP32),
     "power": (lambda d: of(d) ** 2, FP32, FP32),
@@ -144,3 +147,10 @@ def test_layers_multiply_in_the_dtype_of_autocast():
     assert RunShapes(model, L2LConfig(), inputs).multiplies_in is None
     assert RunShapes(model, L2LConfig(), inputs, autocast=BF16).multiplies_in == BF16
     assert RunShapes(model, L2LConfig(cmp="bf16"), inputs).multiplies_in == BF16
+
+
+def test_merged_batches_are_cut_between_them():
+    """Two of three rows each, by two, are four micro-batches, and not three."""
+    model = llama()
+    run = RunShapes(model, L2LConfig(), example_inputs(model, 6, 8), batches=2)
+    assert run.costs(L2LConfig(ubatch_size=2, stash="device")).ubatches == 4

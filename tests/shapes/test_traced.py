@@ -156,6 +156,30 @@ def test_what_follows_a_final_norm_is_given_all_rows():
     assert hidden < found.pieces[-1].backward_peak < 1.5 * hidden
 
 
+class Above(nn.Module):
+    """Something over the last output of a BERT."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, module: nn.Module, *, by_name: bool = False) -> None:
+        super().__init__()
+        self.bert, self.module, self.by_name = bert().bert, module, by_name
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.bert(input_ids).last_hidden_state
+        found: Any = self.module(input=hidden) if self.by_name else self.module(hidden)
+        found = found[0] if isinstance(found, tuple) else found
+        return {"loss": found[:, 0].square().mean()}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_norm_over_the_last_output_is_given_it_and_a_recurrent_module_is_not(by_name):
+    width = SMALL["hidden_size"]
+    above = [nn.LayerNorm(width), nn.GRU(width, width, batch_first=True)]
+    found = [traced(Above(module, by_name=by_name), by_rows=True).head for module in above]
+    assert found == [A, 0]
+
+
 def test_gradients_of_the_first_piece_are_told_in_their_order():
     tied = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True))
     table = SMALL["vocab_size"] * SMALL["hidden_size"]
