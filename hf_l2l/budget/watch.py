@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 from hf_l2l.memory.memory_report import MemoryReport
@@ -50,6 +51,23 @@ class PlanWatch:
             f"measured in {_LAST} steps: {seconds:.3g} s per step{held} (planned: {self._plan.time.seconds:.3g} s, "
             f"{size_text(self._plan.peak_bytes)})"
         )
+
+    @contextmanager
+    def evaluates(self, warn: Callable[[str], None], rows: int) -> Iterator[None]:
+        """Inside, there is an evaluation with so many rows in a batch, which was not planned: tell if it has taken
+        more than the budget."""
+        before = self._peak()
+        yield
+        if before <= self._plan.budget < (peak := self._peak()):
+            warn(
+                f"device_memory_budget is planned for the steps of the training, and an evaluation has taken more "
+                f"({size_text(peak)} of the device, and the budget is {size_text(self._plan.budget)}); give its "
+                f"batches fewer rows (per_device_eval_batch_size={rows})"
+            )
+
+    def _peak(self) -> int:
+        device = self._report().get("device")
+        return 0 if device is None else int(device["total"]["peak"])
 
     def explain(self, error: BaseException) -> None:
         """Add to an error of device memory what holds more than was planned."""

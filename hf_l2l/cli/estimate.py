@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 ROWS = "per_device_train_batch_size"
 STEPS = "gradient_accumulation_steps"
-OF_TRAINER = (ROWS, STEPS, "optim")
+OF_TRAINER = (ROWS, STEPS, "optim", "bf16")
 NUMBERS = ("params", "layers", "hidden", "vocab")
 
 
@@ -61,6 +62,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
     _add(parser, "optim", metavar="NAME", help="the optimizer (default: that of the Trainer)")
+    _add(parser, "bf16", nargs="?", const=True, type=_truth, help="the model is called under autocast in bfloat16")
     _add(parser, STEPS, type=int, default=1, metavar="N", help="batches of an optimizer step (default: 1)")
     group = parser.add_argument_group("options of the training, as the Trainer's arguments call them")
     for name, (where, text) in _options().items():
@@ -95,6 +97,12 @@ def _number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a finite number, such as 8e9 or 32 (got {text!r})") from error
 
 
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be True or False (got {text!r}), or be given alone for True")
+    return text.lower() == "true"
+
+
 def _value(text: str) -> Any:
     """The value of an option: a word, a number, True, False or None."""
     known = {"none": None, "true": True, "false": False}
@@ -110,6 +118,9 @@ def _value(text: str) -> Any:
 
 def _arguments(options: argparse.Namespace) -> TrainingArguments:
     """The Trainer's arguments that the flags stand for."""
+    import torch
+    from transformers.training_args import OptimizerNames
+
     from hf_l2l.config import argument
     from hf_l2l.hf.training_args import L2LTrainingArguments
 
@@ -121,6 +132,16 @@ def _arguments(options: argparse.Namespace) -> TrainingArguments:
     for name in OF_TRAINER:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
+    known = [str(each.value) for each in OptimizerNames]
+    if given.get("optim", known[0]) not in known:
+        near = [name for name in known if name.startswith(given["optim"])][:3]
+        near = near or get_close_matches(given["optim"], known) or ["adamw_torch", "sgd"]
+        raise ValueError(
+            f"--optim must be the name of an optimizer of the Trainer (got {given['optim']!r}); use "
+            f"{' or '.join(near)}"
+        )
+    if given.get("bf16") and not torch.accelerator.is_available():
+        given["use_cpu"] = True  # transformers refuses bf16 where no accelerator is there; another one will train it
     # What it clips changes no bytes, and with the default there could be no eager update. The budget is asked for
     # apart.
     fixed: dict[str, Any] = {"max_grad_norm": 0, "report_to": "none", "device_memory_budget": "off"}

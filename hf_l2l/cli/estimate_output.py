@@ -109,5 +109,12 @@ def _plot(file: str, found: Estimate) -> None:
     axes.bar("plain", found.plain / 2**30, color="gray")
     axes.set_ylabel("device memory at the peak (GiB)")
     axes.legend(fontsize="small")
-    figure.savefig(file)
-    pyplot.close(figure)
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:  # or an ending that matplotlib does not know
+        raise ValueError(
+            f"--plot must be a file that can be written, with an ending such as .png (got {file!r}: {error}); give "
+            "one in an existing folder"
+        ) from error
+    finally:
+        pyplot.close(figure)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -78,6 +78,7 @@ class Attachment:
     asked: L2LConfig | None = None
     """The config that was given with `device_memory_budget`, or by a trainer: a plan may have changed it."""
     plan: Plan | None = None
+    watched: PlanWatch | None = None
 
     @property
     def tiers(self) -> Tiers:
@@ -92,10 +93,14 @@ class Attachment:
 
     def watch(self, plan: Plan, tell: Callable[[str], None] = logger.info) -> None:
         """Tell what was planned, and later what was measured of it."""
-        watch = PlanWatch(plan, self.eps.memory_report, tell)
+        watch = self.watched = PlanWatch(plan, self.eps.memory_report, tell)
         self.plan = plan
         self.eps.timeline.at_step_end, self.eps.timeline.at_no_memory = watch.step_ended, watch.explain
         tell(str(plan))
+
+    def evaluating(self, rows: int) -> AbstractContextManager[None]:
+        """Inside, an evaluation has batches of so many rows; one that takes more than a budget is told of."""
+        return nullcontext() if self.watched is None else self.watched.evaluates(logger.warning, rows)
 
     def changed_stack(self) -> str | None:
         """The path of a stack with other layers than before, in whatever order; None if there is none."""

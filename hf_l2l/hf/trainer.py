@@ -379,8 +379,9 @@ class L2LTrainerMixin(CheckpointsMixin):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden to attach, since evaluation and prediction may run without training."""
-        self._attach()
-        return super().evaluation_loop(*args, **kwargs)
+        attached = attachment_of(self.model) if self._attach() else None
+        with attached.evaluating(self.args.eval_batch_size) if attached else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """Overridden so that an evaluation that needs only the loss makes no logits of all tokens."""

@@ -79,6 +79,14 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
     assert short["device"]["shell"]["peak"] < whole["shell"]["peak"] and short["host"]["copies"]["peak"] > 0
 
 
+def test_autocast_is_a_flag_of_the_trainer(tmp_path, capsys):
+    plain = estimated(capsys, tmp_path, "--json").json["device"]
+    short, named = (estimated(capsys, tmp_path, "--json", *bf16).json for bf16 in (["--bf16"], ["--bf16", "True"]))
+    assert short["device"] == named["device"] and short["device"]["total"]["peak"] < plain["total"]["peak"]
+    assert short["device"]["shell"] == plain["shell"], "weights travel in fp32"
+    assert estimated(capsys, tmp_path, "--json", "--bf16", "false").json["device"] == plain
+
+
 def test_the_text_and_the_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "memory.png"
@@ -150,7 +158,11 @@ def test_a_model_of_numbers(capsys):
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
         (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps must be at least 1 (got 0)"),
         (["--host-memory", "64"], "--host-memory must be a size with its unit, such as 64GiB (got '64')"),
-        (["--optim", "nothing"], "nothing"),
+        (["--optim", "adamw"], "--optim must be the name of an optimizer of the Trainer (got 'adamw'); use adamw_"),
+        (["--optim", "?"], "(got '?'); use adamw_torch or sgd"),
+        (["--bf16", "maybe"], "--bf16: must be True or False (got 'maybe'), or be given alone for True"),
+        (["--plot", "/nowhere/x.png"], "--plot must be a file that can be written, with an ending such as .png (got"),
+        (["--plot", "x.nothing"], "(got 'x.nothing': Format 'nothing' is not supported"),
         (["--optim", "lomo"], "optim cannot be used with L2L (got optim='lomo')"),
         (["--params", "1e9"], "a model is given by MODEL, or by --params"),
         (["--class", "AutoModel"], "takes no labels"),

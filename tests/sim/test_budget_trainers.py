@@ -48,6 +48,17 @@ def test_larger_batches_of_evaluations_are_warned_of(tmp_path, caplog):
     assert "per_device_eval_batch_size=16, and per_device_train_batch_size=8): they may need more" in caplog.text
 
 
+def test_an_evaluation_that_takes_more_than_the_budget_is_told_of(tmp_path, caplog):
+    made = planned(tmp_path, "560KiB", per_device_eval_batch_size=256)
+    made.train()
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        made.evaluate(rows(8))
+        made.evaluate(rows(256))
+        made.evaluate(rows(256))
+    (said,) = [each.message for each in caplog.records if "an evaluation has taken more" in each.message]
+    assert "and the budget is 560.0 KiB); give its batches fewer rows (per_device_eval_batch_size=256)" in said
+
+
 # ---- one model, several trainers
 
 
