@@ -60,7 +60,6 @@ class DeviceBytes:
         stash: str,
         boundary: str,
         head: Traced | None = None,
-        has_chunked_head: bool = False,
         transients: int = 0,
         accumulates: bool = False,
         copies_of_inputs: int = 1,
@@ -70,9 +69,8 @@ class DeviceBytes:
         self.weights, self.held = weights, held
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
-        self.head = head if head is not None and head.head else None
-        """Traced with all rows in host memory, if they are there for the head, or for what follows a final norm."""
-        self.is_chunked = self.head is not None and has_chunked_head
+        self.chunked_head = head
+        """Traced with all rows in host memory, if the boundary is there and logits are made in chunks."""
         self.transients = transients
         """What the optimizer allocates for its step on the device."""
         self.accumulates = accumulates
@@ -143,7 +141,7 @@ class DeviceBytes:
     def _leaving(self) -> int:
         """What leaves while the last layer computes: the last gradient of what is computed after the layers alone, and
         those of the last chunk of hidden states."""
-        hidden = min(self.head.head, self._chunk()) if self.head is not None and self.is_chunked else 0
+        hidden = 0 if self.chunked_head is None else min(self.chunked_head.head, self._chunk())
         return hidden + self.weights.shell.widened(0 if self.held.shell_is_resident else self.whole.leaves_last)
 
     def _early_gradients(self) -> int:
@@ -374,11 +372,10 @@ class DeviceBytes:
         # With those of an earlier batch there, they are added, and not the first.
         early = 0 if self.accumulates else self._early_gradients()
         found[SHELL] += early
-        if self.head is not None:
+        if self.chunked_head is not None:
             # Gradients of hidden states go to the host.
-            last, hidden = self.head.pieces[-1], self.head.head
-            uploaded, whole = (self._uploaded_for_head(hidden), 0) if self.is_chunked else (0, hidden)
-            return found | {HEAD: max(last.backward_peak, last.forward_peak + whole) + uploaded - early}
+            last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
+            return found | {HEAD: max(last.backward_peak, last.forward_peak) + self._uploaded_for_head(hidden) - early}
         found[HEAD] = _of_last(self.whole) - early
         found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
         # With a boundary on the host, all rows of the last layer's output alone are needed at once.

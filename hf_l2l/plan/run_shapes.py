@@ -159,9 +159,8 @@ class RunShapes:
         part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
         shell = _updates_shell_there(config)
         held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
-        # A head that makes all logits at once needs all rows of what the last layer returns, on the device.
-        is_apart = part is not None and boundary == "host" and not self._tracer.makes_all_logits
-        head = self.traced(self.rows, by_rows=True) if is_apart else None
+        is_chunked = part is not None and boundary == "host" and self.has_chunked_head
+        head = self.traced(self.rows, by_rows=True) if is_chunked else None
         return DeviceBytes(
             self.weights,
             held,
@@ -171,7 +170,6 @@ class RunShapes:
             stash=stash,
             boundary=boundary,
             head=head,
-            has_chunked_head=self.has_chunked_head,
             transients=self._transients(places, shell),
             accumulates=self.accumulates,
             copies_of_inputs=2 if self.batches > 1 else 1,

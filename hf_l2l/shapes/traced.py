@@ -65,8 +65,6 @@ class Tracer:
             runner = OutputEmbeddings(Plain())
             for head in heads:
                 head.forward = partial(self._head, runner, head, head.forward)
-        for norm in (m for m in outside - heads if not (list(m.children()) or isinstance(m, nn.Embedding))):
-            norm.forward = partial(self._norm, norm.forward)
         for p in self.model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._arrived)
@@ -81,8 +79,8 @@ class Tracer:
         Args:
             inputs: arguments of the model.
             by_rows: the rows are those of one micro-batch, between which host memory passes all that is not in a
-                layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head, or
-                what follows a final norm, is given hidden states whose memory does not count.
+                layer. Tables of embeddings get no gradient here, since rows are added to one for all; and the head is
+                given hidden states whose memory does not count.
         """
         try:
             return self._traced(inputs, by_rows)
@@ -120,17 +118,6 @@ class Tracer:
             assert self._run is not None
             args = (self._run.given_to_head(args[0]),)
         return runner.run(head, forward, args, kwargs)
-
-    def _norm(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module without parts: a final norm, whose result passes through host memory, is given the last output."""
-        run, found = self._run, forward(*args, **kwargs)
-        if not (self._apart and run is not None and run.calls and run.calls[-1].number == len(self.layers) - 1):
-            return found
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-        last = next(filter(run.has_returned, given), None)
-        # Modules such as recurrent ones return more than one tensor, and need all rows.
-        is_norm = last is not None and isinstance(found, torch.Tensor) and found.shape == last.shape
-        return run.given_to_head(found) if is_norm else found
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert self._run is not None
@@ -172,11 +159,6 @@ class _Run:
         self._end_piece([hidden])
         self._begin_piece()
         return found
-
-    def has_returned(self, tensor: torch.Tensor) -> bool:
-        """Whether the last layer has returned this very tensor."""
-        memory = tensor.untyped_storage()._cdata
-        return any(out.memory == memory and out.num_bytes == tensor.nbytes for out in self.calls[-1].outputs)
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """A gradient has been computed, and leaves the device."""

@@ -139,45 +139,9 @@ def test_below_what_trains_there_is_no_graph():
 def test_rows_of_the_head_and_of_tables_are_apart():
     whole, apart = traced(llama()), traced(llama(), by_rows=True)
     assert whole.head == 0 and apart.head == A
-    # The final norm ends one, and what comes before the head another.
-    assert len(apart.pieces) == len(whole.pieces) + 2
+    assert len(apart.pieces) == len(whole.pieces) + 1
     table = SMALL["vocab_size"] * SMALL["hidden_size"] * 4
     assert apart.pieces[0].backward_peak < table <= whole.pieces[0].backward_peak
-
-
-def test_what_follows_a_final_norm_is_given_all_rows():
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
-    vit = hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=32, patch_size=16))
-    images = {"pixel_values": torch.zeros(3, 3, 32, 32), "labels": torch.zeros(3, dtype=torch.long)}
-    hidden = 3 * 5 * 16 * 4
-    found = Tracer(vit.train(), Precision(vit)).trace(images, by_rows=True)
-    assert found.head == hidden
-    # The gradient of all rows, and little of those that the classifier reads.
-    assert hidden < found.pieces[-1].backward_peak < 1.5 * hidden
-
-
-class Above(nn.Module):
-    """Something over the last output of a BERT."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self, module: nn.Module, *, by_name: bool = False) -> None:
-        super().__init__()
-        self.bert, self.module, self.by_name = bert().bert, module, by_name
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.bert(input_ids).last_hidden_state
-        found: Any = self.module(input=hidden) if self.by_name else self.module(hidden)
-        found = found[0] if isinstance(found, tuple) else found
-        return {"loss": found[:, 0].square().mean()}
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_norm_over_the_last_output_is_given_it_and_a_recurrent_module_is_not(by_name):
-    width = SMALL["hidden_size"]
-    above = [nn.LayerNorm(width), nn.GRU(width, width, batch_first=True)]
-    found = [traced(Above(module, by_name=by_name), by_rows=True).head for module in above]
-    assert found == [A, 0]
 
 
 def test_gradients_of_the_first_piece_are_told_in_their_order():

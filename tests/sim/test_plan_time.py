@@ -13,7 +13,7 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.plan.planner import make_plan, time_of
+from hf_l2l.plan.planner import make_plan, needed, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.testing import Costs, engine_on_clock, virtual_clock
@@ -129,7 +129,7 @@ def test_no_other_options_are_faster_on_the_clock(given, share):
         replace(base, resident=shell, resident_layers=resident, kept_graphs=graphs, gradient_slots=slots)
         for shell, resident, graphs, slots in product(("none", "shell"), (0, 1, 3), (0, 1, 3), (1, 2))
     ]
-    sizes = [sum(run.peak(each)[1].values()) for each in some]
+    sizes = [needed(run, each) for each in some]
     budget = int(share * min(sizes))
     run = RunShapes(llama(3), base, inputs(4), optimizer=adamw(llama(3)), given=("stash", "boundary", "ubatch_size"))
     plan = make_plan(run, budget, given)
