@@ -137,7 +137,8 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
 @pytest.mark.slow  # in the process of the tests: `sim/test_run_glue.py`
 @needs_datasets
 def test_too_small_a_device_is_said_in_one_line(tiny_model: str, tmp_path: Path, files: Row) -> None:
-    argv = command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None)
+    options = {"simulate": "2KiB", "use_cpu": None, "device_memory_budget": "off"}
+    argv = command(tiny_model, tmp_path, **files, **options)
     ran = subprocess.run(
         [sys.executable, run_glue_l2l.__file__, *argv], capture_output=True, text=True, timeout=120, check=False
     )
