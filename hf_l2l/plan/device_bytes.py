@@ -175,7 +175,8 @@ class DeviceBytes:
         for i, argument in enumerate(arguments):
             uses = self._passed.uses[argument.memory]
             passes = self._has_rows(number, i) and self.by_rows and argument.needs_gradient
-            if not self.places[number].keeps_input and (passes or (self._travels(number, i) and len(uses) == 1)):
+            is_alone = len(uses) == 1 or argument.memory in self._passed.returned
+            if not self.places[number].keeps_input and (passes or (self._travels(number, i) and is_alone)):
                 continue
             # A layer that keeps its graph has nothing in the stash.
             stashed = any(not self.places[use].keeps_graph for use in uses)
@@ -186,7 +187,8 @@ class DeviceBytes:
 
     def _travels(self, number: int, argument: int) -> bool:
         """Whether the stash of call `number` has its argument in host memory."""
-        is_first = self._passed.first[self.whole.calls[number].arguments[argument].memory] == (number, argument)
+        memory = self.whole.calls[number].arguments[argument].memory
+        is_first = self._passed.first[memory] == (number, argument) or memory in self._passed.returned
         return self.leaves and is_first and self._has_rows(number, argument) and not self.places[number].keeps_input
 
     def _base(self) -> Bytes:

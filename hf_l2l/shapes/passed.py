@@ -15,6 +15,8 @@ class Passed:
         """Memory of an argument -> the calls that take it."""
         self.first: dict[int, tuple[int, int]] = {}
         """Memory of an argument -> the first call that takes it, and its number there."""
+        self.returned: set[int] = set()
+        """Memory of arguments that layers return as they are: what the next one is given is another tensor."""
         self._gradients: dict[int, int] = {}
         """Memory of an argument -> the bytes of its gradient; 0 if it has none."""
         self._made_at: dict[int, int] = {}
@@ -30,6 +32,8 @@ class Passed:
                 self._returned_at.setdefault(output.memory, set()).add(number)
                 if output.is_new:
                     self._made_at[output.memory] = number
+                else:
+                    self.returned.add(output.memory)
 
     def gradients_waiting(self, number: int, of: Container[int]) -> tuple[int, int]:
         """Bytes of gradients of what layers read that wait, in the backward of call `number`, for those of earlier
