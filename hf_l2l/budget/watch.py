@@ -60,9 +60,9 @@ class PlanWatch:
         yield
         if before <= self._plan.budget < (peak := self._peak()):
             warn(
-                f"device_memory_budget is planned for the steps of the training, and an evaluation has taken more "
+                "device_memory_budget is planned for the steps of the training, and an evaluation has taken more "
                 f"({size_text(peak)} of the device, and the budget is {size_text(self._plan.budget)}); give its "
-                f"batches fewer rows (per_device_eval_batch_size={rows})"
+                f"batches fewer rows (per_device_eval_batch_size={rows}) than now"
             )
 
     def _peak(self) -> int:
