@@ -53,8 +53,13 @@ def test_the_full_size_is_bert_large():
 
 
 def tiny_updates() -> tuple[eps_cpu.Updates, list[torch.Tensor]]:
-    """Two ways to update one model, and the gradients they are given."""
+    """Two ways to update one model, and the gradients they are given.
+
+    The copies hold NaN until they are written: fresh memory may hold the values of another test.
+    """
     updates = eps_cpu.Updates(eps_cpu.bert(eps_cpu.parsed(EPS_TINY)), threads=1)
+    for copy in updates.copies.values():
+        copy.fill_(math.nan)
     return updates, [gradient.clone() for gradient in updates.gradients]
 
 
