@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,13 +60,17 @@ class Manifest:
 
     step: int
     """Optimizer steps that were done."""
+    run: str
+    """Names the training, from its start on; a training that resumes goes on with it."""
+    saved_at: float
+    """Seconds since 1970."""
     files: Mapping[str, FileDigest]
     """By name, with "/" between folders."""
     configuration: Mapping[str, Any]
     """What it was saved with, for people."""
 
 
-def write_manifest(folder: Path, step: int, configuration: Mapping[str, Any]) -> Manifest:
+def write_manifest(folder: Path, step: int, run: str, configuration: Mapping[str, Any]) -> Manifest:
     """Write the manifest of all files in `folder`, and have all of it on the disk, the folders, too.
 
     Raises:
@@ -77,7 +82,7 @@ def write_manifest(folder: Path, step: int, configuration: Mapping[str, Any]) ->
             raise OSError(f"a checkpoint has files and folders only (got {folder / name})")
     with ThreadPoolExecutor(_threads()) as pool:
         digests = dict(zip(names, pool.map(lambda name: _digest(folder / name, sync=True), names), strict=True))
-    found = Manifest(step, digests, dict(configuration))
+    found = Manifest(step, run, time.time(), digests, dict(configuration))
     content = _content(found)
     whole = {**content, "sha256": _of_content(content)}
     with (folder / MANIFEST).open("x", encoding="utf-8") as file:
@@ -112,7 +117,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         if digest != _of_content(content):
             raise ValueError("its SHA-256 is another one")
         files = {str(name): _entry(name, *entry) for name, entry in dict(content["files"]).items()}
-        return Manifest(int(content["step"]), files, dict(content["configuration"]))
+        configuration = dict(content["configuration"])
+        return Manifest(int(content["step"]), str(content["run"]), float(content["saved_at"]), files, configuration)
     except _TooNewError as error:
         raise ValueError(
             f"a checkpoint must be of a format that this version of hf_l2l knows (got format {error.args[0]} in "
@@ -160,6 +166,8 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": manifest.step,
+        "run": manifest.run,
+        "saved_at": manifest.saved_at,
         "configuration": manifest.configuration,
         "files": {name: list(digest) for name, digest in manifest.files.items()},
     }

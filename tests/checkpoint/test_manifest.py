@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     for name, content in CONTENT.items():
         (found / name).parent.mkdir(parents=True, exist_ok=True)
         (found / name).write_bytes(content)
-    write_manifest(found, 3, {"stash": "host"})
+    write_manifest(found, 3, "a", {"stash": "host"})
     return found
 
 
@@ -48,7 +48,7 @@ def checked(folder: Path) -> Manifest:
 
 def test_what_was_written_is_read(folder):
     found = checked(folder)
-    assert found.step == 3 and found.configuration == {"stash": "host"}
+    assert (found.step, found.run, found.configuration) == (3, "a", {"stash": "host"})
     assert {name: digest.num_bytes for name, digest in found.files.items()} == {
         name: len(content) for name, content in CONTENT.items()
     }
@@ -66,7 +66,7 @@ def test_any_flipped_bit_is_noticed(name, at, bit, tmp_path_factory):
     for each, content in CONTENT.items():
         (folder / each).parent.mkdir(exist_ok=True)
         (folder / each).write_bytes(content)
-    write_manifest(folder, 3, {"stash": "host"})
+    write_manifest(folder, 3, "a", {"stash": "host"})
     content = bytearray((folder / name).read_bytes())
     if not content:
         return
@@ -103,7 +103,7 @@ def test_a_file_of_another_save_is_noticed(folder, tmp_path):
     other = tmp_path / "checkpoint-4"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns(MANIFEST))
     (other / "optimizer.pt").write_bytes(CONTENT["optimizer.pt"][::-1])
-    write_manifest(other, 4, {})
+    write_manifest(other, 4, "a", {})
     shutil.copy(other / "optimizer.pt", folder / "optimizer.pt")
     with pytest.raises(DamagedCheckpointError, match="optimizer.pt has another content"):
         checked(folder)
@@ -132,7 +132,7 @@ def test_a_link_is_not_saved(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "link").symlink_to("/etc/hostname")
     with pytest.raises(OSError, match="has files and folders only"):
-        write_manifest(tmp_path / "checkpoint-1", 1, {})
+        write_manifest(tmp_path / "checkpoint-1", 1, "a", {})
 
 
 BAD_NAMES = ["../model.safetensors", "/etc/passwd", "part/../../x", "", ".", "./x", "a//b", "a\\b", "a\0b", MANIFEST]
