@@ -71,12 +71,9 @@ def staged(target: Path) -> Iterator[Staging]:
     staging = Staging(target)
     try:
         yield staging
-    except BaseException:
+    finally:
         if staging.parent.exists():
             staging.discard()
-        raise
-    if staging.parent.exists():
-        staging.discard()
 
 
 def remove_interrupted(run: Path) -> None:
