@@ -39,6 +39,7 @@ FLOORS: dict[str, set[str]] = {
     "plan": TORCH,
     "accumulation": TORCH,
     "budget": TORCH,
+    "checkpoint": set(),
     "hf": HF | {"tqdm"},
     "sizing": HF,
     "measure": HF | {"psutil"},

@@ -16,12 +16,12 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_l2l.checkpoint.finding import is_finished, newest_whole
 from hf_l2l.glue.compare import NAMES
 from hf_l2l.glue.data import DataOptions
 from hf_l2l.glue.messages import logger
 from hf_l2l.glue.retired import RetiredArguments, modernized
 from hf_l2l.glue.scores import glue
-from hf_l2l.hf.checkpoints import is_complete, last_checkpoints
 from hf_l2l.hf.training_args import OWN_OPTIONS, L2LTrainingArguments, refuse_for_layers
 
 
@@ -238,17 +238,17 @@ def check_script_options(given: dict[str, Any]) -> None:
 def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     """The folder of the checkpoint that training resumes from; "True" asks for the last one of output_dir."""
     asked = args.resume_from_checkpoint
-    last, interrupted = last_checkpoints(Path(args.output_dir))
+    last, passed_over = newest_whole(Path(args.output_dir))
     if asked is None or str(asked).lower() == "false":
         if args.do_train and last is not None:
             logger.warning("training starts anew, over %s; --resume_from_checkpoint True resumes from it", last)
         return None
     if str(asked).lower() == "true":
-        if last is None and interrupted:
-            names = ", ".join(path.name for path in interrupted)
+        if last is None and passed_over:
+            reasons = "; ".join(f"{each.folder.name}: {each.reason}" for each in passed_over)
             raise ValueError(
-                "--resume_from_checkpoint True needs a complete checkpoint in output_dir (got "
-                f"{args.output_dir}, where saving was interrupted in {names}); leave the option out"
+                "--resume_from_checkpoint True needs a whole checkpoint in output_dir (got "
+                f"{args.output_dir}, with {reasons}); leave the option out"
             )
         if last is None:
             raise ValueError(
@@ -256,7 +256,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
                 "name its folder, or leave the option out"
             )
         return str(last)
-    if not is_complete(Path(asked)):
+    if not is_finished(Path(asked)):
         raise ValueError(
             f"--resume_from_checkpoint must be the folder of a checkpoint (there is no complete {TRAINER_STATE_NAME} "
             f"in {asked}); check the path"

@@ -1,27 +1,36 @@
-"""Checkpoints of transformers' Trainer: finds those that are complete, and saves what it does not save: generators of
-other devices, and the plan for the device memory.
+"""Checkpoints of transformers' Trainer: whole or absent, found again if they hold, and with what it does not save:
+generators of other devices, and the plan for the device memory.
 
-A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`.
-`save_total_limit` counts such a folder as a checkpoint, and would delete complete ones in its place.
+A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`. Ours writes
+beside, and adds a manifest (see `hf_l2l.checkpoint`).
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import shutil
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import accelerate
 import torch
+import transformers
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
+from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, is_finished, newest_whole, rotate
+from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
+from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import copy_as
 from hf_l2l.runtime import compute_state, stream
+from hf_l2l.runtime.tensors import size_text
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -33,65 +42,75 @@ _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether the Trainer wrote all of this folder: the file that it writes last is there, to its end."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def last_checkpoints(folder: Path) -> tuple[Path | None, list[Path]]:
-    """The last complete checkpoint in `folder`, if there is one, and those after it, which were interrupted."""
-    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    steps = {path.name.removeprefix(prefix): path for path in folder.glob(f"{prefix}*") if path.is_dir()}
-    interrupted: list[Path] = []
-    for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True):
-        if is_complete(steps[step]):
-            return steps[step], interrupted
-        interrupted.append(steps[step])
-    return None, interrupted
-
-
-def last_complete(folder: Path) -> str | bool:
-    """The last complete checkpoint in `folder`; True if there is no checkpoint, which transformers refuses.
-
-    Raises:
-        ValueError: if there are checkpoints, and none of them is complete.
-    """
-    complete, interrupted = last_checkpoints(folder)
-    if complete is None and interrupted:
-        names = ", ".join(path.name for path in interrupted)
-        raise ValueError(
-            f"resume_from_checkpoint=True needs a complete checkpoint in output_dir (got {folder}, where saving was "
-            f"interrupted in {names}); remove what is there, and train from the start"
-        )
-    return True if complete is None else str(complete)
-
-
 def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | None:
-    """What to resume from, `asked` as in `Trainer.train` with training arguments `args`: for True, the last complete
-    checkpoint. Interrupted ones after it are set aside, with a warning, if this process saves checkpoints.
+    """What to resume from, `asked` as in `Trainer.train` with training arguments `args`: for True, the newest whole
+    checkpoint. Newer ones that are not whole are told in a warning; those of a Trainer that was interrupted are set
+    aside, if this process saves checkpoints.
+
+    Returns:
+        A folder, whose files are those of its manifest, if it has one; True if there is no checkpoint, which
+        transformers refuses; None or False if nothing is resumed.
 
     Raises:
-        ValueError: if `asked` is True, and there are checkpoints of which none is complete.
+        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold.
+        ValueError: if `asked` is True, and there are checkpoints of which none is whole; or if a newer version of this
+            package wrote one of them.
     """
+    if not asked:
+        return asked
     folder = Path(args.output_dir)
-    found = last_complete(folder) if asked is True else asked
-    passed_over = set_aside_interrupted(folder) if found and args.should_save else ""
-    if passed_over:
-        logger.warning(f"saving was interrupted in {passed_over}: training resumes from {found}")
-    return found
+    remove_interrupted(folder)
+    if asked is True:
+        found, passed_over = newest_whole(folder)
+        if found is None and passed_over:
+            raise ValueError(
+                f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
+                f"{_reasons(passed_over)}); remove what is there, and train from the start"
+            )
+        if found is None:
+            return True
+        for each in passed_over:
+            if not each.is_interrupted:
+                logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
+    else:
+        found = Path(asked)
+        manifest = read_manifest(found)
+        if manifest is not None:
+            check_files(found, manifest)
+    renamed = set_aside_interrupted(folder) if args.should_save else ""
+    if renamed:
+        logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
+    _say_what_is_missing(found)
+    return str(found)
+
+
+def _reasons(passed_over: Sequence[PassedOver]) -> str:
+    interrupted = [each.folder.name for each in passed_over if each.is_interrupted]
+    others = [f"in {each.folder.name} {each.reason}" for each in passed_over if not each.is_interrupted]
+    return "; ".join([*([f"saving was interrupted in {', '.join(interrupted)}"] if interrupted else []), *others])
+
+
+def _say_what_is_missing(checkpoint: Path) -> None:
+    """Warn of what a resumed training begins anew: transformers does so without a word."""
+    if not checkpoint.is_dir():
+        return
+    for pattern, what in (
+        (OPTIMIZER_NAME, "the optimizer's state begins anew"),
+        ("rng_state*.pth", "random numbers do"),
+    ):
+        if not any(checkpoint.glob(pattern)):
+            logger.warning(f"{checkpoint} has no {pattern.replace('*', '')}: {what}")
 
 
 def set_aside_interrupted(folder: Path) -> str:
-    """Rename the interrupted checkpoints after the last complete one in `folder`, so that they count as none any more.
+    """Rename the checkpoints in `folder` that a Trainer has not finished, so that they count as none any more.
 
     Returns what a warning says of it; "" where nothing was renamed.
     """
     renamed = []
-    for path in last_checkpoints(folder)[1]:
+    for path in checkpoints_in(folder):
+        if (path / MANIFEST).exists() or is_finished(path):
+            continue
         target, number = folder / f"interrupted-{path.name}", 1
         while target.exists():
             number += 1
@@ -128,6 +147,10 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
 
     model: Any
     _l2l_plan: TrainerPlan
+    _l2l_staging: Staging | None = None
+    """Where a checkpoint is written now."""
+    _l2l_run: str | None = None
+    """Names the training in the manifests of its checkpoints."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters."""
@@ -142,12 +165,79 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         finally:
             self.model = masters
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Overridden so that a failed update raises before a folder exists that looks like a checkpoint."""
+    def _begin_run(self, checkpoint: str | bool | None) -> None:
+        """A training begins, or goes on from a checkpoint, in whose manifest it is named."""
+        manifest = read_manifest(Path(checkpoint)) if isinstance(checkpoint, str) else None
+        self._l2l_run = uuid.uuid4().hex if manifest is None else manifest.run
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Overridden so that a checkpoint is written beside its place."""
+        found: str = super()._get_output_dir(trial) if self._l2l_staging is None else str(self._l2l_staging.parent)
+        return found
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Overridden so that a checkpoint is whole or absent.
+
+        Raises:
+            OSError: if it cannot be written; the folder of the training is as it was then.
+        """
         attached = attachment_of(self.model)
         if attached is not None:
-            attached.eps.synchronize()
-        super()._save_checkpoint(*args, **kwargs)
+            attached.eps.synchronize()  # a failed update raises before anything is written
+        if not self.args.should_save:
+            super()._save_checkpoint(model, trial)
+            return
+        run = Path(self._get_output_dir(trial))
+        target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        remove_interrupted(run)
+        run.mkdir(parents=True, exist_ok=True)
+        self._check_room(run)
+        with staged(target) as self._l2l_staging:
+            try:
+                super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
+                self._name_best(run, self._l2l_staging)
+                write_manifest(
+                    self._l2l_staging.folder, self.state.global_step, self._l2l_run or "", self._saved_with()
+                )
+                self._l2l_staging.commit()
+            finally:
+                self._l2l_staging = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        best = self.state.best_model_checkpoint
+        rotate(run, self.args.save_total_limit, None if best is None else Path(best))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Overridden: what is pushed must stay where it is."""
+        if self._l2l_staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _name_best(self, run: Path, staging: Staging) -> None:
+        """Save where the best checkpoint is, or will be: transformers looks for it beside the one that it writes."""
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and (best == staging.target or best.exists()):
+            self.state.best_model_checkpoint = str(best)
+            self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
+
+    def _check_room(self, run: Path) -> None:
+        """Raise OSError unless the disk has room for weights and optimizer state."""
+        tensors = {*self.model.parameters(), *self.model.buffers()}
+        if not self.args.save_only_model and self.optimizer is not None:
+            states = (value for state in self.optimizer.state.values() for value in state.values())
+            tensors |= {value for value in states if isinstance(value, torch.Tensor)}
+        need, free = sum(t.nbytes for t in tensors), shutil.disk_usage(run).free
+        if free < need:
+            raise OSError(
+                errno.ENOSPC,
+                f"a checkpoint needs room for weights and optimizer state ({size_text(need)}, and {size_text(free)} "
+                f"are free on the disk of {run}); free some, keep fewer with save_total_limit, or save less with "
+                "save_only_model=True",
+            )
+
+    def _saved_with(self) -> dict[str, Any]:
+        """What the manifest tells people of the training."""
+        versions = {"transformers": transformers.__version__, "accelerate": accelerate.__version__}
+        return {"trainer": type(self).__name__, "torch": torch.__version__, **versions}
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""

@@ -293,13 +293,10 @@ class L2LTrainerMixin(CheckpointsMixin):
 
     @functools.wraps(Trainer.train)
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Overridden to finish the last update, to stop recording stall times, and to resume from the last complete
-        checkpoint.
-
-        Raises:
-            ValueError: if `resume_from_checkpoint` is True, and no checkpoint is complete.
-        """
+        """Overridden to finish the last update, to stop recording stall times, and to resume from the newest whole
+        checkpoint; see `checkpoint_to_resume` for its errors."""
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
+        self._begin_run(resume_from_checkpoint)
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)

@@ -1,0 +1,229 @@
+"""The manifest of a checkpoint: its files, with their sizes and SHA-256, written when all of them are there.
+
+A folder with a manifest that holds is the one that was saved. A manifest has a SHA-256 of itself, too, so that no byte
+of a checkpoint changes without notice. Nothing of it is believed before it is checked: its size, its fields, and the
+names of files, which must lie in the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+MANIFEST = "l2l_manifest.json"
+FORMAT = 1
+"""Of the manifests that this version writes, and the newest that it reads."""
+
+_MOST_BYTES = 2**24
+"""Of a manifest that is read."""
+_READ_AT_ONCE = 2**22
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".json")
+"""Ends of the names of files that a trainer may load."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was saved. It names the file."""
+
+    def __init__(self, folder: Path, file: str, reason: str) -> None:
+        """`file` is its name in `folder`."""
+        super().__init__(
+            f"a checkpoint must be as it was saved (got {folder}, where {file} {reason}); resume from another one, or "
+            "copy the folder again from where it is whole"
+        )
+        self.folder, self.file, self.reason = folder, file, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors that come from other processes are pickled."""
+        return type(self), (self.folder, self.file, self.reason)
+
+
+class FileDigest(NamedTuple):
+    """The content of a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint has."""
+
+    step: int
+    """Optimizer steps that were done."""
+    run: str
+    """Names the training, from its start on; a training that resumes goes on with it."""
+    saved_at: float
+    """Seconds since 1970."""
+    files: Mapping[str, FileDigest]
+    """By name, with "/" between folders."""
+    configuration: Mapping[str, Any]
+    """What it was saved with, for people."""
+
+
+def write_manifest(folder: Path, step: int, run: str, configuration: Mapping[str, Any]) -> Manifest:
+    """Write the manifest of all files in `folder`, and have all of it on the disk, the folders, too.
+
+    Raises:
+        OSError: if a file cannot be read or written.
+    """
+    names = list(_files_in(folder))
+    for name in names:
+        if not stat.S_ISREG((folder / name).lstat().st_mode):
+            raise OSError(f"a checkpoint has files and folders only (got {folder / name})")
+    with ThreadPoolExecutor(_threads()) as pool:
+        digests = dict(zip(names, pool.map(lambda name: _digest(folder / name, sync=True), names), strict=True))
+    found = Manifest(step, run, time.time(), digests, dict(configuration))
+    content = _content(found)
+    whole = {**content, "sha256": _of_content(content)}
+    with (folder / MANIFEST).open("x", encoding="utf-8") as file:
+        file.write(json.dumps(whole, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync_folder(path)
+    return found
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in `folder`; None if there is none.
+
+    Raises:
+        DamagedCheckpointError: if it is not as it was written.
+        ValueError: if a newer version of this package wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        raise DamagedCheckpointError(folder, MANIFEST, "is no file of a manifest's size")
+    try:
+        content = json.loads(path.read_bytes())
+        digest = content.pop("sha256")
+        version = int(content["format"])
+        if version > FORMAT:
+            raise _TooNewError(version)
+        if digest != _of_content(content):
+            raise ValueError("its SHA-256 is another one")
+        files = {str(name): _entry(name, *entry) for name, entry in dict(content["files"]).items()}
+        configuration = dict(content["configuration"])
+        return Manifest(int(content["step"]), str(content["run"]), float(content["saved_at"]), files, configuration)
+    except _TooNewError as error:
+        raise ValueError(
+            f"a checkpoint must be of a format that this version of hf_l2l knows (got format {error.args[0]} in "
+            f"{path}, and {FORMAT} is the newest one here); upgrade hf_l2l"
+        ) from None
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(folder, MANIFEST, f"is damaged: {error}") from None
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raise unless all files of the manifest are in `folder`, as they were, and no other that may be loaded.
+
+    Raises:
+        DamagedCheckpointError: names the first file that is not.
+    """
+    for name, digest in manifest.files.items():
+        _check_place(folder, name)
+        size = (folder / name).lstat().st_size
+        if size != digest.num_bytes:
+            raise DamagedCheckpointError(folder, name, f"has {size:,} bytes, and had {digest.num_bytes:,}")
+    for name in _files_in(folder):
+        if name not in manifest.files and name.endswith(_LOADED):
+            raise DamagedCheckpointError(folder, name, "was not saved with it")
+    with ThreadPoolExecutor(_threads()) as pool:
+        found = pool.map(lambda name: _digest(folder / name).sha256, manifest.files)
+        for (name, digest), sha256 in zip(manifest.files.items(), found, strict=True):
+            if sha256 != digest.sha256:
+                raise DamagedCheckpointError(folder, name, "has another content (SHA-256)")
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in `folder` on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _TooNewError(Exception):
+    """A manifest of a newer format."""
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": manifest.step,
+        "run": manifest.run,
+        "saved_at": manifest.saved_at,
+        "configuration": manifest.configuration,
+        "files": {name: list(digest) for name, digest in manifest.files.items()},
+    }
+
+
+def _of_content(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest without its own."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _entry(name: Any, num_bytes: Any, sha256: Any) -> FileDigest:
+    parts = PurePosixPath(name).parts
+    plain = "\\" not in name and "\0" not in name and not any(part in ("", "..", "/") for part in parts)
+    if not plain or str(PurePosixPath(*parts)) != name or parts[-1:] in ((), (MANIFEST,)):
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    if type(num_bytes) is not int or num_bytes < 0 or not _DIGEST.fullmatch(sha256):
+        raise ValueError(f"{name!r} has no size and SHA-256")
+    return FileDigest(num_bytes, sha256)
+
+
+def _check_place(folder: Path, name: str) -> None:
+    """Raise unless it is a file in `folder`, and no link leads to it."""
+    path = folder
+    for part in PurePosixPath(name).parts:
+        path = path / part
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            raise DamagedCheckpointError(folder, name, "is missing") from None
+        is_last = path == folder / name
+        if not (stat.S_ISREG(mode) if is_last else stat.S_ISDIR(mode)):
+            raise DamagedCheckpointError(folder, name, "is no file" if is_last else "is in no folder")
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    """Names of all that is in `folder`, without the manifest; links are named, and not followed."""
+    for root, folders, files in os.walk(folder):
+        linked = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        for name in sorted([*files, *linked]):
+            found = Path(root, name).relative_to(folder).as_posix()
+            if found != MANIFEST:
+                yield found
+
+
+def _digest(path: Path, *, sync: bool = False) -> FileDigest:
+    """The content of a file; with `sync`, it is on the disk then."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        while chunk := file.read(_READ_AT_ONCE):
+            digest.update(chunk)
+            size += len(chunk)
+        if sync:
+            os.fsync(file.fileno())
+    return FileDigest(size, digest.hexdigest())
+
+
+def _threads() -> int:
+    return min(4, os.cpu_count() or 1)
