@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from hf_l2l.checkpoint.manifest import DamagedCheckpointError, Manifest, check_files, read_manifest
+from hf_l2l.checkpoint.staging import remove
 
 STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last."""
@@ -106,4 +106,4 @@ def rotate(run: Path, limit: int | None, keep: Path | None) -> None:
     ours.sort()
     deletable = [folder for *_, folder in ours[:-1] if keep is None or folder.resolve() != keep.resolve()]
     for folder in deletable[: max(0, len(ours) - limit)]:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)

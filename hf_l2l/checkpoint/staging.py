@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ except ImportError:  # not on Windows
 
 _PREFIX = ".l2l-saving-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(checkpoint-[0-9]+)-[a-z0-9_]{8}")
+_REMOVED = ".l2l-removing-"
+_NAME_REMOVED = re.compile(re.escape(_REMOVED) + r"checkpoint-[0-9]+-[0-9a-f]{8}")
 _BEFORE = "before"
 """In a staging folder: what was in the place of the new one."""
 
@@ -76,11 +79,27 @@ def staged(target: Path) -> Iterator[Staging]:
             staging.discard()
 
 
+def remove(checkpoint: Path) -> None:
+    """Delete a folder. It is no checkpoint any more before the first of its files is gone; as many as can be are."""
+    # Without a folder for it to be put in, which a full disk may have no room for.
+    moved = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}-{secrets.token_hex(4)}")
+    try:
+        os.rename(checkpoint, moved)
+    except OSError:
+        return
+    shutil.rmtree(moved, ignore_errors=True)
+
+
 def remove_interrupted(run: Path) -> None:
-    """Remove what programs that are gone were writing in `run`, and put back what they were about to replace."""
+    """Remove what programs that are gone were writing or deleting in `run`, and put back what they were about to
+    replace."""
     for path in run.iterdir() if run.is_dir() else ():
         match = _NAME.fullmatch(path.name)
-        if match is None or path.is_symlink() or not path.is_dir():
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if _NAME_REMOVED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        if match is None:
             continue
         descriptor = os.open(path, os.O_RDONLY)
         try:
