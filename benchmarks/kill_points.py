@@ -32,7 +32,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_l2l import L2LTrainer, L2LTrainingArguments
 
-VOCAB, TOKENS, ROWS = 64, 8, 40
+VOCAB, TOKENS, ROWS = 64, 8, 24
 TRAINERS: dict[str, type[hf.Trainer]] = {"Trainer": hf.Trainer, "L2LTrainer": L2LTrainer}
 SAVING: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2}
 TIMES = ("runtime", "per_second")
