@@ -1,8 +1,8 @@
-"""Trainings that are killed, or given an error, at one of the calls that change their folder; nothing is measured here.
+"""Trainings that are killed, or given an error, at a call that changes their folder; nothing is measured here.
 
-A process that is forked for each training watches them: opening a file to write, `mkdir`, `rename`, `remove`, `rmdir`,
-`truncate` by Python's audit events; `fsync`, `torch.save` and safetensors' `save_file`, which write beside Python, by
-functions put in their place. In the middle of a file, whoever writes it, the system itself kills: RLIMIT_FSIZE.
+Each is a process of its own, which watches these calls: opening a file to write, `mkdir`, `rename`, `remove`, `rmdir`
+and `truncate` by Python's audit events; `fsync`, `torch.save` and safetensors' `save_file`, which write beside Python,
+by functions put in their place. In the middle of a file, whoever writes it, the system itself kills: RLIMIT_FSIZE.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from transformers.generation import utils as _  # noqa: F401  # loaded here, and not in each process
+from transformers.generation import utils as _generation  # noqa: F401  # loaded here, and not in each process
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -126,7 +125,7 @@ def _run(training: Training, look: Callable[[hf.Trainer], Any] | None, there: Co
     try:
         with watched(training.folder, training.fault, ended.calls):
             trainer.train(resume_from_checkpoint=_resumed(training))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # it is the result
         ended.error = error.with_traceback(None)
         ended.error.__cause__ = ended.error.__context__ = None
         ended.found = before, look(trainer) if look is not None else None
@@ -296,4 +295,3 @@ def _fail(fault: Fault, path: str) -> None:
 
 def _path_of(descriptor: int) -> str:
     return os.readlink(f"/proc/self/fd/{descriptor}")
-

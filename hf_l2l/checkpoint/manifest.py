@@ -76,7 +76,7 @@ def write_manifest(folder: Path, step: int, run: str, configuration: Mapping[str
     Raises:
         OSError: if a file cannot be read or written.
     """
-    names = list(_files_in(folder))
+    names = list(files_in(folder))
     for name in names:
         if not stat.S_ISREG((folder / name).lstat().st_mode):
             raise OSError(f"a checkpoint has files and folders only (got {folder / name})")
@@ -139,7 +139,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         size = (folder / name).lstat().st_size
         if size != digest.num_bytes:
             raise DamagedCheckpointError(folder, name, f"has {size:,} bytes, and had {digest.num_bytes:,}")
-    for name in _files_in(folder):
+    for name in files_in(folder):
         if name not in manifest.files and name.endswith(_LOADED):
             raise DamagedCheckpointError(folder, name, "was not saved with it")
     with ThreadPoolExecutor(_threads()) as pool:
@@ -202,7 +202,7 @@ def _check_place(folder: Path, name: str) -> None:
             raise DamagedCheckpointError(folder, name, "is no file" if is_last else "is in no folder")
 
 
-def _files_in(folder: Path) -> Iterator[str]:
+def files_in(folder: Path) -> Iterator[str]:
     """Names of all that is in `folder`, without the manifest; links are named, and not followed."""
     for root, folders, files in os.walk(folder):
         linked = [name for name in folders if os.path.islink(os.path.join(root, name))]

@@ -18,13 +18,14 @@ import accelerate
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
-from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, is_finished, newest_whole, rotate
-from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
+from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
+from hf_l2l.checkpoint.form import check_form
+from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
@@ -52,7 +53,8 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
         transformers refuses; None or False if nothing is resumed.
 
     Raises:
-        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold.
+        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold, or that a trainer cannot, or must
+            not, read.
         ValueError: if `asked` is True, and there are checkpoints of which none is whole; or if a newer version of this
             package wrote one of them.
     """
@@ -61,7 +63,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
     folder = Path(args.output_dir)
     remove_interrupted(folder)
     if asked is True:
-        found, passed_over = newest_whole(folder)
+        found, passed_over = newest_whole(folder, check_form)
         if found is None and passed_over:
             raise ValueError(
                 f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
@@ -74,9 +76,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
                 logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
     else:
         found = Path(asked)
-        manifest = read_manifest(found)
-        if manifest is not None:
-            check_files(found, manifest)
+        check_whole(found, check_form)
     renamed = set_aside_interrupted(folder) if args.should_save else ""
     if renamed:
         logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
@@ -96,7 +96,9 @@ def _say_what_is_missing(checkpoint: Path) -> None:
         return
     for pattern, what in (
         (OPTIMIZER_NAME, "the optimizer's state begins anew"),
+        (SCHEDULER_NAME, "the optimizer's state and the learning rate's schedule begin anew"),
         ("rng_state*.pth", "random numbers do"),
+        (MANIFEST, "whether its files are as they were saved is not known"),
     ):
         if not any(checkpoint.glob(pattern)):
             logger.warning(f"{checkpoint} has no {pattern.replace('*', '')}: {what}")
@@ -250,6 +252,16 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_generator(Path(checkpoint), self.args.device)
+
+    def _load_best_model(self) -> None:
+        """Overridden to load no other weights than those that were saved.
+
+        Raises:
+            DamagedCheckpointError: if the best checkpoint is not as it was saved.
+        """
+        if Path(self.state.best_model_checkpoint).is_dir():
+            check_whole(Path(self.state.best_model_checkpoint), check_form)
+        super()._load_best_model()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""

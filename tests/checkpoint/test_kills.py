@@ -56,7 +56,7 @@ def assert_all_whole(run: Path) -> None:
 
 
 def killed_copy(before: Path, run: Path, fault: Fault) -> bool:
-    """Resume a copy of a folder, and kill that; whether the call was reached: what a write is cut at may be its end."""
+    """Resume a copy of a folder, and kill that. Whether it was: a file may end before its cut."""
     shutil.copytree(before, run)
     found = end_of(Training("L2LTrainer", str(run), fault=fault))
     assert found.error is None and found.killed_by in (None, *KILLED), found
