@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -118,13 +119,16 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise ValueError("its SHA-256 is another one")
         files = {str(name): _entry(name, *entry) for name, entry in dict(content["files"]).items()}
         configuration = dict(content["configuration"])
-        return Manifest(int(content["step"]), str(content["run"]), float(content["saved_at"]), files, configuration)
+        saved_at = float(content["saved_at"])
+        if not math.isfinite(saved_at):
+            raise ValueError(f"saved_at={saved_at} is no time")
+        return Manifest(int(content["step"]), str(content["run"]), saved_at, files, configuration)
     except _TooNewError as error:
         raise ValueError(
             f"a checkpoint must be of a format that this version of hf_l2l knows (got format {error.args[0]} in "
             f"{path}, and {FORMAT} is the newest one here); upgrade hf_l2l"
         ) from None
-    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(folder, MANIFEST, f"is damaged: {error}") from None
 
 
