@@ -26,7 +26,7 @@ from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
 from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
+from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import copy_as
@@ -181,7 +181,7 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         """Overridden so that a checkpoint is whole or absent.
 
         Raises:
-            OSError: if it cannot be written; the folder of the training is as it was then.
+            CheckpointSaveError: if it cannot be written; the folder of the training is as it was then.
         """
         attached = attachment_of(self.model)
         if attached is not None:
@@ -222,18 +222,18 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
             self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
 
     def _check_room(self, run: Path) -> None:
-        """Raise OSError unless the disk has room for weights and optimizer state."""
+        """Raise CheckpointSaveError unless the disk has room for weights and optimizer state."""
         tensors = {*self.model.parameters(), *self.model.buffers()}
         if not self.args.save_only_model and self.optimizer is not None:
             states = (value for state in self.optimizer.state.values() for value in state.values())
             tensors |= {value for value in states if isinstance(value, torch.Tensor)}
         need, free = sum(t.nbytes for t in tensors), shutil.disk_usage(run).free
         if free < need:
-            raise OSError(
+            raise CheckpointSaveError(
+                run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
+                f"a disk with {size_text(free)} free for {size_text(need)} of weights and optimizer state: free some, "
+                "keep fewer with save_total_limit, or save less with save_only_model=True",
                 errno.ENOSPC,
-                f"a checkpoint needs room for weights and optimizer state ({size_text(need)}, and {size_text(free)} "
-                f"are free on the disk of {run}); free some, keep fewer with save_total_limit, or save less with "
-                "save_only_model=True",
             )
 
     def _saved_with(self) -> dict[str, Any]:
