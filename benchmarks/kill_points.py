@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+import tqdm
 import transformers as hf
 from transformers.generation import utils as _generation  # noqa: F401  # loaded here, and not in each process
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
@@ -118,6 +120,7 @@ def _run(training: Training, look: Callable[[hf.Trainer], Any] | None, there: Co
     for stream in (1, 2):
         os.dup2(silent, stream)
     torch.set_num_threads(1)
+    tqdm.tqdm.set_lock(threading.RLock())  # its own one for processes would be left over by a killed one
     os.umask(0o022)
     ended = Ended()
     trainer = trainer_of(training)
@@ -227,7 +230,17 @@ def digest_of(trainer: hf.Trainer) -> str:
 
 _EVENTS = {"open": 0, "os.mkdir": 2, "os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.truncate": None}
 """Audit events -> where among their arguments the folder's descriptor is, for the first path."""
+WRITERS = ("open", "save", "safe_save_file")
+"""Names of the calls that write a file."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def cuts(calls: list[str], checkpoint: Path) -> list[Fault]:
+    """Within each file that is written: at its first byte, and in its middle. `checkpoint` is a whole one."""
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    named = [(at, call.split(" ")) for at, call in enumerate(calls, 1)]
+    opened = [(at, Path(path).name) for at, (name, path) in named if name in WRITERS]
+    return [Fault(at, cut=cut) for at, name in opened for cut in (0, sizes[name] // 2)]
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def save_errors(checkpoint: Path) -> Iterator[None]:
 def _free(folder: Path) -> str:
     """What is told of the disk: `torch.save` says nothing of it."""
     try:
-        return f", {shutil.disk_usage(folder).free:,} bytes free on the disk"
+        return f", {shutil.disk_usage(folder).free:,} bytes free without the checkpoint"
     except OSError:
         return ""
 

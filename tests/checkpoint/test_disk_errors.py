@@ -161,7 +161,7 @@ def test_whoever_writes_the_error_is_one(tmp_path, error, number):
     with pytest.raises(CheckpointSaveError) as caught, save_errors(tmp_path / "checkpoint-2"):
         raise error
     assert caught.value.errno == number and caught.value.__cause__ is error
-    assert str(error) in str(caught.value) and "bytes free on the disk" in str(caught.value)
+    assert str(error) in str(caught.value) and "bytes free without the checkpoint" in str(caught.value)
     again = copy.copy(caught.value)  # as pickle does it
     assert str(again) == str(caught.value) and again.checkpoint == tmp_path / "checkpoint-2"
 

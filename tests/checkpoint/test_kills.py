@@ -6,6 +6,7 @@ before a call that changes its folder, or by the system in the middle of a file.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kill_points import Ended, Fault, Training, end_of
+from benchmarks import kills
+from benchmarks.kill_points import WRITERS, Ended, Fault, Training, cuts, end_of
 from hf_l2l.checkpoint.finding import checkpoints_in
 from hf_l2l.checkpoint.manifest import check_files, read_manifest
 
-WRITERS = ("open", "save", "safe_save_file")
 KILLED = (signal.SIGKILL, signal.SIGXFSZ, signal.SIGALRM)
 
 
@@ -73,26 +74,18 @@ def assert_resumed(run: Path, whole: Ended) -> None:
     assert_all_whole(run)
 
 
-def cuts(calls: list[str], folder: Path) -> list[Fault]:
-    """Within each file that is written: at its first byte, and in its middle."""
-    sizes = {path.name: path.stat().st_size for path in (folder / "checkpoint-4").iterdir()}
-    named = [(at, call.split(" ")) for at, call in enumerate(calls, 1)]
-    opened = [(at, Path(path).name) for at, (name, path) in named if name in WRITERS]
-    return [Fault(at, cut=cut) for at, name in opened for cut in (0, sizes[name] // 2)]
-
-
 def changed_before(calls: list[str]) -> list[Fault]:
     """Each call, but for those that find the same files as the one before: fsync changes none."""
     return [Fault(at) for at in range(1, len(calls) + 1) if at == 1 or not calls[at - 2].startswith("fsync")]
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
     shutil.copytree(before, tmp_path / "calls")
     calls = finished(tmp_path / "calls").calls
     assert {"rename", "fsync", "rmdir", "remove", "mkdir", *WRITERS} == {call.split(" ")[0] for call in calls}
-    kills = [*changed_before(calls), *cuts(calls, before)]
+    kills = [*changed_before(calls), *cuts(calls, before / "checkpoint-4")]
     assert len(kills) >= 30
     renames = [fault for fault in kills if calls[fault.at - 1].startswith("rename")]
     killed, kills = 0, [*renames, *kills[::every]]
@@ -134,7 +127,7 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     assert unbroken.digest != old_digest
     first = [call.startswith("mkdir .l2l-saving-checkpoint-4") for call in unbroken.calls].index(True)
     calls = unbroken.calls[:first]
-    of_commit = [at for at, call in enumerate(calls, 1) if call.split(" ")[0] in ("rename", "remove", "rmdir")]
+    of_commit = [at for at, call in enumerate(calls, 1) if call.split(" ")[0] in ("rename", "rmdir")]
     ended = set()
     for fault in changed_before(calls) if every else map(Fault, of_commit):
         run = tmp_path / str(fault.at)
@@ -150,10 +143,23 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     assert ended == {True, False}
 
 
+def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path):
+    result = kills.main(["--scenes", "calls", "--every", "31", "--out", str(tmp_path / "kills.md")])
+    rows = result["scenes"]["calls"]
+    ours, theirs = rows["L2LTrainer"], rows["Trainer"]
+    assert ours["kills"] == ours["resumed"] == ours["right"] >= 3 and ours["errors"] == {}
+    assert 0 <= theirs["right"] <= theirs["resumed"] == theirs["kills"] - sum(theirs["errors"].values())
+    printed, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert json.loads(last) == result and printed in (tmp_path / "kills.md").read_text()
+
+
 @pytest.mark.slow
 def test_every_save_of_a_training_is_killed_at_every_call(whole, tmp_path):
     (tmp_path / "empty").mkdir()
-    for fault in [*map(Fault, range(1, len(whole.calls) + 1)), *cuts(whole.calls, before_of(tmp_path))]:
+    for fault in [
+        *map(Fault, range(1, len(whole.calls) + 1)),
+        *cuts(whole.calls, before_of(tmp_path) / "checkpoint-4"),
+    ]:
         run = tmp_path / "run"
         assert killed_copy(tmp_path / "empty", run, fault) or fault.cut
         assert_resumed(run, whole)
