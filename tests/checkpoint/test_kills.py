@@ -112,7 +112,9 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     for number, fault in enumerate(changed_before(calls[:saved])):
         run = tmp_path / str(number)
         assert killed_copy(interrupted, run, fault)
+        is_back = (run / "checkpoint-6").exists()
         assert_resumed(run, whole)
+    assert is_back  # before it was replaced again
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["commit", "all"])
