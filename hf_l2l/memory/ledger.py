@@ -17,9 +17,10 @@ from hf_l2l.runtime.tensors import size_text
 
 MASTERS, GRADIENTS, MOMENTS, COPIES = "masters", "gradients", "moments", "copies"
 HOST_STASH, NORMS, TRANSIENTS = "stash", "norm rooms", "optimizer transients"
+BEING_SAVED = "layers being saved"
 SIMULATED, OTHER = "simulated device", "Python, libraries and other"
 
-HOST_NAMES = (MASTERS, GRADIENTS, MOMENTS, COPIES, HOST_STASH, NORMS, TRANSIENTS, SIMULATED, OTHER)
+HOST_NAMES = (MASTERS, GRADIENTS, MOMENTS, COPIES, HOST_STASH, NORMS, TRANSIENTS, BEING_SAVED, SIMULATED, OTHER)
 """The names of all host memory, in the order in which they are shown."""
 
 
