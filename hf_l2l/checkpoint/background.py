@@ -24,6 +24,7 @@ from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.memory.ledger import BEING_SAVED
 
 _LAYERS = 2
 """How many layers are copied at most."""
@@ -124,6 +125,7 @@ class BackgroundSave:
         for master in masters:
             master.saving = None
         self._eps.saving = None
+        self._eps.ledger.saw(BEING_SAVED, self._snapshot.most_copied_bytes)
 
     def _run(self, finish: Callable[[], None]) -> None:
         with self._held:

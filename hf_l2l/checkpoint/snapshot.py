@@ -42,15 +42,19 @@ class Snapshot:
     def __init__(self, groups: Iterable[Sequence[Region]], room: int) -> None:
         """The groups are written in this order. Copies take at most `room` bytes."""
         self._groups = [_Group(regions) for regions in groups]
-        self._free = room
+        self._free = self._least_free = self._room = room
         self._changed = Condition()
         self._has_ended = False
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of the copies that there are now."""
-        with self._changed:
-            return sum(g.num_bytes for g in self._groups if g.now in (_Is.BEING_COPIED, _Is.COPIED))
+        return self._room - self._free
+
+    @property
+    def most_copied_bytes(self) -> int:
+        """The most that they have been."""
+        return self._room - self._least_free
 
     def write(self) -> None:
         """Write all groups; to be called once, on a thread of its own.
@@ -113,6 +117,7 @@ class Snapshot:
             while not (self._has_ended or group.now in (_Is.WRITTEN, _Is.COPIED)):
                 if group.now is _Is.UNTOUCHED and group.num_bytes <= self._free:
                     self._free -= group.num_bytes
+                    self._least_free = min(self._least_free, self._free)
                     group.now = _Is.BEING_COPIED
                     break
                 group.is_urgent = True

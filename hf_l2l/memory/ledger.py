@@ -70,6 +70,10 @@ class Ledger:
         it may be pageable or not present yet."""
         self._host[name].append(weakref.WeakMethod(count))
 
+    def saw(self, name: str, num_bytes: int) -> None:
+        """So many bytes of host memory had this name at once."""
+        self._host_peaks[name] = max(self._host_peaks[name], num_bytes)
+
     def look(self) -> None:
         """Take in peaks of the host, if the present call is looked at."""
         if self.on_device.is_looking:

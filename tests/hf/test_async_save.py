@@ -12,74 +12,12 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from families import llama
-from hf_l2l.checkpoint import background
 from hf_l2l.checkpoint.finding import newest_whole
-from hf_l2l.checkpoint.manifest import check_files, read_manifest
 from hf_l2l.checkpoint.reserved import Region
-from hf_l2l.checkpoint.snapshot import Snapshot
+from slow_disk import SlowDisk, assert_same_checkpoints
 from training import SAVING, assert_same_run, l2l_trainer, plain_trainer, rows, tiny_bert
 
 EACH_STEP = {**SAVING, "save_steps": 1, "save_total_limit": None}
-
-
-class SlowDisk:
-    """Writes the values of a checkpoint only when somebody waits for that, group by group."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.copied_bytes = 0
-        """The most bytes of copies."""
-        begin, take = Snapshot.__init__, Snapshot._next
-        needed: dict[Snapshot, threading.Semaphore] = {}
-
-        def begun(snapshot: Snapshot, groups: Any, room: int) -> None:
-            begin(snapshot, groups, room)
-            needed[snapshot] = permits = threading.Semaphore(0 if room else 10**6)
-            disk = self
-
-            class Changed(threading.Condition):
-                def wait(self, timeout: float | None = None) -> bool:
-                    disk.copied_bytes = max(disk.copied_bytes, snapshot.copied_bytes)
-                    permits.release()
-                    return super().wait(timeout)
-
-            snapshot._changed = Changed(threading.RLock())
-
-        def taken(snapshot: Snapshot) -> Any:
-            assert needed[snapshot].acquire(timeout=60), "nobody waits"
-            return take(snapshot)
-
-        result = background.BackgroundSave.result
-
-        def finished(saving: background.BackgroundSave) -> None:
-            needed[saving._snapshot].release(10**6)
-            result(saving)
-
-        monkeypatch.setattr(Snapshot, "__init__", begun)
-        monkeypatch.setattr(Snapshot, "_next", taken)
-        monkeypatch.setattr(background.BackgroundSave, "result", finished)
-
-
-def state_of(checkpoint: Path) -> dict[str, Any]:
-    """Weights and optimizer state that a checkpoint has."""
-    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
-    moments = {f"{i}.{key}": torch.as_tensor(v) for i, values in state.items() for key, v in values.items()}
-    return {**load_file(checkpoint / "model.safetensors"), **moments}
-
-
-def assert_same_checkpoints(found: Path, expected: Path) -> None:
-    names = sorted(path.name for path in expected.glob("checkpoint-*"))
-    assert sorted(path.name for path in found.iterdir()) == names, "nothing else is left"
-    for name in names:
-        ours, theirs = state_of(found / name), state_of(expected / name)
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert torch.equal(ours[key], value), (name, key)
-        assert sorted(p.name for p in (found / name).iterdir()) == sorted(p.name for p in (expected / name).iterdir())
-        manifest = read_manifest(found / name)
-        assert manifest is not None
-        check_files(found / name, manifest)
-        same = ("config.json", "scheduler.pt")
-        assert all((found / name / f).read_bytes() == (expected / name / f).read_bytes() for f in same)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,6 +42,7 @@ def test_checkpoints_have_the_values_of_their_step(tmp_path, monkeypatch, option
 
 def test_weights_that_are_tied_are_saved_once(tmp_path, monkeypatch):
     def run(folder: Path, **options: Any) -> None:
+        torch.manual_seed(0)
         model = llama(tie_word_embeddings=True)
         made = l2l_trainer(folder, model=model, **EACH_STEP, eps_update="deferred", **options)
         made.train_dataset = [{**row, "labels": row["input_ids"]} for row in rows()]
