@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import FakeTensorMode, place_in_file, without_interception
+from hf_l2l.compat import storages_in_file, without_interception
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements
 
@@ -62,7 +63,7 @@ class Region(NamedTuple):
 def reserve_safetensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Mapping[str, str]) -> list[Region]:
     """Write a file of safetensors with room for these contiguous tensors.
 
-    Returns None of them written: the regions of the file.
+    Returns the regions of the file that are to be written.
 
     Raises:
         OSError: if the disk has no room.
@@ -98,7 +99,8 @@ def reserve_torch(state: Any, file: Path) -> list[Region]:
 
     Tensors that are on a device are saved as tensors of the host.
 
-    Returns None of them written: the regions of the file, one per storage.
+    Returns the regions of the file that are to be written, one per storage; none if tensors are in other objects than
+    dicts, lists and tuples: then all is written.
 
     Raises:
         OSError: if the disk has no room.
@@ -107,18 +109,19 @@ def reserve_torch(state: Any, file: Path) -> list[Region]:
         state = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(stream.HOST), state)
     with torch.serialization.skip_data():
         torch.save(state, file)
-    with FakeTensorMode():  # which has the places of storages, and no memory
-        there = torch.load(file, weights_only=True)
     with file.open("rb+") as opened:
         _allocate(opened.fileno(), file.stat().st_size)
-    regions: dict[int, Region] = {}
-    for tensor, place in zip(pytree.tree_leaves(state), pytree.tree_leaves(there), strict=True):
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
+    storages: dict[int, torch.Tensor] = {}  # in the order of pickling, which is that of the leaves
+    for tensor in pytree.tree_leaves(state):
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
             with without_interception():
-                values = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            offset = place_in_file(place)
-            regions[offset] = Region(file, offset, values)
-    return list(regions.values())
+                storages.setdefault(StorageWeakRef(storage).cdata, torch.empty(0, dtype=torch.uint8).set_(storage))
+    offsets = storages_in_file(str(file))
+    if len(offsets) != len(storages):  # some are in objects that are no containers of pytree
+        torch.save(state, file)
+        return []
+    return [Region(file, at, values) for at, values in zip(offsets, storages.values(), strict=True) if values.numel()]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

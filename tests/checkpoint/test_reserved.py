@@ -62,7 +62,7 @@ def test_a_file_of_state_is_read_as_the_one_of_torch(tmp_path):
     state: dict[str, Any] = {
         "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 4), "half": torch.randn(5).bfloat16()}},
         "views": [shared[:2], shared[2:]],
-        "empty": torch.empty(0),
+        "empty": [torch.empty(0), torch.empty(0, 2)],
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
     }
     regions = reserve_torch(state, tmp_path / "ours.pt")
@@ -75,6 +75,19 @@ def test_a_file_of_state_is_read_as_the_one_of_torch(tmp_path):
     assert str(ours) == str(theirs)
     assert torch.equal(ours["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
     assert ours["views"][0].untyped_storage().data_ptr() == ours["views"][1].untyped_storage().data_ptr()
+
+
+class Holder:
+    """An object of the program that has a tensor."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(3)
+
+
+def test_state_in_other_objects_is_written_at_once(tmp_path):
+    assert reserve_torch({"a": torch.ones(2), "b": Holder()}, tmp_path / "s.pt") == []
+    with torch.serialization.safe_globals([Holder]):
+        assert torch.load(tmp_path / "s.pt", weights_only=True)["b"].tensor.tolist() == [1, 1, 1]
 
 
 def test_values_are_read_when_they_are_written(tmp_path):
