@@ -92,6 +92,7 @@ def one_training(kind: str, options: argparse.Namespace) -> dict[str, float]:
             "save_strategy": "no",
             "logging_strategy": "no",
             "disable_tqdm": True,
+            "dataloader_pin_memory": torch.accelerator.is_available(),
         }
         args: Any = hf.TrainingArguments(**common)
         if kind != "Trainer":
