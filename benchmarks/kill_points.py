@@ -282,6 +282,8 @@ def watched(folder: str, fault: Fault | None, calls: list[str]) -> Iterator[None
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, at in replaced:
         setattr(owner, name, announced(getattr(owner, name), name, at))
+    if fault is not None and fault.error is None:  # else Python ignores the signal, so that the write fails
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     sys.addaudithook(heard)
     try:
         yield
@@ -296,8 +298,6 @@ def watched(folder: str, fault: Fault | None, calls: list[str]) -> Iterator[None
 def _fail(fault: Fault, path: str) -> None:
     if fault.cut is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # Python ignores the signal, so that the write fails.
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if fault.error is None else signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault.cut, resource.RLIM_INFINITY))
     elif fault.error is not None:
         raise OSError(fault.error, os.strerror(fault.error), path)

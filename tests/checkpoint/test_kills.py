@@ -56,17 +56,17 @@ def assert_all_whole(run: Path) -> None:
         check_files(folder, manifest)
 
 
-def killed_copy(before: Path, run: Path, fault: Fault) -> bool:
+def killed_copy(before: Path, run: Path, fault: Fault, **options: object) -> bool:
     """Resume a copy of a folder, and kill that. Whether it was: a file may end before its cut."""
     shutil.copytree(before, run)
-    found = end_of(Training("L2LTrainer", str(run), fault=fault))
+    found = end_of(Training("L2LTrainer", str(run), fault=fault, **options))
     assert found.error is None and found.killed_by in (None, *KILLED), found
     return found.killed_by is not None
 
 
-def assert_resumed(run: Path, whole: Ended) -> None:
+def assert_resumed(run: Path, whole: Ended, **options: object) -> None:
     assert_all_whole(run)
-    found = finished(run)
+    found = finished(run, **options)
     assert found.digest == whole.digest
     # The oldest one is deleted when another one is saved.
     has_saved = any(call.startswith("rename") for call in found.calls)
@@ -79,20 +79,23 @@ def changed_before(calls: list[str]) -> list[Fault]:
     return [Fault(at) for at in range(1, len(calls) + 1) if at == 1 or not calls[at - 2].startswith("fsync")]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every):
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every, background):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
     shutil.copytree(before, tmp_path / "calls")
-    calls = finished(tmp_path / "calls").calls
-    assert {"rename", "fsync", "rmdir", "remove", "mkdir", *WRITERS} == {call.split(" ")[0] for call in calls}
+    how = {"options": {"l2l_async_save": background}}
+    calls = finished(tmp_path / "calls", **how).calls
+    writers = {"open", "save"} if background else set(WRITERS)  # its own, for weights
+    assert {"rename", "fsync", "rmdir", "remove", "mkdir", *writers} == {call.split(" ")[0] for call in calls}
     kills = [*changed_before(calls), *cuts(calls, before / "checkpoint-4")]
     assert len(kills) >= 30
     renames = [fault for fault in kills if calls[fault.at - 1].startswith("rename")]
     killed, kills = 0, [*renames, *kills[::every]]
     for number, fault in enumerate(kills):
         run = tmp_path / str(number)
-        killed += killed_copy(before, run, fault)
-        assert_resumed(run, whole)
+        killed += killed_copy(before, run, fault, **how)
+        assert_resumed(run, whole, **how)
         shutil.rmtree(run)
     assert killed >= len(kills) - 2
 
