@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import _weights_only_unpickler, nn
 from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -53,6 +53,11 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is inside of, -1 outside.
 
 `torch._C._current_graph_task_id`, which FSDP uses; else a thread-local set by the relay's nodes."""
+
+RefusedPickleError: type[Exception] = cast(Any, _weights_only_unpickler).UnpicklingError
+"""What `torch.load(..., weights_only=True)` raises of a file that is damaged, or asks for more than values.
+
+`torch._weights_only_unpickler.UnpicklingError`, which is that of `pickle`; else that module would be imported."""
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

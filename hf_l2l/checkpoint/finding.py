@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from hf_l2l.checkpoint.manifest import DamagedCheckpointError, Manifest, check_files, read_manifest
+from hf_l2l.checkpoint.staging import remove
 
 STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last."""
@@ -43,31 +43,48 @@ def is_finished(checkpoint: Path) -> bool:
     """Whether a Trainer wrote all of this folder: the file that it writes last is there, to its end."""
     try:
         json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return False
     return True
 
 
-def newest_whole(run: Path) -> tuple[Path | None, list[PassedOver]]:
+def check_whole(checkpoint: Path, also: Callable[[Path], None]) -> Manifest | None:
+    """Raise unless the manifest, if there is one, holds, and `also` does not raise; returns the manifest.
+
+    Raises:
+        DamagedCheckpointError: names the file that is not as it was.
+        ValueError: if a newer version of this package wrote it.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is not None:
+        check_files(checkpoint, manifest)
+    also(checkpoint)
+    return manifest
+
+
+def newest_whole(
+    run: Path, also: Callable[[Path], None] = lambda checkpoint: None
+) -> tuple[Path | None, list[PassedOver]]:
     """The newest whole checkpoint in `run`, if there is one, and newer ones that are not whole.
 
     Of two trainings in one folder, the later one counts: its checkpoints come before all of others. A checkpoint
-    without a manifest, as transformers' Trainer writes it, belongs to it, and is whole if its last file is there.
+    without a manifest, as transformers' Trainer writes it, belongs to it, and is whole if its last file is there. Of a
+    whole one, `also` does not raise DamagedCheckpointError.
 
     Raises:
         ValueError: if a newer version of this package wrote one of them.
     """
     passed_over: list[PassedOver] = []
     for folder, manifest in _newest_first(run, passed_over):
+        if manifest is None and not is_finished(folder):
+            passed_over.append(PassedOver(folder, "saving was interrupted", is_interrupted=True))
+            continue
         try:
-            if manifest is not None:
-                check_files(folder, manifest)
+            check_whole(folder, also)
         except DamagedCheckpointError as error:
             passed_over.append(PassedOver(folder, f"{error.file} {error.reason}", is_interrupted=False))
             continue
-        if manifest is not None or is_finished(folder):
-            return folder, passed_over
-        passed_over.append(PassedOver(folder, "saving was interrupted", is_interrupted=True))
+        return folder, passed_over
     return None, passed_over
 
 
@@ -106,4 +123,4 @@ def rotate(run: Path, limit: int | None, keep: Path | None) -> None:
     ours.sort()
     deletable = [folder for *_, folder in ours[:-1] if keep is None or folder.resolve() != keep.resolve()]
     for folder in deletable[: max(0, len(ours) - limit)]:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)

@@ -21,15 +21,16 @@ import accelerate
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
-from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, is_finished, newest_whole, rotate
-from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
-from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
+from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
+from hf_l2l.checkpoint.form import check_form
+from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import copy_as
@@ -56,7 +57,8 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
         transformers refuses; None or False if nothing is resumed.
 
     Raises:
-        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold.
+        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold, or that a trainer cannot, or must
+            not, read.
         ValueError: if `asked` is True, and there are checkpoints of which none is whole; or if a newer version of this
             package wrote one of them.
     """
@@ -65,7 +67,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
     folder = Path(args.output_dir)
     remove_interrupted(folder)
     if asked is True:
-        found, passed_over = newest_whole(folder)
+        found, passed_over = newest_whole(folder, check_form)
         if found is None and passed_over:
             raise ValueError(
                 f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
@@ -78,9 +80,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
                 logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
     else:
         found = Path(asked)
-        manifest = read_manifest(found)
-        if manifest is not None:
-            check_files(found, manifest)
+        check_whole(found, check_form)
     renamed = set_aside_interrupted(folder) if args.should_save else ""
     if renamed:
         logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
@@ -100,7 +100,9 @@ def _say_what_is_missing(checkpoint: Path) -> None:
         return
     for pattern, what in (
         (OPTIMIZER_NAME, "the optimizer's state begins anew"),
+        (SCHEDULER_NAME, "the optimizer's state and the learning rate's schedule begin anew"),
         ("rng_state*.pth", "random numbers do"),
+        (MANIFEST, "whether its files are as they were saved is not known"),
     ):
         if not any(checkpoint.glob(pattern)):
             logger.warning(f"{checkpoint} has no {pattern.replace('*', '')}: {what}")
@@ -198,8 +200,8 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         """Overridden so that a checkpoint is whole or absent, and written in the background with `l2l_async_save`.
 
         Raises:
-            OSError: if it cannot be written, or the one before could not, in the background; the folder of the
-                training has its other checkpoints.
+            CheckpointSaveError: if it cannot be written, or the one before could not, in the background; the folder of
+                the training has its other checkpoints.
         """
         self._finish_saving()
         attached = attachment_of(self.model)
@@ -275,7 +277,7 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         """Wait until the checkpoint that is written in the background is in its place.
 
         Raises:
-            OSError: if it could not be written.
+            CheckpointSaveError: if it could not be written.
         """
         if self._l2l_saving is not None:
             (saving, then), self._l2l_saving = self._l2l_saving, None
@@ -291,8 +293,8 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         """`_finish_saving` when an exception ends the training, which is not replaced by another one."""
         try:
             self._finish_saving()
-        except OSError as error:
-            logger.error(f"a checkpoint could not be written: {error}")
+        except CheckpointSaveError as error:
+            logger.error(str(error))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden because the last checkpoint may be the best one, which is loaded here."""
@@ -318,18 +320,18 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _check_room(self, run: Path) -> None:
-        """Raise OSError unless the disk has room for weights and optimizer state."""
+        """Raise CheckpointSaveError unless the disk has room for weights and optimizer state."""
         tensors = {*self.model.parameters(), *self.model.buffers()}
         if not self.args.save_only_model and self.optimizer is not None:
             states = (value for state in self.optimizer.state.values() for value in state.values())
             tensors |= {value for value in states if isinstance(value, torch.Tensor)}
         need, free = sum(t.nbytes for t in tensors), shutil.disk_usage(run).free
         if free < need:
-            raise OSError(
+            raise CheckpointSaveError(
+                run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
+                f"a disk with {size_text(free)} free for {size_text(need)} of weights and optimizer state: free some, "
+                "keep fewer with save_total_limit, or save less with save_only_model=True",
                 errno.ENOSPC,
-                f"a checkpoint needs room for weights and optimizer state ({size_text(need)}, and {size_text(free)} "
-                f"are free on the disk of {run}); free some, keep fewer with save_total_limit, or save less with "
-                "save_only_model=True",
             )
 
     def _saved_with(self) -> dict[str, Any]:
@@ -348,6 +350,16 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_generator(Path(checkpoint), self.args.device)
+
+    def _load_best_model(self) -> None:
+        """Overridden to load no other weights than those that were saved.
+
+        Raises:
+            DamagedCheckpointError: if the best checkpoint is not as it was saved.
+        """
+        if Path(self.state.best_model_checkpoint).is_dir():
+            check_whole(Path(self.state.best_model_checkpoint), check_form)
+        super()._load_best_model()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""
