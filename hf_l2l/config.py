@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hf_l2l.counts import (
+    OptionNames,
     check_budget,
     check_gradient_slots,
     check_layer_classes,
@@ -49,7 +50,7 @@ def _described(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2LConfig:
+class L2LConfig(OptionNames):
     """How a model is run layer to layer (arXiv:2002.05645).
 
     Raises:

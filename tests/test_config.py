@@ -98,7 +98,7 @@ def test_the_device_message_has_rule_value_and_remedy(value):
     with pytest.raises(ValueError) as error:
         L2LConfig(device=value)
     assert str(error.value).startswith(f"device must name a torch device (got {value!r}: ")
-    assert str(error.value).endswith("); write 'cuda', or None for the current accelerator")
+    assert str(error.value).endswith("); write 'cuda', or leave it out for the current accelerator")
 
 
 def test_replacing_a_field_checks_it_again():

@@ -88,7 +88,7 @@ class Parser(Generic[M, D]):
         try:
             written = json.loads(Path(file).read_text(encoding="utf-8"))
             if not isinstance(written, dict):
-                raise ValueError("the file must hold one object, with options as names")
+                raise ValueError(f"it must hold one object, with options as names (got a {type(written).__name__})")
             # As flags, so that both ways take the same values; lists as they are, and null for the default.
             words = [f"--{name}={value}" for name, value in written.items() if isinstance(value, (str, int, float))]
             structured = {name: value for name, value in written.items() if isinstance(value, (list, dict))}
@@ -215,7 +215,7 @@ def check_script_options(given: dict[str, Any]) -> None:
     """Raise ValueError for options that cannot be honoured together; warn of those without effect."""
     trainer = given.get("trainer", "l2l")
     if trainer not in NAMES:
-        raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer})")
+        raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer}); leave it out for l2l")
     if "simulate" in given and given.get("use_cpu"):
         raise ValueError("the device must be one (got --simulate and --use_cpu); drop one of them")
     if given.get("compare"):

@@ -33,9 +33,23 @@ def stacklevel_of_the_caller() -> int:
     return level
 
 
+def config_of(given: Any) -> L2LConfig:
+    """The options that were given; the defaults for None.
+
+    Raises:
+        ValueError: for anything but an `L2LConfig`.
+    """
+    if given is not None and not isinstance(given, L2LConfig):
+        raise ValueError(
+            f"config must be an L2LConfig (got a {type(given).__name__}); write L2LConfig(name=value, ...), or give "
+            "training arguments to L2LTrainer"
+        )
+    return given or L2LConfig()
+
+
 def refuse_placed(model: nn.Module) -> None:
-    """Raise ValueError for parameters under a device_map, on meta, or with other Accelerate hooks, and for quantized
-    ones that cannot travel."""
+    """Raise ValueError for parameters under a device_map, on meta, in shards, or with other Accelerate hooks, and for
+    quantized ones that cannot travel."""
     device_map = getattr(model, "hf_device_map", None) or {}
     if any(str(place) != "cpu" for place in device_map.values()):
         name = getattr(model, "name_or_path", "")
@@ -49,6 +63,12 @@ def refuse_placed(model: nn.Module) -> None:
         raise ValueError(
             f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
             "with from_pretrained, or make it outside torch.device('meta')"
+        )
+    sharded = next((name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
+    if sharded is not None:
+        raise ValueError(
+            f"the parameters of a model under L2L must be whole, in one process (got {sharded}, a DTensor); load or "
+            "make the model without tensor parallelism (tp_plan) and fully_shard"
         )
     refuse_quantized(model)
     hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
@@ -68,7 +88,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             name, remedy = "compiled model", "leave out torch.compile"
         elif kind == "_FabricModule":
             name, remedy = "model wrapped by Fabric", "attach the model first, then call fabric.setup"
-        elif isinstance(module, DataParallel | DistributedDataParallel):
+        elif isinstance(module, DataParallel | DistributedDataParallel) or kind == "FullyShardedDataParallel":
             name, remedy = kind, "give it the model inside, in one process"
         else:
             continue

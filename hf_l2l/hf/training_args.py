@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from hf_l2l.config import (
     help_text,
     options_of_the_trainer,
 )
+from hf_l2l.counts import OptionNames
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -58,7 +60,7 @@ else:
 
 
 @dataclass
-class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers ships no types
+class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # transformers ships no types
     """Adds the fields of `L2LConfig` to any dataclass of training arguments; `make_l2l_arguments` combines the two.
 
     A class statement needs the decorator, too: `@dataclass class Mine(L2LArgumentsMixin, SFTConfig)`.
@@ -219,6 +221,7 @@ def refuse_for_layers(args: Any) -> None:
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
+        ("parallelism_config", "L2L runs in one process; leave it out"),
         ("torch_compile", "a compiled model cannot be run layer by layer; set torch_compile=False"),
         ("fp16", "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
         ("fp16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
@@ -235,6 +238,12 @@ def refuse_for_layers(args: Any) -> None:
         )
     if getattr(args, "mixed_precision", None) == "fp16":
         raise ValueError(_two_precisions(args))
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")  # `accelerate launch` sets it, and no argument has it
+    if compiler.lower() != "no":
+        raise ValueError(
+            f"a compiled model cannot be run layer by layer (got dynamo_backend={compiler!r} from Accelerate); launch "
+            "with --dynamo_backend no"
+        )
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:
