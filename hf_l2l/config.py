@@ -263,7 +263,7 @@ class L2LConfig(OptionNames):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"{option(name)} must be {kind} (got {value!r}); leave it out for torch's value")
             if not low < value < high:
-                raise ValueError(f"{option(name)} must be {rule} (got {value!r}); torch's value is {usual}")
+                raise ValueError(f"{option(name)} must be {rule} (got {value!r}); torch's value is {usual:g}")
             if value != usual and self.cmp not in ("fp16", "auto"):
                 raise ValueError(
                     f"{option(name)} is of the loss scale, which fp16 alone has (got {value!r} with "

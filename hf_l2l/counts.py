@@ -54,8 +54,8 @@ def check_num_threads(threads: int | None, name: str) -> None:
     cores = os.cpu_count() or 1
     if not is_whole_number(threads) or threads < 1:
         raise ValueError(
-            f"{name} must be a whole number of at least 1, or None for all cores but one (got {threads!r}); it counts "
-            "the threads of an update in the background"
+            f"{name} must be a whole number of at least 1, or None for all cores but one (got {threads!r}); set it to "
+            "the threads of an update in the background, or leave it out"
         )
     if threads > cores:  # torch itself does not survive very many
         raise ValueError(

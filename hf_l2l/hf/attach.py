@@ -30,6 +30,7 @@ from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
 from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook, Runner
 from hf_l2l.hf.preparation import (
+    changes_of,
     config_of,
     make_masters_fp32,
     move_to_host,
@@ -171,8 +172,10 @@ def attach_l2l(
     attached = attachment_of(model)
     if attached is not None:
         if not attached.is_of(config):
+            before = replace(attached.asked or attached.config, device=attached.device)
+            now = replace(config, device=stream.execution_device(config.device))
             raise ValueError(
-                f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
+                f"a model is attached with one config at a time (got {changes_of(now, before)}); call "
                 "hf_l2l.detach_l2l(model) first"
             )
         turn_off_activation_checkpointing(model)

@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l.compat import is_compiled
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import L2LConfig, option
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.runtime import stream
 
@@ -45,6 +46,12 @@ def config_of(given: Any) -> L2LConfig:
             "training arguments to L2LTrainer"
         )
     return given or L2LConfig()
+
+
+def changes_of(config: L2LConfig, before: L2LConfig) -> str:
+    """The options of `config` that are not those of another one, `before`."""
+    pairs = ((each.name, getattr(config, each.name), getattr(before, each.name)) for each in fields(config))
+    return ", and ".join(f"{option(name)}={now!r}, where it has {then!r}" for name, now, then in pairs if now != then)
 
 
 def refuse_placed(model: nn.Module) -> None:

@@ -229,7 +229,7 @@ def refuse_for_layers(args: Any) -> None:
     ):
         value = getattr(args, name, None)
         if value:
-            raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
+            raise ValueError(f"{name} cannot be used with L2L (got {name}={' '.join(repr(value).split())}): {remedy}")
     optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
     if optim.endswith("_layerwise") or optim in _UPDATE_IN_BACKWARD:
         raise ValueError(
