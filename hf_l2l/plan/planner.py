@@ -49,7 +49,8 @@ def parse_budget(text: str, name: str = "a budget of device memory") -> int:
     count = parse_size(text)
     if not count:
         raise ValueError(
-            f"{name} must be a size with its unit, such as '8GiB' or '7500MB' (got {text!r}); give one, or leave it out"
+            f"{name} must be a size with its unit, such as '8GiB' or '7500MB' (got {text!r}); give one, or "
+            "leave it out"
         )
     return count
 
