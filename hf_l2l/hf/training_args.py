@@ -208,6 +208,12 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         )
 
 
+def optim_of(args: Any) -> str:
+    """The name of the optimizer, as it is typed; "" if none was given."""
+    optim = getattr(args, "optim", "")
+    return str(getattr(optim, "value", optim))
+
+
 _UPDATE_IN_BACKWARD = {"lomo": "sgd", "adalomo": "adafactor"}
 """Optimizers that do so without a name that says it, and what is nearest to them."""
 
@@ -230,7 +236,7 @@ def refuse_for_layers(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={' '.join(repr(value).split())}): {remedy}")
-    optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
+    optim = optim_of(args)
     if optim.endswith("_layerwise") or optim in _UPDATE_IN_BACKWARD:
         raise ValueError(
             f"optim cannot be used with L2L (got optim={optim!r}): it updates parameters in hooks of their backward, "
@@ -253,7 +259,7 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
             f"l2l_optimizer must be 'lamb' or None (got {asked!r}); leave it out for the optimizer that optim names"
         )
     default = TrainingArguments.__dataclass_fields__["optim"].default
-    for name, value in (("optim", args.optim), ("optim_args", args.optim_args)):
+    for name, value in (("optim", optim_of(args)), ("optim_args", args.optim_args)):
         if asked is not None and value not in (None, default):
             raise ValueError(
                 f"one option names the optimizer (got l2l_optimizer={asked!r} and {name}={str(value)!r}); leave out "

@@ -18,6 +18,7 @@ from hf_l2l.testing import enable_simulated_accelerator
 if __name__ == "__main__":
     enable_simulated_accelerator()  # before any backward
 
+from refusal_commands import ESTIMATE, PROGRAM, SCRIPT
 from refusal_models import CALLBACKS, DEVICES, MODELS, OPTIMIZERS, WARNINGS
 from refusal_settings import OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
 from refusals import Case, Found, parts_of, provoke
@@ -45,6 +46,9 @@ ERRORS: dict[str, list[Case]] = {
     "Devices and memory": DEVICES,
     "Optimizers": OPTIMIZERS,
     "`L2LCallback`": CALLBACKS,
+    "`estimate`": ESTIMATE,
+    "The program `hf-l2l`": PROGRAM,
+    "The script `run_glue_l2l.py`": SCRIPT,
 }
 WARNED: dict[str, list[Case]] = {"Warnings: what is turned off or without effect": WARNINGS}
 

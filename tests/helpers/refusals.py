@@ -74,8 +74,8 @@ class Found:
     """What a case has raised."""
 
     error: BaseException
-    place: tuple[str, int]
-    """File, relative to the package, and line of the first statement of the package that raised or warned."""
+    places: list[tuple[str, int]]
+    """File, relative to the package, and line of what raised or warned; and of what the error says as its cause."""
     allocated: list[str]
     """What was allocated or moved before."""
 
@@ -136,19 +136,19 @@ def provoke(case: Case, folder: Path) -> Found:
                     act()
         except (ValueError, TypeError, MemoryError, UserWarning) as error:
             moved = [name for name, place in _places(scene.models).items() if place != before.get(name)]
-            return Found(error, _place_of(error), [*allocations.found, *(f"{name} moved" for name in moved)])
+            return Found(error, _places_of(error), [*allocations.found, *(f"{name} moved" for name in moved)])
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
     raise AssertionError(f"{case.typed} was accepted")
 
 
-def _place_of(error: BaseException) -> tuple[str, int]:
-    frame = list(traceback.walk_tb(error.__traceback__))[-1]
-    file, line = Path(frame[0].f_code.co_filename), frame[1]
-    if not file.is_relative_to(PACKAGE):
-        raise AssertionError(f"it was {file} that raised {error!r}") from error
-    return str(file.relative_to(PACKAGE)), line
+def _places_of(error: BaseException) -> list[tuple[str, int]]:
+    frames = [list(traceback.walk_tb(each.__traceback__))[-1] for each in (error, error.__cause__) if each is not None]
+    found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    if not found[0][0].is_relative_to(PACKAGE):
+        raise AssertionError(f"it was {found[0][0]} that raised {error!r}") from error
+    return [(str(file.relative_to(PACKAGE)), line) for file, line in found if file.is_relative_to(PACKAGE)]
 
 
 # ---- the parts of a message
