@@ -2,11 +2,13 @@
 
     PYTHONPATH=. python tests/helpers/refusal_table.py
 
-writes it. It needs a process without another accelerator, since the cases run on the simulated one.
+writes it. It needs the package datasets, and a process without another accelerator, since the cases run on the
+simulated one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from refusal_models import CALLBACKS, DEVICES, MODELS, OPTIMIZERS, WARNINGS
 from refusal_settings import OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
 from refusals import Case, Found, parts_of, provoke
 
+HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 INTRODUCTION = """\
 # What is refused, and what to do
@@ -50,6 +53,8 @@ ERRORS: dict[str, list[Case]] = {
     "The program `hf-l2l`": PROGRAM,
     "The script `run_glue_l2l.py`": SCRIPT,
 }
+if not HAS_DATASETS:  # without which the script does not look at its options
+    ERRORS = {title: cases for title, cases in ERRORS.items() if cases is not SCRIPT}
 WARNED: dict[str, list[Case]] = {"Warnings: what is turned off or without effect": WARNINGS}
 
 
@@ -83,4 +88,5 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
+    assert HAS_DATASETS, "the page would lack a section"
     PAGE.write_text(page(), encoding="utf-8")
