@@ -185,6 +185,14 @@ def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
     return cast(torch.Tensor, cast(Any, node).variable)
 
 
+def place_in_file(tensor: torch.Tensor) -> int:
+    """Where a file of `torch.save` has the storage of `tensor`, which `torch.load` made under `FakeTensorMode`.
+
+    `_checkpoint_offset`, which torch's notes on serialization name (with `torch.serialization.skip_data`); else the
+    records of the zip file would be read."""
+    return cast(int, cast(Any, tensor.untyped_storage())._checkpoint_offset)
+
+
 def tables_of(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The tables of a module's parameters and submodules (`_parameters` and `_modules`)."""
     return module._parameters, module._modules

@@ -309,6 +309,7 @@ class L2LTrainerMixin(CheckpointsMixin):
                 attached.eps.timeline.at_no_memory(error)
             raise
         finally:
+            self._finish_after_error()
             self._folding.stop()
             attached = attachment_of(self.model)
             if attached is not None:
@@ -327,6 +328,7 @@ class L2LTrainerMixin(CheckpointsMixin):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, and to run the batches of a step as one (`l2l_merge_accumulation`)."""
+        self._finish_if_saved()
         self._tokens.add(inputs, getattr(self.model, "main_input_name", "input_ids"))
         attached = attachment_of(self.model)
         if attached is not None and attached.changed_stack() is not None:

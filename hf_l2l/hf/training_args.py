@@ -116,6 +116,15 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "Checkpoints always have the fp32 masters."
         },
     )
+    l2l_async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints in the background, while training goes on. They are those of the step at which "
+            "the saving began: an update waits until the weights and the optimizer state of its layer are written, or "
+            "copied, of two layers at most. Old checkpoints are deleted, and callbacks called (`on_save`), when the "
+            "new one is in its place. If it cannot be written, the next step or the end of the training raises."
+        },
+    )
     l2l_merge_accumulation: Literal["auto", "off"] = field(
         default="auto",
         metadata={
@@ -193,6 +202,11 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         raise ValueError(
             f"l2l_merge_accumulation must be 'auto' or 'off' (got {merge!r}); use 'off' to have accumulated batches "
             "run one by one"
+        )
+    async_save = own_option(args, "l2l_async_save")
+    if not isinstance(async_save, bool):
+        raise ValueError(
+            f"l2l_async_save must be True or False (got {async_save!r}); True writes checkpoints in the background"
         )
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):

@@ -145,7 +145,7 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
 
 
 def test_own_options_are_those_that_plain_arguments_lack():
-    trainer_only = ["l2l_optimizer", "l2l_save_dtype", "l2l_merge_accumulation", "l2l_log_times"]
+    trainer_only = ["l2l_optimizer", "l2l_save_dtype", "l2l_async_save", "l2l_merge_accumulation", "l2l_log_times"]
     assert list(OWN_OPTIONS) == [*map(argument_of, OPTIONS), *trainer_only]
     assert set(OWN_OPTIONS) == {f.name for f in fields(L2LTrainingArguments)} - {
         f.name for f in fields(hf.TrainingArguments)
