@@ -48,6 +48,15 @@ def config_of(given: Any) -> L2LConfig:
     return given or L2LConfig()
 
 
+def refuse_config(arguments: Iterable[Any]) -> None:
+    """Raise ValueError if there is an `L2LConfig` among the arguments of a Trainer."""
+    if any(isinstance(each, L2LConfig) for each in arguments):
+        raise ValueError(
+            "a Trainer takes options of L2L as training arguments (got an L2LConfig); write "
+            "args=L2LTrainingArguments(name=value, ...), in which most of their names begin with l2l_"
+        )
+
+
 def changes_of(config: L2LConfig, before: L2LConfig) -> str:
     """The options of `config` that are not those of another one, `before`."""
     pairs = ((each.name, getattr(config, each.name), getattr(before, each.name)) for each in fields(config))

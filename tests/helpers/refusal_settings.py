@@ -73,6 +73,7 @@ OF_THE_TRAINER: dict[str, Any] = {
     "l2l_save_dtype": "fp8",
     "l2l_merge_accumulation": "on",
     "l2l_log_times": "no",
+    "l2l_async_save": "yes",
 }
 """Options that the Trainer's arguments alone have."""
 
@@ -164,6 +165,11 @@ def _passed(scene: Scene) -> Act:
     return lambda: L2LTrainer(model, args, train_dataset=data, optimizers=(sgd, None))
 
 
+def _config_as_arguments(scene: Scene) -> Act:
+    model, data = scene.model(), rows()
+    return lambda: L2LTrainer(model, L2LConfig(), train_dataset=data)
+
+
 def _taken_name() -> object:
     fields = {"__annotations__": {"stash": str}, "stash": "attic"}
     return make_l2l_arguments(dataclass(type("Theirs", (hf.TrainingArguments,), fields)))
@@ -204,6 +210,7 @@ WITH_THE_TRAINER = [
     Case("`accelerate launch --num_processes 4`", _several("world_size", 4)),
     Case("several visible devices, without a launcher", _several("n_gpu", 2)),
     Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
+    Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
     Case(
         "`class Mine(Trainer, L2LTrainerMixin)`",
         lambda scene: lambda: type("Mine", (hf.Trainer, L2LTrainerMixin), {}),
