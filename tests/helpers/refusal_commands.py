@@ -162,3 +162,21 @@ SCRIPT = [
     _of_script("--save_safetensors", "False"),
     _of_script("--fp16_opt_level", "O2"),
 ]
+
+
+def _with_a_budget(scene: Scene) -> Any:
+    return scene.arguments(use_cpu=True, device_memory_budget="8GiB")
+
+
+def _logging_dir(scene: Scene) -> Act:
+    scene.patch.setenv("TENSORBOARD_LOGGING_DIR", "before")
+    return _parsed("--logging_dir", "logs")(scene)
+
+
+ESTIMATE_WARNINGS = [Case("`estimate(model, args)`, with a `device_memory_budget`", _estimated(_with_a_budget))]
+SCRIPT_WARNINGS = [
+    _of_script("--evaluation_strategy", "no", *TRAIN),
+    Case("`run_glue_l2l.py --logging_dir logs`", _logging_dir),
+    _of_script("--overwrite_output_dir"),
+    _of_script("--trainer", "hf", "--stash", "host"),
+]

@@ -14,6 +14,7 @@ import transformers as hf
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import distributed, nn
 
+from budgeted import FIGURES
 from hf_l2l import L2LCallback, L2LConfig, L2LTrainer, Lamb, attach_l2l, copy_as
 from hf_l2l.memory import host_limits
 from hf_l2l.model import precision
@@ -425,6 +426,10 @@ class Normalized(nn.Module):
         return self.norm(x)
 
 
+def _unknown_layers(scene: Scene, model: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
+
+
 def _not_cut(scene: Scene) -> Act:
     model = scene.model(nn.Sequential(Normalized(), Normalized()))
     attach_l2l(model, L2LConfig(device="cpu", ubatch_size=2, layer_classes=("Normalized",)))
@@ -438,7 +443,18 @@ def _not_locked(scene: Scene) -> Act:
     return lambda: attach_l2l(model, L2LConfig(device="sim")) and model(**inputs)
 
 
+def _larger_evaluations(scene: Scene) -> Act:
+    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
+    (scene.folder / "figures.json").write_text(FIGURES.to_json())
+    model, data = scene.model(), rows()
+    args = scene.arguments(device_memory_budget="1GiB", eval_strategy="steps", per_device_eval_batch_size=32)
+    return lambda: L2LTrainer(model, args, train_dataset=data, eval_dataset=data).train()
+
+
 WARNINGS = [
+    Case("a model whose layers are of no class that is known", _attached(_unknown_layers)),
+    Case("`cmp='auto'`, in any case", _attached(cmp="auto")),
+    Case("`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train", _larger_evaluations),
     Case("`ubatch_size=2`, and a layer with batch norm", _not_cut),
     Case("a driver that refuses to page-lock memory", _not_locked, is_early=False, varies=r"[\d.]+ KiB"),
     Case("`model(..., use_cache=True)`, in training", _with_a_cache),

@@ -20,7 +20,7 @@ from hf_l2l.testing import enable_simulated_accelerator
 if __name__ == "__main__":
     enable_simulated_accelerator()  # before any backward
 
-from refusal_commands import ESTIMATE, PROGRAM, SCRIPT
+from refusal_commands import ESTIMATE, ESTIMATE_WARNINGS, PROGRAM, SCRIPT, SCRIPT_WARNINGS
 from refusal_models import CALLBACKS, DEVICES, MODELS, OPTIMIZERS, WARNINGS
 from refusal_settings import OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
 from refusals import Case, Found, parts_of, provoke
@@ -51,11 +51,13 @@ ERRORS: dict[str, list[Case]] = {
     "`L2LCallback`": CALLBACKS,
     "`estimate`": ESTIMATE,
     "The program `hf-l2l`": PROGRAM,
-    "The script `run_glue_l2l.py`": SCRIPT,
 }
-if not HAS_DATASETS:  # without which the script does not look at its options
-    ERRORS = {title: cases for title, cases in ERRORS.items() if cases is not SCRIPT}
-WARNED: dict[str, list[Case]] = {"Warnings: what is turned off or without effect": WARNINGS}
+WARNED: dict[str, list[Case]] = {
+    "Warnings: what is turned off, chosen, or without effect": [*WARNINGS, *ESTIMATE_WARNINGS],
+}
+if HAS_DATASETS:  # without it, the script does not look at its options
+    ERRORS["The script `run_glue_l2l.py`"] = SCRIPT
+    WARNED["Warnings of `run_glue_l2l.py`"] = SCRIPT_WARNINGS
 
 
 @cache
@@ -88,5 +90,5 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    assert HAS_DATASETS, "the page would lack a section"
+    assert HAS_DATASETS, "the page would lack the sections of the script"
     PAGE.write_text(page(), encoding="utf-8")

@@ -4,11 +4,12 @@ anything was allocated or moved before."""
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import logging as of_transformers
 
 import hf_l2l
 from training import arguments, tiny_bert
 
 PACKAGE = Path(hf_l2l.__file__).parent
+LOGGERS = ("hf_l2l", "transformers.hf_l2l", "run_glue_l2l")
 WEIGHT_BYTES = 1024
 """The smallest weight matrix of a `tiny_bert`: what is refused early allocates nothing of this size."""
 
@@ -69,19 +72,15 @@ class Case(NamedTuple):
     """What of the message is left out of the table: a pattern for bytes that estimates may change."""
 
 
-@dataclass
-class Found:
-    """What a case has raised."""
+class Found(NamedTuple):
+    """What a case has raised. The error itself is not kept: its frames hold models and what is on the device."""
 
-    error: BaseException
+    kind: type[BaseException]
+    message: str
     places: list[tuple[str, int]]
     """File, relative to the package, and line of what raised or warned; and of what the error says as its cause."""
     allocated: list[str]
     """What was allocated or moved before."""
-
-    @property
-    def message(self) -> str:
-        return str(self.error)
 
 
 class _Allocations(TorchDispatchMode):
@@ -102,6 +101,37 @@ class _Allocations(TorchDispatchMode):
                 if storage.nbytes() >= WEIGHT_BYTES and storage.data_ptr() not in self.known:
                     self.found.append(f"{func} made {list(made.shape)} on {made.device}")
         return result
+
+
+class LoggedWarning(UserWarning):
+    """A warning in the log, as an error."""
+
+    def __init__(self, record: logging.LogRecord) -> None:
+        super().__init__(record.getMessage())
+        self.record = record
+
+
+class _Raising(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise LoggedWarning(record)
+
+
+@contextmanager
+def _logged_warnings_raise() -> Iterator[None]:
+    """Inside, warnings in the log of the package are raised; afterwards its loggers are as loud as before: the program
+    `hf-l2l` makes them quiet."""
+    handler, loggers = _Raising(logging.WARNING), [logging.getLogger(name) for name in LOGGERS]
+    levels, verbosity = [each.level for each in loggers], of_transformers.get_verbosity()
+    for each in loggers:
+        each.addHandler(handler)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.removeHandler(handler)
+            each.setLevel(level)
+        of_transformers.set_verbosity(verbosity)
+        of_transformers.enable_progress_bar()
 
 
 def _plain(models: list[nn.Module]) -> dict[str, nn.Parameter]:
@@ -132,11 +162,13 @@ def provoke(case: Case, folder: Path) -> Found:
                 storages = [p.untyped_storage() for p in _plain(scene.models).values() if not p.is_meta]
                 allocations.known = {each.data_ptr(): each for each in storages}
                 warnings.simplefilter("error", UserWarning)
-                with allocations:
+                with allocations, _logged_warnings_raise():
                     act()
         except (ValueError, TypeError, MemoryError, UserWarning) as error:
             moved = [name for name, place in _places(scene.models).items() if place != before.get(name)]
-            return Found(error, _places_of(error), [*allocations.found, *(f"{name} moved" for name in moved)])
+            return Found(
+                type(error), str(error), _places_of(error), [*allocations.found, *(f"{name} moved" for name in moved)]
+            )
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
@@ -144,6 +176,8 @@ def provoke(case: Case, folder: Path) -> Found:
 
 
 def _places_of(error: BaseException) -> list[tuple[str, int]]:
+    if isinstance(error, LoggedWarning):
+        return [(str(Path(error.record.pathname).relative_to(PACKAGE)), error.record.lineno)]
     frames = [list(traceback.walk_tb(each.__traceback__))[-1] for each in (error, error.__cause__) if each is not None]
     found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
     if not found[0][0].is_relative_to(PACKAGE):
@@ -193,7 +227,7 @@ def refusals_in(file: str) -> Mapping[int, str]:
             call = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             is_one = ast.unparse(call) in ("ValueError", "TypeError", "BudgetError", "MemoryError")
         else:
-            is_one = isinstance(node, ast.Expr) and ast.unparse(node).startswith("warnings.warn(")
+            is_one = isinstance(node, ast.Expr) and ast.unparse(node).startswith(("warnings.warn(", "logger.warning("))
         if is_one and isinstance(node, ast.stmt):
             found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), ast.unparse(node))
     return found
