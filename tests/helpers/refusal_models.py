@@ -217,8 +217,15 @@ def _no_host_memory(scene: Scene) -> Act:
     return lambda: L2LTrainer(model, args, train_dataset=data).train()
 
 
+def _with_figures(scene: Scene) -> None:
+    """Nothing of this machine is measured."""
+    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
+    (scene.folder / "figures.json").write_text(FIGURES.to_json())
+
+
 def _budget(asked: str, *, inputs: bool = True, free: int | None = None) -> Prepare:
     def prepare(scene: Scene) -> Act:
+        _with_figures(scene)
         if free is not None:
             scene.patch.setattr(stream, "memory_free", lambda device: free)
         model, given = scene.model(), batch() if inputs else None
@@ -444,8 +451,7 @@ def _not_locked(scene: Scene) -> Act:
 
 
 def _larger_evaluations(scene: Scene) -> Act:
-    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
-    (scene.folder / "figures.json").write_text(FIGURES.to_json())
+    _with_figures(scene)
     model, data = scene.model(), rows()
     args = scene.arguments(device_memory_budget="1GiB", eval_strategy="steps", per_device_eval_batch_size=32)
     return lambda: L2LTrainer(model, args, train_dataset=data, eval_dataset=data).train()
