@@ -158,7 +158,7 @@ class BackgroundSave:
         """Wait until the checkpoint is in its place.
 
         Raises:
-            OSError: if it could not be written.
+            CheckpointSaveError: if it could not be written.
         """
         try:
             self._future.result()

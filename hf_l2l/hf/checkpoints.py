@@ -276,7 +276,7 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         """Wait until the checkpoint that is written in the background is in its place.
 
         Raises:
-            OSError: if it could not be written.
+            CheckpointSaveError: if it could not be written.
         """
         if self._l2l_saving is not None:
             (saving, then), self._l2l_saving = self._l2l_saving, None
@@ -292,8 +292,8 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         """`_finish_saving` when an exception ends the training, which is not replaced by another one."""
         try:
             self._finish_saving()
-        except OSError as error:
-            logger.error(f"a checkpoint could not be written: {error}")
+        except CheckpointSaveError as error:
+            logger.error(str(error))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden because the last checkpoint may be the best one, which is loaded here."""

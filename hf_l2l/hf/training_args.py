@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from hf_l2l.config import (
     help_text,
     options_of_the_trainer,
 )
+from hf_l2l.counts import OptionNames
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -58,7 +60,7 @@ else:
 
 
 @dataclass
-class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers ships no types
+class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # transformers ships no types
     """Adds the fields of `L2LConfig` to any dataclass of training arguments; `make_l2l_arguments` combines the two.
 
     A class statement needs the decorator, too: `@dataclass class Mine(L2LArgumentsMixin, SFTConfig)`.
@@ -220,6 +222,12 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         )
 
 
+def optim_of(args: Any) -> str:
+    """The name of the optimizer, as it is typed; "" if none was given."""
+    optim = getattr(args, "optim", "")
+    return str(getattr(optim, "value", optim))
+
+
 _UPDATE_IN_BACKWARD = {"lomo": "sgd", "adalomo": "adafactor"}
 """Optimizers that do so without a name that says it, and what is nearest to them."""
 
@@ -233,6 +241,7 @@ def refuse_for_layers(args: Any) -> None:
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
+        ("parallelism_config", "L2L runs in one process; leave it out"),
         ("torch_compile", "a compiled model cannot be run layer by layer; set torch_compile=False"),
         ("fp16", "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
         ("fp16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
@@ -240,8 +249,8 @@ def refuse_for_layers(args: Any) -> None:
     ):
         value = getattr(args, name, None)
         if value:
-            raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
-    optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
+            raise ValueError(f"{name} cannot be used with L2L (got {name}={' '.join(repr(value).split())}): {remedy}")
+    optim = optim_of(args)
     if optim.endswith("_layerwise") or optim in _UPDATE_IN_BACKWARD:
         raise ValueError(
             f"optim cannot be used with L2L (got optim={optim!r}): it updates parameters in hooks of their backward, "
@@ -249,6 +258,12 @@ def refuse_for_layers(args: Any) -> None:
         )
     if getattr(args, "mixed_precision", None) == "fp16":
         raise ValueError(_two_precisions(args))
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")  # `accelerate launch` sets it, and no argument has it
+    if compiler.lower() != "no":
+        raise ValueError(
+            f"a compiled model cannot be run layer by layer (got dynamo_backend={compiler!r} from Accelerate); launch "
+            "with --dynamo_backend no"
+        )
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:
@@ -258,7 +273,7 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
             f"l2l_optimizer must be 'lamb' or None (got {asked!r}); leave it out for the optimizer that optim names"
         )
     default = TrainingArguments.__dataclass_fields__["optim"].default
-    for name, value in (("optim", args.optim), ("optim_args", args.optim_args)):
+    for name, value in (("optim", optim_of(args)), ("optim_args", args.optim_args)):
         if asked is not None and value not in (None, default):
             raise ValueError(
                 f"one option names the optimizer (got l2l_optimizer={asked!r} and {name}={str(value)!r}); leave out "
