@@ -79,7 +79,7 @@ def changed_before(calls: list[str]) -> list[Fault]:
     return [Fault(at) for at in range(1, len(calls) + 1) if at == 1 or not calls[at - 2].startswith("fsync")]
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every, background):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
@@ -101,7 +101,7 @@ def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, ev
 
 
 def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
-    """At each call by which it puts back what was about to be replaced, and removes the rest."""
+    """At calls by which it puts back what was about to be replaced, and removes the rest."""
     shutil.copytree(before, tmp_path / "calls")
     calls = finished(tmp_path / "calls").calls
     second = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
@@ -112,7 +112,8 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     calls = finished(tmp_path / "again").calls
     saved = [call.startswith("mkdir .l2l-saving-") for call in calls].index(True)
     assert saved >= 10
-    for number, fault in enumerate(changed_before(calls[:saved])):
+    faults = changed_before(calls[:saved])
+    for number, fault in enumerate([*faults[:2], *faults[2:-1:4], faults[-1]]):
         run = tmp_path / str(number)
         assert killed_copy(interrupted, run, fault)
         is_back = (run / "checkpoint-6").exists()
@@ -149,10 +150,10 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
 
 
 def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path):
-    result = kills.main(["--scenes", "calls", "--every", "31", "--out", str(tmp_path / "kills.md")])
+    result = kills.main(["--scenes", "calls", "--every", "45", "--out", str(tmp_path / "kills.md")])
     rows = result["scenes"]["calls"]
     ours, theirs = rows["L2LTrainer"], rows["Trainer"]
-    assert ours["kills"] == ours["resumed"] == ours["right"] >= 3 and ours["errors"] == {}
+    assert ours["kills"] == ours["resumed"] == ours["right"] >= 2 and ours["errors"] == {}
     assert 0 <= theirs["right"] <= theirs["resumed"] == theirs["kills"] - sum(theirs["errors"].values())
     printed, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert json.loads(last) == result and printed in (tmp_path / "kills.md").read_text()
