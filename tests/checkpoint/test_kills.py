@@ -79,7 +79,7 @@ def changed_before(calls: list[str]) -> list[Fault]:
     return [Fault(at) for at in range(1, len(calls) + 1) if at == 1 or not calls[at - 2].startswith("fsync")]
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every, background):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
@@ -121,7 +121,9 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     assert is_back  # before it was replaced again
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["commit", "all"])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["commit", "all"]
+)
 def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     """What is resumed then is one of the two, and no mixture of files or checkpoints."""
     before, new = tmp_path / "before", {"seed": 9}
@@ -160,6 +162,7 @@ def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_save_of_a_training_is_killed_at_every_call(whole, tmp_path):
     (tmp_path / "empty").mkdir()
     for fault in [
@@ -179,6 +182,7 @@ def before_of(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_training_is_killed_at_random_times(whole, tmp_path):
     """200 of them, by the system's own clock, which the training does not see."""
     draw, killed = random.Random(5), 0
