@@ -12,6 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from families import llama
+from hf_l2l.checkpoint.data_position import FILE as POSITION
 from hf_l2l.checkpoint.manifest import MANIFEST
 from training import (
     SAVING,
@@ -101,7 +102,7 @@ def test_checkpoint_files_are_those_of_trainer(tmp_path):
     for make, name in ((plain_trainer, "plain"), (l2l_trainer, "l2l")):
         make(tmp_path / name, **SAVING).train()
     theirs, ours = (tmp_path / name / "checkpoint-4" for name in ("plain", "l2l"))
-    assert {p.name for p in ours.iterdir()} - {p.name for p in theirs.iterdir()} == {MANIFEST}
+    assert {p.name for p in ours.iterdir()} - {p.name for p in theirs.iterdir()} == {MANIFEST, POSITION}
     expected, found = load_file(theirs / "model.safetensors"), load_file(ours / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,266 @@
+"""Where a training is in its data, so that a resumed one makes the batches that the unbroken one would have made.
+
+transformers restores the generators of random numbers after it has fetched the first batches of the resumed epoch. So
+an order that is drawn of them, and random changes of rows, are others than those of the unbroken training. What it
+takes to have the same:
+
+- The iterator of an epoch draws when it begins: samplers their order, and torch the seed of the loader's workers. So a
+  checkpoint has the state of the generators from before the epoch (`DataPosition.began`).
+- Accelerate's data loaders fetch one batch ahead. When a checkpoint is saved, the batch that comes next has been made,
+  with the state from before the last batch was asked for (`DataPosition.ahead`); the one after it is made with the state
+  of the checkpoint (`rng_state.pth`).
+- Without workers, rows of a data set that has a length are made in this process, with these generators: the batches
+  before are left out of the order, and not made again.
+- Workers have generators of their own, which go on from batch to batch, and a streamed data set goes on from row to row:
+  all batches before are made again, and dropped.
+
+Not restored are generators that a data set or collator has of its own, and, in workers that live longer than an epoch,
+those of the epochs before: a warning says so. Nothing here is done for a checkpoint without this file, or with
+`ignore_data_skip`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from hf_l2l.runtime.compute_state import ProgramRng
+
+# Below transformers' own logger, so that its verbosity and handlers apply.
+logger = logging.getLogger("transformers.hf_l2l")
+
+FILE = "rng_state_data.pth"
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """What of an epoch has been used."""
+
+    epoch: int
+    batches: int
+    """That the epoch has given."""
+    began: ProgramRng
+    """Before its iterator was made."""
+    ahead: ProgramRng
+    """Before the last of the batches was asked for."""
+    options: Mapping[str, Any]
+    """Of the training, by name: those that decide which batches there are, and what is drawn for them."""
+    own: tuple[str, ...]
+    """Generators of their own that data set and collator have in this process."""
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into the folder of a checkpoint."""
+        content = {**vars(self), "began": tuple(self.began), "ahead": tuple(self.ahead)}
+        torch.save(content, checkpoint / FILE)
+
+
+def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition | None:
+    """The position of a training that is resumed in the middle of an epoch; None, with a warning, if the checkpoint has
+    none, or was saved with other options."""
+    file = checkpoint / FILE
+    if not file.is_file():
+        logger.warning(f"{checkpoint} has no {FILE}: what is drawn for the rest of this epoch's batches begins anew")
+        return None
+    found = torch.load(file, weights_only=True)
+    states = {name: ProgramRng(*found[name]) for name in ("began", "ahead")}
+    position = DataPosition(**{**found, **states})
+    changed = [
+        f"{name} (got {options.get(name)!r}, and the checkpoint has {value!r})"
+        for name, value in position.options.items()
+        if options.get(name) != value
+    ]
+    if changed:
+        logger.warning(
+            f"the rest of this epoch's batches are others than without the interruption: {', '.join(changed)}"
+        )
+        return None
+    if position.own:
+        logger.warning(f"{', '.join(position.own)} begin anew: a checkpoint has no generators of data sets and collators")
+    return position
+
+
+class BatchFeed:
+    """The iterator over the batches of an epoch, which knows where it is."""
+
+    def __init__(self, epoch: int, loader: Any) -> None:
+        """The epoch begins, with batches of `loader`; nothing has been drawn for it."""
+        self.epoch, self.loader = epoch, loader
+        self._began = self._ahead = ProgramRng.now()
+        self._batches = 0
+        self._iterator: Iterator[Any] | None = None
+        self._resumed: Callable[[], Iterator[Any]] | None = None
+        self._restored: ProgramRng | None = None
+        """The generators of the checkpoint, which are restored while the first batch is made."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it begins in the middle of the epoch, and restores the generators itself."""
+        return self._resumed is not None
+
+    def over(self, batches: Iterator[Any]) -> BatchFeed:
+        """Give those of `batches`, which no earlier call has named; or go on in the epoch, without them."""
+        if self._iterator is None:
+            # Only now: transformers makes an iterator of its own before, which may draw.
+            self._iterator = batches if self._resumed is None else self._resumed()
+        return self
+
+    def __iter__(self) -> BatchFeed:
+        return self
+
+    def __next__(self) -> Any:
+        assert self._iterator is not None
+        before = ProgramRng.now()
+        batch = next(self._iterator)
+        self._ahead, self._batches = self._restored or before, self._batches + 1
+        self._restored = None
+        return batch
+
+    def position(self, options: Mapping[str, Any]) -> DataPosition:
+        """Where it is."""
+        own = () if _workers(self.loader) else tuple(_own_generators(self.loader))
+        return DataPosition(self.epoch, self._batches, self._began, self._ahead, options, own)
+
+    def resume(self, position: DataPosition, skip: Callable[[Any, int], Any], go_on: Callable[[], None]) -> None:
+        """Go on after `position`.
+
+        Args:
+            position: of the same epoch.
+            skip: makes, of a data loader and a number, a data loader without so many batches at the beginning, whose
+                batch sampler has that of the first as `batch_sampler`.
+            go_on: restores the generators that the checkpoint has.
+        """
+        self._began, self._ahead, self._batches = position.began, position.ahead, position.batches
+        # The first two batches are made one after the other, with no known state between them.
+        is_made_again = _workers(self.loader) or isinstance(self.loader.dataset, IterableDataset)
+        if is_made_again or position.batches == 1:
+            self._resumed = partial(self._dropping, position, go_on)
+        else:
+            self._resumed = partial(self._skipping, position, skip, go_on)
+
+    def _skipping(
+        self, position: DataPosition, skip: Callable[[Any, int], Any], go_on: Callable[[], None]
+    ) -> Iterator[Any]:
+        _set_epoch(self.loader, self.epoch)
+        position.began.restore()
+        watch, skipping = _Watch(position), skip(self.loader, position.batches)
+        # What Accelerate has fetched ahead was made before the checkpoint was saved.
+        after = position.batches + (1 if _looks_ahead(self.loader) else 0)
+
+        def restore() -> None:
+            go_on()
+            self._restored = ProgramRng.now()
+
+        cues = ((1, watch.begin), (position.batches, watch.end), (after, restore))
+        sampler = skipping.batch_sampler
+        sampler.batch_sampler = _CuedBatches(sampler.batch_sampler, cues)
+        return iter(skipping)
+
+    def _dropping(self, position: DataPosition, go_on: Callable[[], None]) -> Iterator[Any]:
+        if _workers(self.loader) and position.batches > 1:
+            logger.warning(
+                f"the workers of the data loader make the first {position.batches} batches of the epoch again, so that "
+                "what they draw for the next ones is the same"
+            )
+        _set_epoch(self.loader, self.epoch)
+        position.began.restore()
+        watch, batches = _Watch(position), iter(self.loader)
+        for number in range(position.batches):
+            if number == 1:
+                watch.begin()
+            if number == position.batches - 1 > 0:
+                watch.end()
+            next(batches, None)
+        go_on()
+        return batches
+
+
+class _Watch:
+    """Tells whether what is drawn for the batches before is what was drawn for them."""
+
+    def __init__(self, position: DataPosition) -> None:
+        self._position = position
+        self._first: ProgramRng | None = None
+
+    def begin(self) -> None:
+        """The first batch is there. What is drawn until then was drawn at once."""
+        self._first = ProgramRng.now()
+
+    def end(self) -> None:
+        """The next batch is the one that the checkpoint had ahead."""
+        now, ahead = ProgramRng.now(), self._position.ahead
+        assert self._first is not None
+        differing = now.moved_since(self._first) & now.moved_since(ahead)
+        if differing:
+            logger.warning(
+                f"the data set or its sampler draws of generators that the training draws of, too ({', '.join(differing)})"
+                ": if the order of rows depends on it, it is another one from here on"
+            )
+        ahead.restore()
+
+
+class _CuedBatches:
+    """A batch sampler that calls functions before it draws the rows of the batches with their numbers."""
+
+    def __init__(self, inner: Any, cues: Sequence[tuple[int, Callable[[], None]]]) -> None:
+        self._inner, self._cues = inner, cues
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._inner)
+        for number in itertools.count():
+            for when, call in self._cues:
+                if when == number:
+                    call()
+            try:
+                rows = next(batches)
+            except StopIteration:
+                return
+            yield rows
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """Accelerate looks for the sampler in it, whose epoch it sets."""
+        return getattr(self._inner, name)
+
+
+def _workers(loader: Any) -> int:
+    """How many processes make its batches; 0 if this one does."""
+    found: int = loader.num_workers
+    return found
+
+
+def _looks_ahead(loader: Any) -> bool:
+    """Whether it is one of Accelerate's, which fetch a batch before they give the one before."""
+    return hasattr(loader, "base_dataloader")
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """As transformers does for a data loader that begins an epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for each in (loader, getattr(batch_sampler, "batch_sampler", None)):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+
+
+def _own_generators(loader: Any) -> Iterator[str]:
+    """What data set and collator have of them, as attributes."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random)
+    kinds += () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    holders = [getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)]
+    holders.append(getattr(holders[-1], "data_collator", None))  # transformers drops columns around it
+    for holder in holders:
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, kinds):
+                yield f"{type(holder).__name__}.{name}"
