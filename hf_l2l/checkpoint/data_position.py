@@ -1,22 +1,21 @@
 """Where a training is in its data, so that a resumed one makes the batches that the unbroken one would have made.
 
 transformers restores the generators of random numbers after it has fetched the first batches of the resumed epoch. So
-an order that is drawn of them, and random changes of rows, are others than those of the unbroken training. What it
-takes to have the same:
+an order that is drawn of them, and random changes of rows, are others than in the unbroken training. To have the same:
 
 - The iterator of an epoch draws when it begins: samplers their order, and torch the seed of the loader's workers. So a
   checkpoint has the state of the generators from before the epoch (`DataPosition.began`).
 - Accelerate's data loaders fetch one batch ahead. When a checkpoint is saved, the batch that comes next has been made,
-  with the state from before the last batch was asked for (`DataPosition.ahead`); the one after it is made with the state
+  with the state from before the last one was asked for (`DataPosition.ahead`). The one after it is made with the state
   of the checkpoint (`rng_state.pth`).
-- Without workers, rows of a data set that has a length are made in this process, with these generators: the batches
+- Without workers, the rows of a data set that has a length are made in this process, with these generators: batches
   before are left out of the order, and not made again.
-- Workers have generators of their own, which go on from batch to batch, and a streamed data set goes on from row to row:
-  all batches before are made again, and dropped.
+- Workers have generators of their own, which go on from batch to batch, and a streamed data set goes on from row to
+  row: all batches before are made again, and dropped.
 
-Not restored are generators that a data set or collator has of its own, and, in workers that live longer than an epoch,
-those of the epochs before: a warning says so. Nothing here is done for a checkpoint without this file, or with
-`ignore_data_skip`.
+What is not restored is told in a warning: generators that a data set or collator has of its own, those of workers that
+live longer than an epoch, and draws that depend on those of the training. A checkpoint without this file, and
+`ignore_data_skip`, are resumed as transformers does.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class DataPosition:
 
 
 def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition | None:
-    """The position of a training that is resumed in the middle of an epoch; None, with a warning, if the checkpoint has
-    none, or was saved with other options."""
+    """Where to go on in the middle of an epoch; None, with a warning, if the checkpoint does not tell, or has other
+    options."""
     file = checkpoint / FILE
     if not file.is_file():
         logger.warning(f"{checkpoint} has no {FILE}: what is drawn for the rest of this epoch's batches begins anew")
@@ -85,7 +84,9 @@ def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition
         )
         return None
     if position.own:
-        logger.warning(f"{', '.join(position.own)} begin anew: a checkpoint has no generators of data sets and collators")
+        logger.warning(
+            f"{', '.join(position.own)} begin anew: a checkpoint has no generators of data sets and collators"
+        )
     return position
 
 
@@ -163,17 +164,19 @@ class BatchFeed:
         cues = ((1, watch.begin), (position.batches, watch.end), (after, restore))
         sampler = skipping.batch_sampler
         sampler.batch_sampler = _CuedBatches(sampler.batch_sampler, cues)
-        return iter(skipping)
+        batches: Iterator[Any] = iter(skipping)
+        return batches
 
     def _dropping(self, position: DataPosition, go_on: Callable[[], None]) -> Iterator[Any]:
         if _workers(self.loader) and position.batches > 1:
             logger.warning(
-                f"the workers of the data loader make the first {position.batches} batches of the epoch again, so that "
-                "what they draw for the next ones is the same"
+                f"the workers of the data loader make the first {position.batches} batches of the epoch again, since "
+                "they may draw random numbers"
             )
         _set_epoch(self.loader, self.epoch)
         position.began.restore()
-        watch, batches = _Watch(position), iter(self.loader)
+        watch = _Watch(position)
+        batches: Iterator[Any] = iter(self.loader)
         for number in range(position.batches):
             if number == 1:
                 watch.begin()
@@ -202,8 +205,8 @@ class _Watch:
         differing = now.moved_since(self._first) & now.moved_since(ahead)
         if differing:
             logger.warning(
-                f"the data set or its sampler draws of generators that the training draws of, too ({', '.join(differing)})"
-                ": if the order of rows depends on it, it is another one from here on"
+                "the data set or its sampler draws random numbers as it goes on, and so does the training "
+                f"({', '.join(sorted(differing))}): an order of rows that depends on them is another one from here on"
             )
         ahead.restore()
 
@@ -247,8 +250,8 @@ def _looks_ahead(loader: Any) -> bool:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     """As transformers does for a data loader that begins an epoch."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for each in (loader, getattr(batch_sampler, "batch_sampler", None)):
+    inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for each in (loader, inner):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
 

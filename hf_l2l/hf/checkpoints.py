@@ -20,7 +20,7 @@ import torch
 import transformers
 from accelerate import skip_first_batches
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -40,6 +40,9 @@ logger = logging.get_logger("transformers.hf_l2l")
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
+
+_RNG = "rng_state.pth"
+"""Of transformers, where one process trains."""
 
 _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
@@ -97,12 +100,10 @@ def _say_what_is_missing(checkpoint: Path) -> None:
     """Warn of what a resumed training begins anew: transformers does so without a word."""
     if not checkpoint.is_dir():
         return
-    for pattern, what in (
-        (OPTIMIZER_NAME, "the optimizer's state begins anew"),
-        ("rng_state*.pth", "random numbers do"),
-    ):
-        if not any(checkpoint.glob(pattern)):
-            logger.warning(f"{checkpoint} has no {pattern.replace('*', '')}: {what}")
+    state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
+    for name, what in ((OPTIMIZER_NAME, state), (SCHEDULER_NAME, state), (_RNG, "random numbers begin anew")):
+        if not (checkpoint / name).exists():
+            logger.warning(f"{checkpoint} has no {name}: {what}")
 
 
 def set_aside_interrupted(folder: Path) -> str:
@@ -272,8 +273,8 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
     def _init_training_state(
         self, max_steps: int, steps_of_epoch: int, epochs: int, checkpoint: str | None, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Overridden so that a finished training trains no further step, as it does with transformers where an epoch is
-        not over; and to find out where in the data it is."""
+        """Overridden so that a finished training trains no further step, as transformers does where an epoch is not
+        over; and to find out where in the data it is."""
         self._l2l_position = None
         found: tuple[int, int] = super()._init_training_state(
             max_steps, steps_of_epoch, epochs, checkpoint, *args, **kwargs
@@ -282,12 +283,15 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
             return found
         if self.state.global_step >= max_steps:
             logger.warning(
-                f"the training that {checkpoint} is of is finished: it has made {self.state.global_step} steps, of "
-                f"{max_steps}; no further step is trained. Raise max_steps or num_train_epochs to go on"
+                f"the training is finished, and no further step is made: {checkpoint} has made "
+                f"{self.state.global_step} steps of {max_steps}. Raise max_steps or num_train_epochs to train on"
             )
             return epochs, 0
         if found[0] and self.args.dataloader_persistent_workers:
-            logger.warning("dataloader_persistent_workers=True: what the workers draw from here on is something else")
+            logger.warning(
+                "dataloader_persistent_workers=True: workers that live longer than an epoch begin anew, and draw "
+                "other random numbers than without the interruption"
+            )
         if found[1] and self.args.world_size <= 1:
             self._l2l_position = saved_position(Path(checkpoint), self._data_options())
         position = self._l2l_position

@@ -45,10 +45,10 @@ def changed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class Augmented(Dataset):  # type: ignore[type-arg]
-    """Rows that are changed at random whenever they are read."""
+    """Rows that are changed at random whenever they are read; of a language model, every token is a label."""
 
-    def __init__(self, count: int = COUNT) -> None:
-        self.rows = rows(count)
+    def __init__(self, causal: bool = False) -> None:
+        self.rows = [{**row, "labels": row["input_ids"]} if causal else row for row in rows(COUNT)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,11 +60,8 @@ class Augmented(Dataset):  # type: ignore[type-arg]
 class Streamed(IterableDataset):  # type: ignore[type-arg]
     """Rows without a length, changed at random."""
 
-    def __init__(self, count: int = COUNT) -> None:
-        self.rows = rows(count)
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (changed(row) for row in self.rows)
+        return (changed(row) for row in rows(COUNT))
 
 
 class MaskingCollator(hf.DefaultDataCollator):
@@ -80,23 +77,35 @@ class Recorded:
     def __init__(self, made: hf.Trainer) -> None:
         self.made = made
         self.batches: list[list[list[int]]] = []
-        training_step = made.training_step
+        get_batch_samples = made.get_batch_samples
 
-        def noting(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.batches.append(inputs["input_ids"].tolist())
-            return training_step(model, inputs, *args, **kwargs)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            found = get_batch_samples(*args, **kwargs)
+            self.batches += [batch["input_ids"].tolist() for batch in found[0]]
+            return found
 
-        made.training_step = noting
+        made.get_batch_samples = noting
 
 
 def recorded(
-    folder: Path, kind: type[hf.Trainer] = L2LTrainer, *, data: Any = None, model: Any = None, **options: Any
+    folder: Path,
+    kind: type[hf.Trainer] = L2LTrainer,
+    *,
+    data: Any = None,
+    model: Any = None,
+    collator: Any = None,
+    **options: Any,
 ) -> Recorded:
-    """A trainer over random changes of rows, by default with dropout, made as after a restart of the program."""
-    hf.set_seed(7)  # what a program draws before it trains is something else each time
-    made = trainer(kind, folder, model=tiny_bert(layers=2) if model is None else model, **{**RUN, **options})
-    made.train_dataset = Augmented() if data is None else data
-    made.data_collator = MaskingCollator()
+    """A trainer over random changes of rows, by default with dropout."""
+    options = {**RUN, **options}
+    if not issubclass(kind, L2LTrainer):
+        options = {name: value for name, value in options.items() if not name.startswith("l2l_")}
+    built = tiny_bert(layers=2) if model is None else model()
+    made = trainer(kind, folder, model=built, **options)
+    made.train_dataset = Augmented() if data is None else data()
+    made.data_collator = MaskingCollator() if collator is None else collator()
+    if not isinstance(built, hf.BertForSequenceClassification):
+        made.loss_is_scaled_for_ga = None  # of a language model it is; that of the classifier is a mean
     return Recorded(made)
 
 
@@ -157,6 +166,7 @@ def assert_resumes_at(whole: Recorded, at: int, folder: Path, **options: Any) ->
     """A training that is resumed at a step of `whole`, which is over, ends as that did. The resumed one, over."""
     source = Path(whole.made.args.output_dir)
     again = recorded(folder, **{"save_steps": STEPS, **options})
+    drawn()  # what a program draws before it trains is something else each time
     again.made.train(resume_from_checkpoint=str(source / f"checkpoint-{at}"))
     assert again.made.state.global_step == STEPS
     assert again.batches == whole.batches[len(whole.batches) - len(again.batches) :]
