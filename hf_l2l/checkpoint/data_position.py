@@ -85,7 +85,8 @@ def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition
         return None
     if position.own:
         logger.warning(
-            f"{', '.join(position.own)} begin anew: a checkpoint has no generators of data sets and collators"
+            f"generators of data set and collator are in no checkpoint, and begin anew ({', '.join(position.own)}): "
+            "what they draw is something else than without the interruption"
         )
     return position
 

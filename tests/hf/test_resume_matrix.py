@@ -14,7 +14,17 @@ from torch.utils.data import DataLoader
 
 from accumulated import tiny_llama
 from hf_l2l import L2LTrainer
-from resumed import STEPS, Augmented, MaskingCollator, Recorded, Streamed, assert_resumes_at, recorded
+from resumed import (
+    STEPS,
+    Augmented,
+    MaskingCollator,
+    Recorded,
+    Streamed,
+    assert_resumes_at,
+    assert_same_checkpoint,
+    drawn,
+    recorded,
+)
 from tiers import combined
 
 pytestmark = [
@@ -22,8 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning"),
 ]
-
-ANEW = "begin"
 
 
 def whole_run(folder: Path, **options: Any) -> Recorded:
@@ -37,6 +45,27 @@ def test_each_step(tmp_path):
     whole = whole_run(tmp_path / "whole")
     for at in range(1, STEPS):
         assert_resumes_at(whole, at, tmp_path / f"at {at}")
+
+
+class _StopAfterOne(hf.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dataloader_num_workers": 2}, marks=pytest.mark.slow)], ids=["here", "by workers"]
+)
+def test_interrupted_after_each_step(tmp_path, options):
+    whole = whole_run(tmp_path / "whole", **options)
+    batches = []
+    for at in range(STEPS):
+        again = recorded(tmp_path / "parts", callbacks=[_StopAfterOne()], **options)
+        if at:
+            drawn()  # another program draws something else before it trains
+        again.made.train(resume_from_checkpoint=at > 0)
+        batches += again.batches
+    assert batches == whole.batches
+    assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "whole")))
 
 
 class _OwnLoader(L2LTrainer):
@@ -72,7 +101,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [(1, 5, 6, 10), pytest.param(range(1, STEPS), marks=pytest.mark.slow)], ids=["some", "each"])
+@pytest.mark.parametrize(
+    "steps", [(1, 5, 6, 10), pytest.param(range(1, STEPS), marks=pytest.mark.slow)], ids=["some", "each"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_options(tmp_path, case, steps):
     whole = whole_run(tmp_path / "whole", **CASES[case])
@@ -80,3 +111,83 @@ def test_options(tmp_path, case, steps):
         assert 1 < whole.made.eps.loss_scale.skipped < STEPS
     for at in steps:
         assert_resumes_at(whole, at, tmp_path / f"at {at}", **CASES[case])
+
+
+# Options under which the arithmetic is the same, so that the bits are.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"eps_update": "serial"},
+    {"eps_update": "deferred", "l2l_num_threads": 2, "stash": "host"},
+    {"eps_update": "eager", "l2l_num_threads": 1, "l2l_prefetch": False},
+    {"stash": "disk", "l2l_boundary": "host"},
+    {"ubatch_size": 8, "eps_update": "deferred", "stash": "host", "l2l_device_stash": 2},
+)
+
+
+@pytest.mark.parametrize(("first", "then"), combined(range(len(OTHERS)), range(len(OTHERS)), one_in=5))
+def test_with_other_options(tmp_path, first, then):
+    same = {"max_grad_norm": 0.0}
+    whole = whole_run(tmp_path / "whole", **OTHERS[first], **same)
+    assert_resumes_at(whole, 5, tmp_path / "again", **OTHERS[then], **same)
+
+
+# ---- what is not the same is told
+
+
+def said_at(tmp_path: Path, caplog: Any, at: int, *, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What the warnings of a resumed training say."""
+    whole_run(tmp_path / "whole", **before)
+    again = recorded(tmp_path / "again", **after)
+    with caplog.at_level(logging.WARNING, "transformers.hf_l2l"):
+        again.made.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
+    assert again.made.state.global_step == STEPS
+    return [record.message for record in caplog.records if record.name == "transformers.hf_l2l"]
+
+
+def test_other_batches_are_told(tmp_path, caplog):
+    after = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 3}
+    assert said_at(tmp_path, caplog, 4, before={}, after=after) == [
+        "the rest of this epoch's batches are others than without the interruption: per_device_train_batch_size (got "
+        "4, and the checkpoint has 8), seed (got 3, and the checkpoint has 42), gradient_accumulation_steps (got 2, "
+        "and the checkpoint has 1)"
+    ]
+
+
+def test_a_checkpoint_of_the_other_trainer_does_not_tell_what_was_drawn(tmp_path, caplog):
+    before = {"kind": hf.Trainer}
+    (said,) = said_at(tmp_path, caplog, 4, before=before, after={})
+    assert "checkpoint-4 has no rng_state_data.pth: what is drawn for the rest of this epoch's batches" in said
+    caplog.clear()
+    assert said_at(tmp_path, caplog, 6, before=before, after={}) == []  # an epoch is over
+
+
+class _OwnGenerator(MaskingCollator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+
+def test_generators_of_a_collator_are_told(tmp_path, caplog):
+    options = {"collator": _OwnGenerator}
+    assert said_at(tmp_path, caplog, 4, before=options, after=options) == [
+        "generators of data set and collator are in no checkpoint, and begin anew (_OwnGenerator.generator): what "
+        "they draw is something else than without the interruption"
+    ]
+    caplog.clear()
+    # Each worker begins an epoch with a copy of the one here.
+    options["dataloader_num_workers"] = 1
+    (said,) = said_at(tmp_path / "workers", caplog, 4, before=options, after=options)
+    assert said.startswith("the workers of the data loader make the first 4 batches of the epoch again")
+
+
+def test_workers_that_live_on_are_told(tmp_path, caplog):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    said = said_at(tmp_path, caplog, 8, before=options, after=options)
+    assert said[0].startswith("dataloader_persistent_workers=True: workers that live longer than an epoch begin anew")
+
+
+def test_an_order_that_depends_on_the_draws_of_the_training_is_told(tmp_path, caplog):
+    (said,) = said_at(tmp_path, caplog, 4, before={"data": Streamed}, after={"data": Streamed})
+    assert said == (
+        "the data set or its sampler draws random numbers as it goes on, and so does the training (torch): an order "
+        "of rows that depends on them is another one from here on"
+    )
