@@ -48,6 +48,10 @@ class DataPosition:
     epoch: int
     batches: int
     """That the epoch has given."""
+    is_complete: bool
+    """Whether the epoch makes no further step."""
+    is_over: bool
+    """Whether what is done at its end, such as an evaluation, has been done, too."""
     began: ProgramRng
     """Before its iterator was made."""
     ahead: ProgramRng
@@ -56,6 +60,14 @@ class DataPosition:
     """Of the training, by name: those that decide which batches there are, and what is drawn for them."""
     own: tuple[str, ...]
     """Generators of their own that data set and collator have in this process."""
+    loss: float
+    """Of the steps that have not been logged yet."""
+    logged_at: int
+    """The step that was logged last."""
+    grad_norm: float | None
+    """Of the last step, which may be logged at the end of the epoch."""
+    learning_rate: float | None
+    """Of the last step."""
 
     def save(self, checkpoint: Path) -> None:
         """Write it into the folder of a checkpoint."""
@@ -63,12 +75,17 @@ class DataPosition:
         torch.save(content, checkpoint / FILE)
 
 
-def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition | None:
-    """Where to go on in the middle of an epoch; None, with a warning, if the checkpoint does not tell, or has other
-    options."""
+def saved_position(checkpoint: Path, options: Mapping[str, Any], *, is_within: bool) -> DataPosition | None:
+    """Where a training with these options goes on; None if the checkpoint does not tell, or has other options.
+
+    What that changes is told in a warning, where it is within an epoch.
+    """
     file = checkpoint / FILE
     if not file.is_file():
-        logger.warning(f"{checkpoint} has no {FILE}: what is drawn for the rest of this epoch's batches begins anew")
+        if is_within:
+            logger.warning(
+                f"{checkpoint} has no {FILE}: what is drawn for the rest of this epoch's batches begins anew"
+            )
         return None
     found = torch.load(file, weights_only=True)
     states = {name: ProgramRng(*found[name]) for name in ("began", "ahead")}
@@ -78,10 +95,11 @@ def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition
         for name, value in position.options.items()
         if options.get(name) != value
     ]
-    if changed:
+    if changed and is_within:
         logger.warning(
             f"the rest of this epoch's batches are others than without the interruption: {', '.join(changed)}"
         )
+    if changed:
         return None
     if position.own:
         logger.warning(
@@ -94,11 +112,12 @@ def saved_position(checkpoint: Path, options: Mapping[str, Any]) -> DataPosition
 class BatchFeed:
     """The iterator over the batches of an epoch, which knows where it is."""
 
-    def __init__(self, epoch: int, loader: Any) -> None:
-        """The epoch begins, with batches of `loader`; nothing has been drawn for it."""
+    def __init__(self, epoch: int, loader: Any, batches: int, step: int) -> None:
+        """The epoch begins after its first `batches`, with those of `loader`; nothing has been drawn for it. `step`
+        steps were made before."""
         self.epoch, self.loader = epoch, loader
         self._began = self._ahead = ProgramRng.now()
-        self._batches = 0
+        self._batches, self._step, self._is_over = batches, step, False
         self._iterator: Iterator[Any] | None = None
         self._resumed: Callable[[], Iterator[Any]] | None = None
         self._restored: ProgramRng | None = None
@@ -127,10 +146,17 @@ class BatchFeed:
         self._restored = None
         return batch
 
-    def position(self, options: Mapping[str, Any]) -> DataPosition:
-        """Where it is."""
+    def at_step(self, step: int) -> None:
+        """`step` steps have been made. transformers tells it after each step, and once more at the epoch's end."""
+        self._is_over = step == self._step
+        self._step = step
+
+    def position(self, *, stops: bool, options: Mapping[str, Any], **to_log: Any) -> DataPosition:
+        """Where it is. `stops`: whether the epoch is ended here, whatever is left; the others are fields."""
         own = () if _workers(self.loader) else tuple(_own_generators(self.loader))
-        return DataPosition(self.epoch, self._batches, self._began, self._ahead, options, own)
+        is_complete = stops or self._is_over or self._batches == _length(self.loader)
+        where = self.epoch, self._batches, is_complete, self._is_over
+        return DataPosition(*where, self._began, self._ahead, options, own, **to_log)
 
     def resume(self, position: DataPosition, skip: Callable[[Any, int], Any], go_on: Callable[[], None]) -> None:
         """Go on after `position`.
@@ -242,6 +268,14 @@ def _workers(loader: Any) -> int:
     """How many processes make its batches; 0 if this one does."""
     found: int = loader.num_workers
     return found
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of an epoch; None if nobody knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _looks_ahead(loader: Any) -> bool:

@@ -11,23 +11,21 @@ import errno
 import shutil
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import torch
 import transformers
-from accelerate import skip_first_batches
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
-from hf_l2l.checkpoint.data_position import BatchFeed, DataPosition, saved_position
 from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, is_finished, newest_whole, rotate
 from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
+from hf_l2l.checkpoint.resuming import ResumingMixin
 from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
@@ -140,13 +138,7 @@ def _file(checkpoint: Path, device: torch.device) -> Path:
     return checkpoint / f"rng_state_{device.type}.pth"
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _NextTrainer
-else:
-    _NextTrainer = object  # the trainer that the mixin is combined with comes after it
-
-
-class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
+class CheckpointsMixin(ResumingMixin):
     """The part of `L2LTrainerMixin` that saves and loads."""
 
     model: Any
@@ -155,10 +147,6 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
     """Where a checkpoint is written now."""
     _l2l_run: str | None = None
     """Names the training in the manifests of its checkpoints."""
-    _l2l_feed: BatchFeed | None = None
-    """The batches of the epoch that runs."""
-    _l2l_position: DataPosition | None = None
-    """Where the training is resumed in the middle of an epoch."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters."""
@@ -248,73 +236,16 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         return {"trainer": type(self).__name__, "torch": torch.__version__, **versions}
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Overridden for devices whose random generators transformers does not save, and for those of the data."""
+        """Overridden for devices whose random generators transformers does not save."""
         super()._save_rng_state(output_dir)
         save_generator(Path(output_dir), self.args.device)
         self._l2l_plan.save(output_dir)
-        if self._l2l_feed is not None and self.args.world_size <= 1:
-            self._l2l_feed.position(self._data_options()).save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Overridden for the same reason as `_save_rng_state`."""
-        if self._l2l_feed is None or not self._l2l_feed.is_resumed:
-            self._load_generators(checkpoint)
-
-    def _load_generators(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_generator(Path(checkpoint), self.args.device)
-
-    def _data_options(self) -> dict[str, Any]:
-        """The options that decide which batches there are, and what is drawn for them."""
-        names = ("seed", "data_seed", "gradient_accumulation_steps", "dataloader_num_workers", "dataloader_drop_last")
-        return {"per_device_train_batch_size": self._train_batch_size, **{n: getattr(self.args, n) for n in names}}
-
-    def _init_training_state(
-        self, max_steps: int, steps_of_epoch: int, epochs: int, checkpoint: str | None, *args: Any, **kwargs: Any
-    ) -> tuple[int, int]:
-        """Overridden so that a finished training trains no further step, as transformers does where an epoch is not
-        over; and to find out where in the data it is."""
-        self._l2l_position = None
-        found: tuple[int, int] = super()._init_training_state(
-            max_steps, steps_of_epoch, epochs, checkpoint, *args, **kwargs
-        )
-        if checkpoint is None:
-            return found
-        if self.state.global_step >= max_steps:
-            logger.warning(
-                f"the training is finished, and no further step is made: {checkpoint} has made "
-                f"{self.state.global_step} steps of {max_steps}. Raise max_steps or num_train_epochs to train on"
-            )
-            return epochs, 0
-        if found[0] and self.args.dataloader_persistent_workers:
-            logger.warning(
-                "dataloader_persistent_workers=True: workers that live longer than an epoch begin anew, and draw "
-                "other random numbers than without the interruption"
-            )
-        if found[1] and self.args.world_size <= 1:
-            self._l2l_position = saved_position(Path(checkpoint), self._data_options())
-        position = self._l2l_position
-        return found if position is None else (position.epoch, position.batches)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Overridden to know which batches have been made; see `hf_l2l.checkpoint.data_position`."""
-        checkpoint, position = kwargs["resume_from_checkpoint"], self._l2l_position
-        if checkpoint is not None and kwargs["epoch"] == kwargs["epochs_trained"] and position is None:
-            self._load_rng_state(checkpoint)  # transformers does so later; the feed looks at the generators now
-        self._l2l_feed = BatchFeed(kwargs["epoch"], kwargs["train_dataloader"])
-        if position is not None:
-            self._l2l_position = None
-            self._l2l_feed.resume(position, skip_first_batches, partial(self._load_generators, checkpoint))
-        try:
-            super()._run_epoch(*args, **kwargs)
-        finally:
-            self._l2l_feed = None
-
-    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Overridden for the same reason as `_run_epoch`."""
-        batches = epoch_iterator if self._l2l_feed is None else self._l2l_feed.over(epoch_iterator)
-        return super().get_batch_samples(batches, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""

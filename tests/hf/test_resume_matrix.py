@@ -82,6 +82,15 @@ PLATEAU = {
     **{"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}},
     **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
 }
+
+
+class _EpochsOfFour(hf.TrainerCallback):
+    """Ends each epoch after four steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 4 == 0
+
+
 CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4},
     "merged": {
@@ -90,6 +99,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "linear": {"lr_scheduler_type": "linear", "warmup_steps": 3, "ubatch_size": 3, "stash": "host"},
     "plateau": PLATEAU,
+    "logged seldom": {"logging_steps": 5, "eval_strategy": "epoch"},
+    "logged at the end of epochs": {"logging_strategy": "epoch", "gradient_accumulation_steps": 2},
+    "epochs that are cut": {
+        **{"max_steps": -1, "num_train_epochs": 3, "logging_strategy": "epoch", "eval_strategy": "epoch"},
+        "callbacks": [_EpochsOfFour()],
+    },
     "fp16": FP16,
     "workers": {"dataloader_num_workers": 2},
     "streamed": {"data": Streamed},
