@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, is_finished, n
 from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin
 from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
+from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attachment_of
+from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
-from hf_l2l.model.precision import copy_as
+from hf_l2l.model.precision import computing_dtype, copy_as
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import size_text
 
@@ -142,6 +144,8 @@ class CheckpointsMixin(ResumingMixin):
     """The part of `L2LTrainerMixin` that saves and loads."""
 
     model: Any
+    _asked_config: Callable[[], L2LConfig]
+    _streams: Callable[[], bool]
     _l2l_plan: TrainerPlan
     _l2l_staging: Staging | None = None
     """Where a checkpoint is written now."""
@@ -246,6 +250,14 @@ class CheckpointsMixin(ResumingMixin):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_generator(Path(checkpoint), self.args.device)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32."""
+        config = self._asked_config()
+        trains_in_16_bits = computing_dtype(config.cmp, stream.execution_device(config.device)) is not None
+        if trains_in_16_bits and attachment_of(self.model) is None and self._streams():
+            make_masters_fp32(self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""

@@ -26,11 +26,13 @@ from resumed import (
     recorded,
 )
 from tiers import combined
+from training import tiny_bert
 
 pytestmark = [
     # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the master weights are torch.bfloat16:UserWarning"),
 ]
 
 
@@ -112,6 +114,8 @@ CASES: dict[str, dict[str, Any]] = {
     "an order drawn of the program's generator": {"accelerator_config": {"use_seedable_sampler": False}},
     "own loader": {"kind": _OwnLoader},
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
+    "a model in 16 bits, masters in 32": {"model": lambda: tiny_bert(layers=2).bfloat16(), "cmp": "bf16"},
+    "a model in 16 bits": {"model": lambda: tiny_bert(layers=2).bfloat16()},
     "bf16 moments": {"cmp": "bf16", "l2l_moment_dtype": "bf16", "l2l_grad_dtype": "16bit"},
 }
 
