@@ -26,7 +26,7 @@ from resumed import (
     recorded,
 )
 from tiers import combined
-from training import tiny_bert
+from training import StopAt, tiny_bert
 
 pytestmark = [
     # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
@@ -49,11 +49,6 @@ def test_each_step(tmp_path):
         assert_resumes_at(whole, at, tmp_path / f"at {at}")
 
 
-class _StopAfterOne(hf.TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = True
-
-
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"dataloader_num_workers": 2}, marks=pytest.mark.slow)], ids=["here", "by workers"]
 )
@@ -61,7 +56,7 @@ def test_interrupted_after_each_step(tmp_path, options):
     whole = whole_run(tmp_path / "whole", **options)
     batches = []
     for at in range(STEPS):
-        again = recorded(tmp_path / "parts", callbacks=[_StopAfterOne()], **options)
+        again = recorded(tmp_path / "parts", callbacks=[StopAt(at + 1)], **options)
         if at:
             drawn()  # another program draws something else before it trains
         again.made.train(resume_from_checkpoint=at > 0)
