@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_l2l.runtime.compute_state import ProgramRng
 
@@ -169,11 +169,10 @@ class BatchFeed:
         """
         self._began, self._ahead, self._batches = position.began, position.ahead, position.batches
         # The first two batches are made one after the other, with no known state between them.
-        is_made_again = _workers(self.loader) or isinstance(self.loader.dataset, IterableDataset)
-        if is_made_again or position.batches == 1:
-            self._resumed = partial(self._dropping, position, go_on)
-        else:
+        if position.batches > 1 and _leaves_out(self.loader):
             self._resumed = partial(self._skipping, position, skip, go_on)
+        else:
+            self._resumed = partial(self._dropping, position, go_on)
 
     def _skipping(
         self, position: DataPosition, skip: Callable[[Any, int], Any], go_on: Callable[[], None]
@@ -266,15 +265,24 @@ class _CuedBatches:
 
 def _workers(loader: Any) -> int:
     """How many processes make its batches; 0 if this one does."""
-    found: int = loader.num_workers
-    return found
+    return int(getattr(loader, "num_workers", 0))
+
+
+def _leaves_out(loader: Any) -> bool:
+    """Whether batches can be left out of its order, and those after them are the same."""
+    return (
+        isinstance(loader, DataLoader)
+        and not _workers(loader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
 
 
 def _length(loader: Any) -> int | None:
     """Batches of an epoch; None if nobody knows."""
     try:
         return len(loader)
-    except TypeError:
+    except (NotImplementedError, TypeError):
         return None
 
 
