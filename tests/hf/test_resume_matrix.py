@@ -115,16 +115,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "steps", [(1, 5, 6, 10), pytest.param(range(1, STEPS), marks=pytest.mark.slow)], ids=["some", "each"]
-)
+# The first step, one within the first epoch, its last one, one within the second; and where epochs are cut.
+SOME = {"epochs that are cut": (4, 6)}
+
+
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some steps", "each step"])
 @pytest.mark.parametrize("case", CASES)
-def test_options(tmp_path, case, steps):
+def test_options(tmp_path, case, each):
     whole = whole_run(tmp_path / "whole", **CASES[case])
     if case == "fp16":
         assert 1 < whole.made.eps.loss_scale.skipped < STEPS
-    for at in steps:
+    for at in range(1, STEPS) if each else SOME.get(case, (1, 5, 6, 10)):
         assert_resumes_at(whole, at, tmp_path / f"at {at}", **CASES[case])
+
+
+@pytest.mark.parametrize("case", ["whole epochs", "epochs that are cut"])
+def test_saved_at_the_end_of_an_epoch(tmp_path, case):
+    options = {**CASES.get(case, {}), "save_strategy": "epoch", "eval_strategy": "epoch"}
+    whole = whole_run(tmp_path / "whole", **options)
+    at = 6 if case == "whole epochs" else 4
+    assert_resumes_at(whole, at, tmp_path / "again", **options)
 
 
 # Options under which the arithmetic is the same, so that the bits are.
