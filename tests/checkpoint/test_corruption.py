@@ -160,9 +160,9 @@ def test_one_of_transformers_trainer_is_checked_as_far_as_can_be(trained, tmp_pa
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("optimizer.pt", "no optimizer.pt: the optimizer's state begins anew"),
-        ("scheduler.pt", "no scheduler.pt: the optimizer's state and the learning rate's schedule begin anew"),
-        ("rng_state.pth", "no rng_state.pth: random numbers do"),
+        ("optimizer.pt", "no optimizer.pt: the optimizer's state and the schedule of the learning rate begin anew"),
+        ("scheduler.pt", "no scheduler.pt: the optimizer's state and the schedule of the learning rate begin anew"),
+        ("rng_state.pth", "no rng_state.pth: random numbers begin anew"),
         (MANIFEST, f"no {MANIFEST}: whether its files are as they were saved is not known"),
     ],
 )
