@@ -105,7 +105,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def document(text: str, where: dict[str, Any]) -> str:
     """The file for `benchmarks/results`."""
-    said = " ".join(str(__doc__).split("\n\n")[1].split())
+    said = str(__doc__).split("\n\n")[1]
     return (
         "# Trainings that are killed while they save: `Trainer` and `L2LTrainer`\n\n"
         f"## Environment\n\n{environment.description(where)}\n\n## Result\n\n{said}\n\n{text}\n\n"

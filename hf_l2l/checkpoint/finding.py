@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import DamagedCheckpointError, Manifest, check_files, read_manifest
 from hf_l2l.checkpoint.staging import remove
 
@@ -48,28 +49,26 @@ def is_finished(checkpoint: Path) -> bool:
     return True
 
 
-def check_whole(checkpoint: Path, also: Callable[[Path], None]) -> Manifest | None:
-    """Raise unless the manifest, if there is one, holds, and `also` does not raise; returns the manifest.
+def check_whole(checkpoint: Path) -> Manifest | None:
+    """Raise unless the manifest, if there is one, holds, and a trainer can read all; returns the manifest.
 
     Raises:
-        DamagedCheckpointError: names the file that is not as it was.
+        DamagedCheckpointError: names the file that is not as it was, or has a form in which it is not read.
         ValueError: if a newer version of this package wrote it.
     """
     manifest = read_manifest(checkpoint)
     if manifest is not None:
         check_files(checkpoint, manifest)
-    also(checkpoint)
+    check_form(checkpoint)
     return manifest
 
 
-def newest_whole(
-    run: Path, also: Callable[[Path], None] = lambda checkpoint: None
-) -> tuple[Path | None, list[PassedOver]]:
+def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tuple[Path | None, list[PassedOver]]:
     """The newest whole checkpoint in `run`, if there is one, and newer ones that are not whole.
 
     Of two trainings in one folder, the later one counts: its checkpoints come before all of others. A checkpoint
     without a manifest, as transformers' Trainer writes it, belongs to it if none of its others was saved later, and is
-    whole if its last file is there. Of a whole one, `also` does not raise DamagedCheckpointError.
+    whole if its last file is there. Of a whole one, `check` raises no DamagedCheckpointError.
 
     Raises:
         ValueError: if a newer version of this package wrote one of them.
@@ -80,7 +79,7 @@ def newest_whole(
             passed_over.append(PassedOver(folder, "saving was interrupted", is_interrupted=True))
             continue
         try:
-            check_whole(folder, also)
+            check(folder)
         except DamagedCheckpointError as error:
             passed_over.append(PassedOver(folder, f"{error.file} {error.reason}", is_interrupted=False))
             continue

@@ -28,7 +28,6 @@ from transformers.utils import logging
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
 from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
-from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
@@ -73,7 +72,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
     folder = Path(args.output_dir)
     remove_interrupted(folder)
     if asked is True:
-        found, passed_over = newest_whole(folder, check_form)
+        found, passed_over = newest_whole(folder)
         if found is None and passed_over:
             raise ValueError(
                 f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
@@ -86,7 +85,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
                 logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
     else:
         found = Path(asked)
-        check_whole(found, check_form)
+        check_whole(found)
     renamed = set_aside_interrupted(folder) if args.should_save else ""
     if renamed:
         logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
@@ -363,7 +362,7 @@ class CheckpointsMixin(ResumingMixin):
             DamagedCheckpointError: if the best checkpoint is not as it was saved.
         """
         if Path(self.state.best_model_checkpoint).is_dir():
-            check_whole(Path(self.state.best_model_checkpoint), check_form)
+            check_whole(Path(self.state.best_model_checkpoint))
         super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

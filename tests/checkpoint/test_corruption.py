@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from hf_l2l.checkpoint.finding import check_whole
-from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from hf_l2l.hf.checkpoints import checkpoint_to_resume
 from training import SAVING, assert_same_run, l2l_trainer, plain_trainer, tiny_bert
 
 OURS = (
     *("config.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"),
-    *("training_args.bin", MANIFEST),
+    *("rng_state_data.pth", "training_args.bin", MANIFEST),
 )
+READ_OF_ANY = OURS[:6]
+"""Those that are read when a training is resumed, which transformers' Trainer writes, too."""
 READ = OURS[:-2]
 """Those that are read when a training is resumed."""
 
@@ -80,17 +81,17 @@ def test_each_file_is_checked(run, trained, name):
     for kind, damage in damages.items():
         for _ in damage:
             with pytest.raises(DamagedCheckpointError) as caught:
-                check_whole(checkpoint, check_form)
+                check_whole(checkpoint)
             # Of a whole manifest of another checkpoint, some file differs.
             assert caught.value.file == name or (kind, name) == ("swapped", MANIFEST)
             found.append(kind)
     assert found.count("flipped") == 64 and found.count("cut") >= 4
     assert found.count("swapped") == {"config.json": 0, "scheduler.pt": 1, "training_args.bin": 1}.get(name, 2)
-    assert check_whole(checkpoint, check_form) is not None
+    assert check_whole(checkpoint) is not None
     path.unlink()
     if name != MANIFEST:
         with pytest.raises(DamagedCheckpointError, match=f"{name} is missing"):
-            check_whole(checkpoint, check_form)
+            check_whole(checkpoint)
 
 
 def damaged(run: Path, trained: dict[str, Path], name: str, how: str) -> None:
@@ -136,25 +137,25 @@ def test_the_older_one_is_resumed_from(run, trained, tmp_path):
     whole = l2l_trainer(tmp_path / "whole", seed=1, **SAVING)
     whole.train()
     assert_same_run(resumed, whole)
-    assert check_whole(run / "checkpoint-4", check_form) is not None  # replaced
+    assert check_whole(run / "checkpoint-4") is not None  # replaced
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", READ_OF_ANY)
 def test_one_of_transformers_trainer_is_checked_as_far_as_can_be(trained, tmp_path, name):
     """It has no manifest: what is cut off is noticed, and what nothing can be loaded without."""
     run = Path(shutil.copytree(trained["plain"], tmp_path / "run"))
     checkpoint = run / "checkpoint-4"
-    assert check_whole(checkpoint, check_form) is None
+    assert check_whole(checkpoint) is None
     for _ in cut(checkpoint / name):
         with pytest.raises(DamagedCheckpointError) as caught:
-            check_whole(checkpoint, check_form)
+            check_whole(checkpoint)
         assert caught.value.file == name
         args = SimpleNamespace(output_dir=str(run), should_save=False)
         assert checkpoint_to_resume(True, args) == str(run / "checkpoint-2")
     (checkpoint / name).unlink()
     if name in ("model.safetensors", "trainer_state.json"):
         with pytest.raises(DamagedCheckpointError, match=f"{name} is missing"):
-            check_whole(checkpoint, check_form)
+            check_whole(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def last_save(calls: list[str]) -> list[int]:
     return [at for at in of_save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
 
 
-def assert_told_and_survived(run: Path, fault: Fault, whole: Ended) -> None:
-    found = end_of(Training("L2LTrainer", str(run), fault=fault, goes_on=True), looked_at)
+def assert_told_and_survived(run: Path, fault: Fault, whole: Ended, **options: object) -> None:
+    found = end_of(Training("L2LTrainer", str(run), fault=fault, goes_on=True, options=options), looked_at)
     assert found.killed_by is None and isinstance(found.error, CheckpointSaveError), (fault, found)
     assert str(run / "checkpoint-6") in str(found.error) and found.error.checkpoint == run / "checkpoint-6"
     (names, descriptors, threads), (now, descriptors_now, threads_now) = found.found
@@ -84,16 +84,27 @@ def test_an_error_of_each_call(before, whole, tmp_path, every):
     for number, at in enumerate(sorted({*calls[::every], *renames, calls[-1]})):
         for error in ERRORS if every == 1 else [ERRORS[number % 3]]:
             run = Path(shutil.copytree(before, tmp_path / f"{at}-{error}"))
-            fault = Fault(at, error=error)
-            assert_told_and_survived(run, fault, whole)
+            assert_told_and_survived(run, Fault(at, error=error), whole)
+
+
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_error_of_each_call_in_the_background(before, whole, tmp_path, every):
+    run = Path(shutil.copytree(before, tmp_path / "calls"))
+    unharmed = end_of(Training("L2LTrainer", str(run), options={"l2l_async_save": True}))
+    assert unharmed.digest == whole.digest
+    for number, at in enumerate(last_save(unharmed.calls)[::every]):
+        run = Path(shutil.copytree(before, tmp_path / str(at)))
+        assert_told_and_survived(run, Fault(at, error=ERRORS[number % 3]), whole, l2l_async_save=True)
 
 
 @pytest.mark.parametrize("size", [0, 3000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_files_cannot_grow(before, whole, tmp_path, size):
-    """The system's own error in all who write: Python, `torch.save` and safetensors."""
+@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+def test_files_cannot_grow(before, whole, tmp_path, size, background):
+    """The system's own error in all who write: Python, `torch.save`, safetensors, and a thread in the background."""
     first = last_save(whole.calls)[0]
     run = Path(shutil.copytree(before, tmp_path / "run"))
-    assert_told_and_survived(run, Fault(first, error=errno.EFBIG, cut=size), whole)
+    fault = Fault(first, error=errno.EFBIG, cut=size)
+    assert_told_and_survived(run, fault, whole, l2l_async_save=background)
 
 
 def test_a_full_disk_is_known_before_the_first_file(tmp_path, monkeypatch):

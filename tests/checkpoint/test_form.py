@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hf_l2l.checkpoint.finding import check_whole, rotate
-from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, write_manifest
 from training import SAVING, l2l_trainer
 
@@ -167,7 +166,7 @@ def test_weights_in_parts_are_resumed_from(checkpoint, sealed, index):
     sharded(checkpoint, index)
     sealed(checkpoint)
     trainer = l2l_trainer(checkpoint.parent, **{**SAVING, "max_steps": 4})
-    check_whole(checkpoint, check_form)
+    check_whole(checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
     assert all(torch.equal(value, expected[key]) for key, value in trainer.model.state_dict().items())
 
@@ -307,7 +306,7 @@ def test_a_manifest_of_any_values_is_read_or_refused(checkpoint, data):
     altered.mkdir(exist_ok=True)
     (altered / MANIFEST).write_text(json.dumps({**content, "sha256": _of_content(content)}))
     try:
-        check_whole(altered, check_form)
+        check_whole(altered)
     except ValueError as error:  # of which DamagedCheckpointError is one
         assert "a checkpoint must be" in str(error)
 
@@ -328,7 +327,7 @@ def test_a_file_of_any_bytes_is_read_or_refused(checkpoint, name, seed, start):
         changed[draw.randrange(min(start, len(whole) - 1), len(whole))] = draw.randrange(256)
     (checkpoint / name).write_bytes(changed[: draw.choice([len(whole), draw.randrange(len(whole))])])
     try:
-        check_whole(checkpoint, check_form)
+        check_whole(checkpoint)
     except DamagedCheckpointError as error:
         assert error.file == name
     finally:

@@ -56,17 +56,17 @@ def assert_all_whole(run: Path) -> None:
         check_files(folder, manifest)
 
 
-def killed_copy(before: Path, run: Path, fault: Fault) -> bool:
+def killed_copy(before: Path, run: Path, fault: Fault, **options: object) -> bool:
     """Resume a copy of a folder, and kill that. Whether it was: a file may end before its cut."""
     shutil.copytree(before, run)
-    found = end_of(Training("L2LTrainer", str(run), fault=fault))
+    found = end_of(Training("L2LTrainer", str(run), fault=fault, **options))
     assert found.error is None and found.killed_by in (None, *KILLED), found
     return found.killed_by is not None
 
 
-def assert_resumed(run: Path, whole: Ended) -> None:
+def assert_resumed(run: Path, whole: Ended, **options: object) -> None:
     assert_all_whole(run)
-    found = finished(run)
+    found = finished(run, **options)
     assert found.digest == whole.digest
     # The oldest one is deleted when another one is saved.
     has_saved = any(call.startswith("rename") for call in found.calls)
@@ -79,26 +79,29 @@ def changed_before(calls: list[str]) -> list[Fault]:
     return [Fault(at) for at in range(1, len(calls) + 1) if at == 1 or not calls[at - 2].startswith("fsync")]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every):
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every, background):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
     shutil.copytree(before, tmp_path / "calls")
-    calls = finished(tmp_path / "calls").calls
-    assert {"rename", "fsync", "rmdir", "remove", "mkdir", *WRITERS} == {call.split(" ")[0] for call in calls}
+    how = {"options": {"l2l_async_save": background}}
+    calls = finished(tmp_path / "calls", **how).calls
+    writers = {"open", "save"} if background else set(WRITERS)  # its own, for weights
+    assert {"rename", "fsync", "rmdir", "remove", "mkdir", *writers} == {call.split(" ")[0] for call in calls}
     kills = [*changed_before(calls), *cuts(calls, before / "checkpoint-4")]
     assert len(kills) >= 30
     renames = [fault for fault in kills if calls[fault.at - 1].startswith("rename")]
     killed, kills = 0, [*renames, *kills[::every]]
     for number, fault in enumerate(kills):
         run = tmp_path / str(number)
-        killed += killed_copy(before, run, fault)
-        assert_resumed(run, whole)
+        killed += killed_copy(before, run, fault, **how)
+        assert_resumed(run, whole, **how)
         shutil.rmtree(run)
     assert killed >= len(kills) - 2
 
 
 def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
-    """At each call by which it puts back what was about to be replaced, and removes the rest."""
+    """At calls by which it puts back what was about to be replaced, and removes the rest."""
     shutil.copytree(before, tmp_path / "calls")
     calls = finished(tmp_path / "calls").calls
     second = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
@@ -109,10 +112,13 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     calls = finished(tmp_path / "again").calls
     saved = [call.startswith("mkdir .l2l-saving-") for call in calls].index(True)
     assert saved >= 10
-    for number, fault in enumerate(changed_before(calls[:saved])):
+    faults = changed_before(calls[:saved])
+    for number, fault in enumerate([*faults[:2], *faults[2:-1:4], faults[-1]]):
         run = tmp_path / str(number)
         assert killed_copy(interrupted, run, fault)
+        is_back = (run / "checkpoint-6").exists()
         assert_resumed(run, whole)
+    assert is_back  # before it was replaced again
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["commit", "all"])
@@ -144,10 +150,10 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
 
 
 def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path):
-    result = kills.main(["--scenes", "calls", "--every", "31", "--out", str(tmp_path / "kills.md")])
+    result = kills.main(["--scenes", "calls", "--every", "45", "--out", str(tmp_path / "kills.md")])
     rows = result["scenes"]["calls"]
     ours, theirs = rows["L2LTrainer"], rows["Trainer"]
-    assert ours["kills"] == ours["resumed"] == ours["right"] >= 3 and ours["errors"] == {}
+    assert ours["kills"] == ours["resumed"] == ours["right"] >= 2 and ours["errors"] == {}
     assert 0 <= theirs["right"] <= theirs["resumed"] == theirs["kills"] - sum(theirs["errors"].values())
     printed, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert json.loads(last) == result and printed in (tmp_path / "kills.md").read_text()
