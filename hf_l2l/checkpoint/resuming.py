@@ -29,8 +29,6 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     """The batches of the epoch that runs."""
     _l2l_position: DataPosition | None = None
     """Where the training is resumed, until it is."""
-    _l2l_of_step: tuple[Any, Any] = None, None
-    """Gradient norm and learning rate of the step that was made last."""
 
     def _init_training_state(
         self, max_steps: int, steps_of_epoch: int, epochs: int, checkpoint: str | None, *args: Any, **kwargs: Any
@@ -121,23 +119,21 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         """Overridden to know whether this is after a step, or at the end of an epoch, and what is to be logged."""
         if self._l2l_feed is not None:
-            self._l2l_feed.at_step(self.state.global_step)
-        self._l2l_of_step = grad_norm, kwargs.get("learning_rate")
+            self._l2l_feed.at_step(self.state.global_step, grad_norm, kwargs.get("learning_rate"))
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden to save where in the data the training is."""
         super()._save_rng_state(output_dir)
-        if self._l2l_feed is not None and self.args.world_size <= 1:
-            grad_norm, learning_rate = self._l2l_of_step
-            position = self._l2l_feed.position(
-                stops=self.control.should_epoch_stop,
-                options=self._data_options(),
-                loss=float(self._tr_loss.item()),
-                logged_at=self._globalstep_last_logged,
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                learning_rate=learning_rate,
-            )
+        if self._l2l_feed is None or self.args.world_size > 1:
+            return
+        position = self._l2l_feed.position(
+            stops=self.control.should_epoch_stop,
+            options=self._data_options(),
+            loss=float(self._tr_loss.item()),
+            logged_at=self._globalstep_last_logged,
+        )
+        if position is not None:
             position.save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

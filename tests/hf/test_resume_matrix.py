@@ -137,6 +137,38 @@ def test_saved_at_the_end_of_an_epoch(tmp_path, case):
     assert_resumes_at(whole, at, tmp_path / "again", **options)
 
 
+def test_saved_when_a_callback_ends_the_training_within_an_epoch(tmp_path):
+    """The checkpoint is that of the end of an epoch, of which batches are left."""
+    options = {"save_strategy": "epoch"}
+    whole = whole_run(tmp_path / "whole", **options)
+    parts = recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)])
+    parts.made.train()
+    again = recorded(tmp_path / "parts", **options)
+    drawn()
+    again.made.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
+    assert parts.batches + again.batches == whole.batches
+    assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "whole")))
+
+
+class _SaveBeforeStep(hf.TrainerCallback):
+    """Saves between backward and step, as transformers does when a machine is about to be taken away."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            self.save()
+
+
+def test_a_checkpoint_of_a_step_that_is_not_made_yet_makes_it(tmp_path, caplog):
+    callback = _SaveBeforeStep()
+    first = recorded(tmp_path, callbacks=[callback], save_strategy="no")
+    callback.save = lambda: first.made._save_checkpoint(first.made.model, None)
+    first.made.train()
+    again = recorded(tmp_path, save_strategy="no")
+    with caplog.at_level(logging.WARNING, "transformers.hf_l2l"):
+        again.made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert len(again.batches) == STEPS - 4 and "has no rng_state_data.pth" in caplog.text
+
+
 # Options under which the arithmetic is the same, so that the bits are.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"eps_update": "serial"},
