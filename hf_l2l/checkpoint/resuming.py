@@ -59,13 +59,7 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
                 "dataloader_persistent_workers=True: workers that live longer than an epoch begin anew, and draw "
                 "other random numbers than without the interruption"
             )
-        if position.is_over:
-            return epoch, 0
-        # Without a step, transformers does what is to be done at the end of an epoch.
-        return (
-            epoch,
-            steps_of_epoch * self.args.gradient_accumulation_steps if position.is_complete else position.batches,
-        )
+        return epoch, 0 if position.is_over else position.batches
 
     def _data_options(self) -> dict[str, Any]:
         """The options that decide which batches there are, and what is drawn for them."""
@@ -84,13 +78,13 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             self._tr_loss += position.loss
             self._total_loss_scalar -= position.loss  # the mean loss of a call of `train` is that of its own steps
             self._globalstep_last_logged = position.logged_at
+        if position is not None and not position.is_over:
+            self._l2l_feed.resume(position, skip_first_batches, partial(self._load_when_resumed, checkpoint))
         try:
             if position is not None and position.is_complete and not position.is_over:
                 self._end_epoch(position, **kwargs)
-                return
-            if position is not None and not position.is_over:
-                self._l2l_feed.resume(position, skip_first_batches, partial(self._load_when_resumed, checkpoint))
-            super()._run_epoch(*args, **kwargs)
+            else:
+                super()._run_epoch(*args, **kwargs)
         finally:
             self._l2l_feed = None
 
@@ -106,9 +100,15 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     ) -> None:
         """What transformers does after the last step of an epoch."""
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        of_step = position.grad_norm, position.learning_rate
         self._maybe_log_save_evaluate(
-            self._tr_loss, of_step[0], model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=of_step[1]
+            self._tr_loss,
+            position.grad_norm,
+            model,
+            trial,
+            epoch,
+            ignore_keys_for_eval,
+            start_time,
+            learning_rate=position.learning_rate,
         )
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -150,6 +150,18 @@ def test_saved_when_a_callback_ends_the_training_within_an_epoch(tmp_path):
     assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "whole")))
 
 
+def test_after_the_last_step_of_an_epoch_its_end_is_saved(tmp_path):
+    """Of four steps, the last of which has fewer batches."""
+    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "eval_strategy": "epoch"}
+    whole_run(tmp_path / "whole", **options, save_strategy="epoch")
+    recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)], save_steps=4).made.train()
+    again = recorded(tmp_path / "parts", **options, save_strategy="epoch")
+    drawn()
+    again.made.train(resume_from_checkpoint=True)
+    for step in (4, 8, STEPS):
+        assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{step}" for name in ("parts", "whole")))
+
+
 class _SaveBeforeStep(hf.TrainerCallback):
     """Saves between backward and step, as transformers does when a machine is about to be taken away."""
 
