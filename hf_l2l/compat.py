@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import _weights_only_unpickler, nn
 from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -53,6 +53,11 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is inside of, -1 outside.
 
 `torch._C._current_graph_task_id`, which FSDP uses; else a thread-local set by the relay's nodes."""
+
+RefusedPickleError: type[Exception] = cast(Any, _weights_only_unpickler).UnpicklingError
+"""What `torch.load(..., weights_only=True)` raises of a file that is damaged, or asks for more than values.
+
+`torch._weights_only_unpickler.UnpicklingError`, which is that of `pickle`; else that module would be imported."""
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -183,6 +188,16 @@ def fake_tensors_have_values() -> Iterator[None]:
 def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
     """The leaf to whose gradient an `AccumulateGrad` node adds (`node.variable`; not in the type stubs)."""
     return cast(torch.Tensor, cast(Any, node).variable)
+
+
+def storages_in_file(file: str) -> list[int]:
+    """Where a file of `torch.save` has the bytes of each storage, in the order in which they were pickled.
+
+    `torch._C.PyTorchFileReader`; else `torch.load` under `FakeTensorMode`, which torch's notes on serialization name
+    for this (with `torch.serialization.skip_data`), and which takes a millisecond for each tensor."""
+    reader: Any = torch._C.PyTorchFileReader(file)
+    count = sum(name.startswith("data/") for name in reader.get_all_records())
+    return [reader.get_record_offset(f"data/{number}") for number in range(count)]
 
 
 def tables_of(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

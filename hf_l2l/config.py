@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hf_l2l.counts import (
+    OptionNames,
     check_budget,
     check_gradient_slots,
     check_layer_classes,
@@ -49,7 +50,7 @@ def _described(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2LConfig:
+class L2LConfig(OptionNames):
     """How a model is run layer to layer (arXiv:2002.05645).
 
     Raises:
@@ -262,7 +263,7 @@ class L2LConfig:
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"{option(name)} must be {kind} (got {value!r}); leave it out for torch's value")
             if not low < value < high:
-                raise ValueError(f"{option(name)} must be {rule} (got {value!r}); torch's value is {usual}")
+                raise ValueError(f"{option(name)} must be {rule} (got {value!r}); torch's value is {usual:g}")
             if value != usual and self.cmp not in ("fp16", "auto"):
                 raise ValueError(
                     f"{option(name)} is of the loss scale, which fp16 alone has (got {value!r} with "

@@ -1,13 +1,34 @@
-"""Numbers, sizes and names that are given as options: what is said of one that cannot be used."""
+"""Names, numbers and sizes that are given as options: what is said of one that cannot be used."""
 
 from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from typing import Any, Self
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+class OptionNames:
+    """A base of dataclasses whose fields are options: one that it does not have is refused with the nearest name.
+
+    It is checked in `__new__`, since every dataclass derived from another one gets an `__init__` of its own.
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Raise TypeError, as any call of a function does, for an option that `__init__` does not take."""
+        known = signature(cls.__init__).parameters
+        takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in known.values())
+        for name in () if takes_all else options.keys() - known.keys():
+            near = [each for each in (name.removeprefix("l2l_"), f"l2l_{name}") if each in known]
+            near = near or get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"help({cls.__name__}) lists them"
+            raise TypeError(f"an option of {cls.__name__} must be one that it has (got {name}); {remedy}")
+        return super().__new__(cls)
 
 
 def is_whole_number(value: object) -> bool:
@@ -33,8 +54,8 @@ def check_num_threads(threads: int | None, name: str) -> None:
     cores = os.cpu_count() or 1
     if not is_whole_number(threads) or threads < 1:
         raise ValueError(
-            f"{name} must be a whole number of at least 1, or None for all cores but one (got {threads!r}); it counts "
-            "the threads of an update in the background"
+            f"{name} must be a whole number of at least 1, or None for all cores but one (got {threads!r}); set it to "
+            "the threads of an update in the background, or leave it out"
         )
     if threads > cores:  # torch itself does not survive very many
         raise ValueError(

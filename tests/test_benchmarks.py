@@ -18,7 +18,7 @@ import transformers as hf
 
 import hf_l2l
 from benchmark_output import columns, refused
-from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, launch_time, throughput
+from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, launch_time, saving, throughput
 from glue_script import ROWS, write
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -339,3 +339,16 @@ def test_the_command_of_the_update_is_the_same_everywhere():
 def test_the_readme_names_every_benchmark(file):
     assert len(file.read_text().splitlines()) <= 300
     assert f"`{file.name}`" in (file.parent / "README.md").read_text()
+
+
+# ---- saving
+
+
+def test_checkpoints_are_timed_by_each_trainer(capsys):
+    tiny = ["--rounds", "2", "--between", "2", "--layers", "1", "--hidden", "64", "--batch", "2", "--tokens", "8"]
+    result = saving.main(tiny)
+    text, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert json.loads(last) == result
+    assert list(result["kinds"]) == ["Trainer", "L2LTrainer", "L2LTrainer, l2l_async_save"]
+    assert all(each["held_ms"] > 0 and each["mib"] > 1 for each in result["kinds"].values())
+    assert "l2l_async_save" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 from typing import get_args
@@ -40,6 +41,27 @@ def test_it_is_a_value():
         L2LConfig().ubatch_size = 3
     with pytest.raises(TypeError):
         L2LConfig(4)  # by name only
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("ubatchsize", "did you mean ubatch_size?"),
+        ("l2l_trace", "did you mean trace?"),
+        ("l2l_stash", "did you mean stash?"),
+        ("zzz", "help(L2LConfig) lists them"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_told_with_the_nearest(name, end):
+    with pytest.raises(TypeError) as error:
+        L2LConfig(**{name: 1, "stash": "host"})
+    assert str(error.value) == f"an option of L2LConfig must be one that it has (got {name}); {end}"
+    with pytest.raises(TypeError, match=re.escape(end)):
+        dataclasses.replace(L2LConfig(), **{name: 1})
+
+
+def test_the_signature_has_the_options():
+    assert list(inspect.signature(L2LConfig).parameters) == [field.name for field in dataclasses.fields(L2LConfig)]
 
 
 @given(st.integers(min_value=1))
@@ -98,7 +120,7 @@ def test_the_device_message_has_rule_value_and_remedy(value):
     with pytest.raises(ValueError) as error:
         L2LConfig(device=value)
     assert str(error.value).startswith(f"device must name a torch device (got {value!r}: ")
-    assert str(error.value).endswith("); write 'cuda', or None for the current accelerator")
+    assert str(error.value).endswith("); write 'cuda', or leave it out for the current accelerator")
 
 
 def test_replacing_a_field_checks_it_again():

@@ -1,4 +1,3 @@
-"""Folders of checkpoints: written beside, put in place as a whole, and checked before anything of them is loaded.
-
-Nothing here knows what a checkpoint is of.
+"""Folders of checkpoints: written beside, put in place as a whole, and checked before anything of them is loaded;
+while training goes on, if asked.
 """

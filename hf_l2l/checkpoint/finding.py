@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import DamagedCheckpointError, Manifest, check_files, read_manifest
+from hf_l2l.checkpoint.staging import remove
 
 STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last."""
@@ -43,32 +44,46 @@ def is_finished(checkpoint: Path) -> bool:
     """Whether a Trainer wrote all of this folder: the file that it writes last is there, to its end."""
     try:
         json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return False
     return True
 
 
-def newest_whole(run: Path) -> tuple[Path | None, list[PassedOver]]:
+def check_whole(checkpoint: Path) -> Manifest | None:
+    """Raise unless the manifest, if there is one, holds, and a trainer can read all; returns the manifest.
+
+    Raises:
+        DamagedCheckpointError: names the file that is not as it was, or has a form in which it is not read.
+        ValueError: if a newer version of this package wrote it.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is not None:
+        check_files(checkpoint, manifest)
+    check_form(checkpoint)
+    return manifest
+
+
+def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tuple[Path | None, list[PassedOver]]:
     """The newest whole checkpoint in `run`, if there is one, and newer ones that are not whole.
 
     Of two trainings in one folder, the later one counts: its checkpoints come before all of others. A checkpoint
     without a manifest, as transformers' Trainer writes it, belongs to it if none of its others was saved later, and is
-    whole if its last file is there.
+    whole if its last file is there. Of a whole one, `check` raises no DamagedCheckpointError.
 
     Raises:
         ValueError: if a newer version of this package wrote one of them.
     """
     passed_over: list[PassedOver] = []
     for folder, manifest in _newest_first(run, passed_over):
+        if manifest is None and not is_finished(folder):
+            passed_over.append(PassedOver(folder, "saving was interrupted", is_interrupted=True))
+            continue
         try:
-            if manifest is not None:
-                check_files(folder, manifest)
+            check(folder)
         except DamagedCheckpointError as error:
             passed_over.append(PassedOver(folder, f"{error.file} {error.reason}", is_interrupted=False))
             continue
-        if manifest is not None or is_finished(folder):
-            return folder, passed_over
-        passed_over.append(PassedOver(folder, "saving was interrupted", is_interrupted=True))
+        return folder, passed_over
     return None, passed_over
 
 
@@ -117,4 +132,4 @@ def rotate(run: Path, limit: int | None, keep: Path | None) -> None:
     ours.sort()
     deletable = [folder for *_, folder in ours[:-1] if keep is None or folder.resolve() != keep.resolve()]
     for folder in deletable[: max(0, len(ours) - limit)]:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)

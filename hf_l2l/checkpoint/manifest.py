@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -76,7 +77,7 @@ def write_manifest(folder: Path, step: int, run: str, configuration: Mapping[str
     Raises:
         OSError: if a file cannot be read or written.
     """
-    names = list(_files_in(folder))
+    names = list(files_in(folder))
     for name in names:
         if not stat.S_ISREG((folder / name).lstat().st_mode):
             raise OSError(f"a checkpoint has files and folders only (got {folder / name})")
@@ -118,13 +119,16 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise ValueError("its SHA-256 is another one")
         files = {str(name): _entry(name, *entry) for name, entry in dict(content["files"]).items()}
         configuration = dict(content["configuration"])
-        return Manifest(int(content["step"]), str(content["run"]), float(content["saved_at"]), files, configuration)
+        saved_at = float(content["saved_at"])
+        if not math.isfinite(saved_at):
+            raise ValueError(f"saved_at={saved_at} is no time")
+        return Manifest(int(content["step"]), str(content["run"]), saved_at, files, configuration)
     except _TooNewError as error:
         raise ValueError(
             f"a checkpoint must be of a format that this version of hf_l2l knows (got format {error.args[0]} in "
             f"{path}, and {FORMAT} is the newest one here); upgrade hf_l2l"
         ) from None
-    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(folder, MANIFEST, f"is damaged: {error}") from None
 
 
@@ -139,7 +143,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         size = (folder / name).lstat().st_size
         if size != digest.num_bytes:
             raise DamagedCheckpointError(folder, name, f"has {size:,} bytes, and had {digest.num_bytes:,}")
-    for name in _files_in(folder):
+    for name in files_in(folder):
         if name not in manifest.files and name.endswith(_LOADED):
             raise DamagedCheckpointError(folder, name, "was not saved with it")
     with ThreadPoolExecutor(_threads()) as pool:
@@ -202,7 +206,7 @@ def _check_place(folder: Path, name: str) -> None:
             raise DamagedCheckpointError(folder, name, "is no file" if is_last else "is in no folder")
 
 
-def _files_in(folder: Path) -> Iterator[str]:
+def files_in(folder: Path) -> Iterator[str]:
     """Names of all that is in `folder`, without the manifest; links are named, and not followed."""
     for root, folders, files in os.walk(folder):
         linked = [name for name in folders if os.path.islink(os.path.join(root, name))]

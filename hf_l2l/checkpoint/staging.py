@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from safetensors import SafetensorError
 
 from hf_l2l.checkpoint.manifest import sync_folder
 
@@ -25,8 +29,55 @@ except ImportError:  # not on Windows
 
 _PREFIX = ".l2l-saving-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(checkpoint-[0-9]+)-[a-z0-9_]{8}")
+_REMOVED = ".l2l-removing-"
+_NAME_REMOVED = re.compile(re.escape(_REMOVED) + r"checkpoint-[0-9]+-[0-9a-f]{8}")
 _BEFORE = "before"
 """In a staging folder: what was in the place of the new one."""
+
+
+class CheckpointSaveError(OSError):
+    """A checkpoint was not saved. Older ones are as they were."""
+
+    def __init__(self, checkpoint: Path, reason: str, number: int | None = None) -> None:
+        """`number` is that of the system's error, as far as it is known."""
+        super().__init__(
+            number,
+            f"a checkpoint must be written as a whole (got {reason}, while saving {checkpoint}); nothing of it is "
+            "left, and older ones are as they were: mend that, and train again with resume_from_checkpoint=True",
+            str(checkpoint),
+        )
+        self.checkpoint, self.reason = checkpoint, reason
+
+    def __str__(self) -> str:
+        """Without the number and the path, which are in it."""
+        return str(self.strerror)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors that come from other processes are pickled."""
+        return type(self), (self.checkpoint, self.reason, self.errno)
+
+
+@contextmanager
+def save_errors(checkpoint: Path) -> Iterator[None]:
+    """Inside, what those who write files raise of a disk is raised as `CheckpointSaveError`: safetensors has an error
+    of its own, and `torch.save` raises RuntimeError, perhaps for its file's end being in another place than expected.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        is_known = isinstance(error, CheckpointSaveError)
+        if is_known or (isinstance(error, RuntimeError) and type(error) is not RuntimeError):
+            raise
+        number = error.errno if isinstance(error, OSError) else None
+        raise CheckpointSaveError(checkpoint, f"{error}{_free(checkpoint.parent)}", number) from error
+
+
+def _free(folder: Path) -> str:
+    """What is told of the disk: `torch.save` says nothing of it."""
+    try:
+        return f", {shutil.disk_usage(folder).free:,} bytes free without the checkpoint"
+    except OSError:
+        return ""
 
 
 class Staging:
@@ -42,8 +93,13 @@ class Staging:
         self.target = target
         # Nobody else can read what is in it.
         self.parent = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{target.name}-", dir=target.parent))
-        self._lock = os.open(self.parent, os.O_RDONLY)
-        _lock(self._lock)
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(self.parent, os.O_RDONLY)
+        except OSError:
+            self.parent.rmdir()
+            raise
+        _lock(self._descriptor)
 
     @property
     def folder(self) -> Path:
@@ -56,31 +112,60 @@ class Staging:
         if self.target.exists():
             os.rename(self.target, self.parent / _BEFORE)
         os.rename(self.folder, self.target)
-        sync_folder(self.target.parent)
+        try:
+            sync_folder(self.target.parent)
+        except OSError:
+            os.rename(self.target, self.folder)  # nobody knows whether it is on the disk
+            raise
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was written, unless it is in its place."""
-        _undo(self.parent, self.target)
-        os.close(self._lock)
+        """Remove what was written, unless it is in its place. A second call does nothing."""
+        if self._descriptor is None:
+            return
+        try:
+            _undo(self.parent, self.target)
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 @contextmanager
 def staged(target: Path) -> Iterator[Staging]:
-    """Inside, a folder is written, and committed; without a commit, nothing of it is left."""
-    staging = Staging(target)
-    try:
-        yield staging
-    finally:
-        if staging.parent.exists():
+    """Inside, a folder is written, and committed; without a commit, nothing of it is left.
+
+    Raises:
+        CheckpointSaveError: if the disk, or who writes on it, raised an error inside.
+    """
+    with save_errors(target):
+        staging = Staging(target)
+        try:
+            yield staging
+        finally:
             staging.discard()
 
 
+def remove(checkpoint: Path) -> None:
+    """Delete a folder. It is no checkpoint any more before the first of its files is gone; as many as can be are."""
+    # Without a folder for it to be put in, which a full disk may have no room for.
+    moved = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}-{secrets.token_hex(4)}")
+    try:
+        os.rename(checkpoint, moved)
+    except OSError:
+        return
+    shutil.rmtree(moved, ignore_errors=True)
+
+
 def remove_interrupted(run: Path) -> None:
-    """Remove what programs that are gone were writing in `run`, and put back what they were about to replace."""
+    """Remove what programs that are gone were writing or deleting in `run`, and put back what they were about to
+    replace."""
     for path in run.iterdir() if run.is_dir() else ():
         match = _NAME.fullmatch(path.name)
-        if match is None or path.is_symlink() or not path.is_dir():
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if _NAME_REMOVED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        if match is None:
             continue
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -92,10 +177,14 @@ def remove_interrupted(run: Path) -> None:
 
 def _undo(staging: Path, target: Path) -> None:
     before = staging / _BEFORE
-    if before.is_dir() and not before.is_symlink() and not target.exists():
-        os.rename(before, target)
-        sync_folder(target.parent)
-    shutil.rmtree(staging, ignore_errors=True)
+    puts_back = before.is_dir() and not before.is_symlink() and not target.exists()
+    if puts_back:
+        os.rename(before, target)  # if it cannot be, the folder that it is in stays
+    try:
+        if puts_back:
+            sync_folder(target.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _lock(descriptor: int) -> bool:

@@ -269,17 +269,6 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
     return replace(rates, adamw=figures.adamw_by_threads[max(fewer, default=min(figures.adamw_by_threads))])
 
 
-def _host_memory(text: str) -> int:
-    from hf_l2l.plan.planner import parse_budget
-
-    try:
-        return parse_budget(text)
-    except ValueError as error:
-        raise ValueError(
-            f"--host-memory must be a size with its unit, such as 64GiB (got {text!r}); give one, or leave it out"
-        ) from error
-
-
 def _run(options: argparse.Namespace) -> int:
     from hf_l2l.config import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
@@ -290,8 +279,8 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.sizing.capacity import largest_models
 
     quiet()
-    budget = None if options.budget is None else parse_budget(options.budget)
-    host_memory = None if options.host_memory is None else _host_memory(options.host_memory)
+    budget = None if options.budget is None else parse_budget(options.budget, "--budget")
+    host_memory = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
     with options_of_the_trainer():
         for name in (ROWS, STEPS):
             if getattr(options, name) < 1:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks, without_interception
-from hf_l2l.eps.pending import Pending, Update, can_hold, let_go, let_go_all
+from hf_l2l.eps.pending import Pending, Saving, Update, can_hold, let_go, let_go_all, secure
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
@@ -39,8 +39,9 @@ FUNCTIONAL_CALL = (
 class Master(Pending):
     """The record of one parameter, which is the master: fp32 weights in host memory, or, if resident, on the device.
 
-    The parameter is held for its record (see `pending`) while an update of it is under way, and while it has a 16-bit
-    copy, or one that stays on the device, which are valid as long as the parameter's values are not used.
+    The parameter is held for its record (see `pending`) while an update of it is under way, while it is saved in the
+    background, and while it has a 16-bit copy, or one that stays on the device, which are valid as long as the
+    parameter's values are not used.
     """
 
     guards_grad = False
@@ -59,6 +60,8 @@ class Master(Pending):
         self.is_resident = parameter.device not in (stream.HOST, _META)
         """Whether it is on the device, where it is updated: nothing of it travels."""
         self.dtype = parameter.dtype
+        self.saving: Saving | None = None
+        """What must have its values before they change."""
         self.update: Update | None = None
         """Its update that is under way or has failed, or the eager update of this step."""
 
@@ -143,6 +146,7 @@ class Master(Pending):
         """Using the values waits until the update is done. The use may be a write that does not change the version (a
         fused optimizer, or `.data`), so the copy must be renewed after it."""
         self.before_look(tensor)
+        secure([self])
         self.is_changing()
         self.copy_is_right = False
         if not self.guards_grad:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -163,6 +163,32 @@ class Arrivals(Protocol):
 
     def wait_for_failed(self) -> None:
         """Wait for a backward that has failed, and for them."""
+
+
+class Saving(Protocol):
+    """Values of masters and of optimizer state that are written to files in the background."""
+
+    def secure(self, masters: Iterable[Any]) -> None:
+        """Wait until the values and the state of `masters`, which are their records, may change."""
+
+    def wait_for_values(self) -> None:
+        """Wait until all values may change."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that copies of values take now."""
+
+
+class Saved(Protocol):
+    """The record of a master, in so far as it may be saved."""
+
+    saving: Saving | None
+
+
+def secure(masters: Sequence[Saved]) -> None:
+    """Wait until the values and the state of these masters, which are updated together, may change."""
+    if masters[0].saving is not None:
+        masters[0].saving.secure(masters)
 
 
 class Update:

@@ -20,11 +20,12 @@ from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory, Progress, unseen
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import Vote
+from hf_l2l.eps.pending import Saving
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
 from hf_l2l.memory.host_tensors import host_tensors
-from hf_l2l.memory.ledger import COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
+from hf_l2l.memory.ledger import BEING_SAVED, COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport
 from hf_l2l.model.precision import Precision
@@ -99,6 +100,7 @@ class EagerParamServer:
             is_accumulating=is_accumulating,
         )
         self.vote = Vote(self.masters, loss_scale)
+        self.saving: Saving | None = None  # a checkpoint, in the background
         self.ledger = self.timeline.ledger
         self._register()
         if loss_scale is not None:
@@ -113,7 +115,11 @@ class EagerParamServer:
         self.ledger.counts(MOMENTS, self._moment_bytes)
         self.ledger.counts(COPIES, self.copies.host_bytes)
         self.ledger.counts(NORMS, self.gradients.norm_memory.host_bytes)
+        self.ledger.counts(BEING_SAVED, self._saved_bytes)
         self.ledger.counts(PAGE_LOCKED, self.memory.count_locked)
+
+    def _saved_bytes(self) -> int:
+        return 0 if self.saving is None else self.saving.copied_bytes
 
     def _master_bytes(self) -> int:
         return tensor_bytes(master.parameter for master in self.masters.on_host())
@@ -229,7 +235,8 @@ class EagerParamServer:
         self.updates.arrived([master for master, _ in sums] if unit is None else unit.trained_masters)
 
     def synchronize(self) -> None:
-        """Wait until all updates have finished, and renew all 16-bit copies of masters at their next use.
+        """Wait until all updates have finished, and a checkpoint that is saved in the background has all values; renew
+        all 16-bit copies of masters at their next use.
 
         Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves. Call this before
         reading `optimizer.state`, or a view or NumPy array of a weight that was made before the step. With `cmp`, also
@@ -240,6 +247,8 @@ class EagerParamServer:
             EngineFailedError: if that exception has been raised before.
         """
         self.updates.synchronize()
+        if self.saving is not None:
+            self.saving.wait_for_values()
         self.copies.forget()
 
     def accumulate(self) -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, settle, taken_factors
+from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import CLOSURE, can_split
@@ -380,8 +380,7 @@ def carry_out(
     """Update `masters` and their 16-bit copies, on a thread of the worker.
 
     Args:
-        part: the update.
-        masters: the masters that it updates.
+        part, masters: the update, and the masters that it updates.
         factors: parameter -> the number that its gradient is multiplied by first.
         check: raises if the gradients must not be used; called when they have been downloaded.
         landed: the point after which the gradients have been downloaded; None if they are on the host already.
@@ -391,6 +390,7 @@ def carry_out(
     if landed is not None:
         with aside():
             stream.wait(landed, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+    secure(masters)
     with update.timeline.host_works(update.task.what), update.timeline.ledger.transients.of_update() as allocated:
         check()
         part.run(factors, allocated)

@@ -88,7 +88,10 @@ class Parser(Generic[M, D]):
         try:
             written = json.loads(Path(file).read_text(encoding="utf-8"))
             if not isinstance(written, dict):
-                raise ValueError("the file must hold one object, with options as names")
+                raise ValueError(
+                    f"it must hold one object, with options as names (got a {type(written).__name__}); write "
+                    '{"name": value}'
+                )
             # As flags, so that both ways take the same values; lists as they are, and null for the default.
             words = [f"--{name}={value}" for name, value in written.items() if isinstance(value, (str, int, float))]
             structured = {name: value for name, value in written.items() if isinstance(value, (list, dict))}
@@ -105,8 +108,8 @@ class Parser(Generic[M, D]):
         if unknown:
             word = unknown[0].split("=")[0]
             near = get_close_matches(word, [f"--{name}" for name in names], n=1, cutoff=0.75)
-            known = f"; {near[0]} is one" if near else ""
-            raise ValueError(f"{word} is not an option{known}; --help lists all options")
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"every flag must be that of an option (got {word}); {meant}--help lists all options")
         return {name: value for name, value in vars(found).items() if value is not absent}
 
     def _checked(self, given: dict[str, Any]) -> Options[M, D]:
@@ -214,8 +217,8 @@ def check_files(data_args: DataOptions, training_args: TrainingArguments) -> Non
 def check_script_options(given: dict[str, Any]) -> None:
     """Raise ValueError for options that cannot be honoured together; warn of those without effect."""
     trainer = given.get("trainer", "l2l")
-    if trainer not in NAMES:
-        raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer})")
+    if not isinstance(trainer, str) or trainer not in NAMES:
+        raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer}); leave it out for l2l")
     if "simulate" in given and given.get("use_cpu"):
         raise ValueError("the device must be one (got --simulate and --use_cpu); drop one of them")
     if given.get("compare"):

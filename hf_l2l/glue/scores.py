@@ -54,7 +54,9 @@ def check_best_metric(args: TrainingArguments, metric: str, task: bool) -> None:
     names += ["combined_score"] if task and len(names) > 2 else []
     asked = args.metric_for_best_model
     if asked is not None and asked.removeprefix("eval_") not in names:
-        raise ValueError(f"--metric_for_best_model must be one of {', '.join(names)} (got {asked})")
+        raise ValueError(
+            f"--metric_for_best_model must be one of {', '.join(names)} (got {asked}); leave it out for the loss"
+        )
 
 
 def decided(scores: Any) -> Any:

@@ -30,6 +30,8 @@ from hf_l2l.engine.shell import Shell
 from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
 from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook, Runner
 from hf_l2l.hf.preparation import (
+    changes_of,
+    config_of,
     make_masters_fp32,
     move_to_host,
     refuse_own_backwards,
@@ -159,19 +161,21 @@ def attach_l2l(
             assumes AdamW.
 
     Raises:
-        ValueError: if the model is attached with another config, has no layer stack, is on the meta device, is placed
-            by a device_map or other hooks, or is wrapped for data parallelism or by torch.compile; if it has quantized
-            weights that cannot travel or be trained through, or, on an accelerator, layers that compute their backward
-            themselves; if the process group has more than one process; if no file can be written, locked or mapped
-            in the folder for a stash on disk; or if a budget of device memory cannot be met, is not free, or comes
-            without `inputs`.
+        ValueError: if `config` is no `L2LConfig`; if the model is attached with another one, has no layer stack, is on
+            the meta device, is placed by a device_map or other hooks, is sharded, or is wrapped for data parallelism
+            or by torch.compile; if it has quantized weights that cannot travel or be trained through, or, on an
+            accelerator, layers that compute their backward themselves; if the process group has more than one process;
+            if no file can be written, locked or mapped in the folder for a stash on disk; or if a budget of device
+            memory cannot be met, is not free, or comes without `inputs`.
     """
-    config = config or L2LConfig()
+    config = config_of(config)
     attached = attachment_of(model)
     if attached is not None:
         if not attached.is_of(config):
+            before = replace(attached.asked or attached.config, device=attached.device)
+            now = replace(config, device=stream.execution_device(config.device))
             raise ValueError(
-                f"a model is attached with one config at a time (it has {attached.config}, got {config}); call "
+                f"a model is attached with one config at a time (got {changes_of(now, before)}); call "
                 "hf_l2l.detach_l2l(model) first"
             )
         turn_off_activation_checkpointing(model)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 from hf_l2l.budget.within import budget_bytes
 from hf_l2l.config import L2LConfig, option
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
-from hf_l2l.hf.preparation import is_placed, refuse_several_devices
+from hf_l2l.hf.preparation import config_of, is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
 from hf_l2l.model.precision import computing_dtype
 from hf_l2l.runtime import stream
@@ -30,12 +30,12 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     Raises:
         ValueError: when the Trainer is built, or at the start of training, if the model cannot run layer to layer, or
-            not with these arguments.
+            not with these arguments; for a `config` that is none.
     """
 
     def __init__(self, config: L2LConfig | None = None) -> None:
         """Attach with `config`, by default that of `attach_l2l`; without a device in it, on that of the arguments."""
-        self.config = config or L2LConfig()
+        self.config = config_of(config)
         _refuse_skipped_steps(self.config, None)
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:

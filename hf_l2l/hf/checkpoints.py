@@ -7,10 +7,13 @@ beside, and adds a manifest (see `hf_l2l.checkpoint`).
 
 from __future__ import annotations
 
+import copy
 import errno
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
-from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, is_finished, newest_whole, rotate
-from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
+from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
+from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
+from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin
-from hf_l2l.checkpoint.staging import Staging, remove_interrupted, staged
+from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.preparation import make_masters_fp32
@@ -58,7 +62,8 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
         transformers refuses; None or False if nothing is resumed.
 
     Raises:
-        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold.
+        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold, or that a trainer cannot, or must
+            not, read.
         ValueError: if `asked` is True, and there are checkpoints of which none is whole; or if a newer version of this
             package wrote one of them.
     """
@@ -80,9 +85,7 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
                 logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
     else:
         found = Path(asked)
-        manifest = read_manifest(found)
-        if manifest is not None:
-            check_files(found, manifest)
+        check_whole(found)
     renamed = set_aside_interrupted(folder) if args.should_save else ""
     if renamed:
         logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
@@ -101,7 +104,12 @@ def _say_what_is_missing(checkpoint: Path) -> None:
     if not checkpoint.is_dir():
         return
     state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
-    for name, what in ((OPTIMIZER_NAME, state), (SCHEDULER_NAME, state), (_RNG, "random numbers begin anew")):
+    for name, what in (
+        (OPTIMIZER_NAME, state),
+        (SCHEDULER_NAME, state),
+        (_RNG, "random numbers begin anew"),
+        (MANIFEST, "whether its files are as they were saved is not known"),
+    ):
         if not (checkpoint / name).exists():
             logger.warning(f"{checkpoint} has no {name}: {what}")
 
@@ -140,23 +148,37 @@ def _file(checkpoint: Path, device: torch.device) -> Path:
     return checkpoint / f"rng_state_{device.type}.pth"
 
 
+class _WithoutState:
+    """Stands for an optimizer whose state is saved by other means."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 class CheckpointsMixin(ResumingMixin):
     """The part of `L2LTrainerMixin` that saves and loads."""
 
     model: Any
     _asked_config: Callable[[], L2LConfig]
     _streams: Callable[[], bool]
+    optimizer: Any
     _l2l_plan: TrainerPlan
     _l2l_staging: Staging | None = None
     """Where a checkpoint is written now."""
     _l2l_run: str | None = None
     """Names the training in the manifests of its checkpoints."""
+    _l2l_reserved: ReservedFiles | None = None
+    """The files of the checkpoint that is begun now, if it is written in the background."""
+    _l2l_saving: tuple[BackgroundSave, Callable[[], None]] | None = None
+    """The checkpoint that is written in the background, and what is to be done when it is in its place."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters."""
+        """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters, which are
+        perhaps written later (`l2l_async_save`)."""
         asked = _SAVED[own_option(self.args, "l2l_save_dtype")]
         if asked is None or (_internal_call and output_dir is not None):
-            super().save_model(output_dir, _internal_call)
+            with nullcontext() if self._l2l_reserved is None else self._l2l_reserved.weights():
+                super().save_model(output_dir, _internal_call)
             return
         masters: nn.Module = self.model
         self.model = copy_as(masters, asked)
@@ -176,11 +198,13 @@ class CheckpointsMixin(ResumingMixin):
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Overridden so that a checkpoint is whole or absent.
+        """Overridden so that a checkpoint is whole or absent, and written in the background with `l2l_async_save`.
 
         Raises:
-            OSError: if it cannot be written; the folder of the training is as it was then.
+            CheckpointSaveError: if it cannot be written, or the one before could not, in the background; the folder of
+                the training has its other checkpoints.
         """
+        self._finish_saving()
         attached = attachment_of(self.model)
         if attached is not None:
             attached.eps.synchronize()  # a failed update raises before anything is written
@@ -192,46 +216,126 @@ class CheckpointsMixin(ResumingMixin):
         remove_interrupted(run)
         run.mkdir(parents=True, exist_ok=True)
         self._check_room(run)
-        with staged(target) as self._l2l_staging:
-            try:
-                super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
-                self._name_best(run, self._l2l_staging)
-                write_manifest(
-                    self._l2l_staging.folder, self.state.global_step, self._l2l_run or "", self._saved_with()
-                )
-                self._l2l_staging.commit()
-            finally:
-                self._l2l_staging = None
+        with ExitStack() as stack:
+            staging = stack.enter_context(staged(target))
+            reserved = ReservedFiles() if attached is not None and own_option(self.args, "l2l_async_save") else None
+            best = self._write_files(model, trial, staging, reserved)
+            commit = partial(self._commit, staging, self.state.global_step, self._l2l_run or "", self._saved_with())
+            saving = None
+            if attached is None or reserved is None:
+                commit()
+            else:
+                saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
+        if saving is None:
+            self._after_saving(target, best)
+            return
+        state = copy.copy(self.state)  # that of this step, for callbacks
+        state.log_history = list(state.log_history)
+        self._l2l_saving = saving, partial(self._after_saving, target, best, state)
+        self._let_callbacks_wait()
+
+    def _write_files(self, model: Any, trial: Any, staging: Staging, reserved: ReservedFiles | None) -> str | None:
+        """Write the files of a checkpoint, perhaps without values; returns where the best one is, or will be."""
+        before: str | None = self.state.best_model_checkpoint
+        self._l2l_staging, self._l2l_reserved = staging, reserved
+        try:
+            super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
+            run, number = staging.target.parent, self.state.best_global_step
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{number}"
+            known = bool(number) and (best == staging.target or best.exists())
+            self.state.best_model_checkpoint = str(best) if known else before
+            if known:  # transformers looks for it beside the one that it writes
+                self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
+            return str(best) if known else before
+        finally:
+            self._l2l_staging = self._l2l_reserved = None
+            self.state.best_model_checkpoint = before  # until the checkpoint is in its place
+
+    @staticmethod
+    def _commit(staging: Staging, step: int, run: str, configuration: dict[str, Any]) -> None:
+        write_manifest(staging.folder, step, run, configuration)
+        staging.commit()
+
+    def _after_saving(self, checkpoint: Path, best: str | None, state: Any = None) -> None:
+        """The checkpoint is in its place: push it, and delete old ones. Callbacks get `state`, if they have waited."""
+        self.state.best_model_checkpoint = best
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(target))
-        best = self.state.best_model_checkpoint
-        rotate(run, self.args.save_total_limit, None if best is None else Path(best))
+            self._push_from_checkpoint(str(checkpoint))
+        rotate(checkpoint.parent, self.args.save_total_limit, None if best is None else Path(best))
+        if state is not None:
+            state.best_model_checkpoint = best
+            self.control = self.callback_handler.on_save(self.args, state, self.control)
+
+    def _let_callbacks_wait(self) -> None:
+        """Have the next `on_save`, which transformers calls when this returns, called by `_after_saving` instead."""
+        handler = self.callback_handler
+
+        def on_save(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            del handler.on_save
+            control.should_save = False
+            return control
+
+        handler.on_save = on_save
+
+    def _finish_saving(self) -> None:
+        """Wait until the checkpoint that is written in the background is in its place.
+
+        Raises:
+            CheckpointSaveError: if it could not be written.
+        """
+        if self._l2l_saving is not None:
+            (saving, then), self._l2l_saving = self._l2l_saving, None
+            saving.result()
+            then()
+
+    def _finish_if_saved(self) -> None:
+        """`_finish_saving`, if that needs no waiting."""
+        if self._l2l_saving is not None and self._l2l_saving[0].is_done:
+            self._finish_saving()
+
+    def _finish_after_error(self) -> None:
+        """`_finish_saving` when an exception ends the training, which is not replaced by another one."""
+        try:
+            self._finish_saving()
+        except CheckpointSaveError as error:
+            logger.error(str(error))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because the last checkpoint may be the best one, which is loaded here."""
+        self._finish_saving()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Overridden to have the values of the optimizer's state written later."""
+        reserved, optimizer = self._l2l_reserved, self.optimizer
+        if reserved is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.optimizer = _WithoutState()
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = optimizer
+        reserved.save_torch(optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Overridden: what is pushed must stay where it is."""
         if self._l2l_staging is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _name_best(self, run: Path, staging: Staging) -> None:
-        """Save where the best checkpoint is, or will be: transformers looks for it beside the one that it writes."""
-        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-        if self.state.best_global_step and (best == staging.target or best.exists()):
-            self.state.best_model_checkpoint = str(best)
-            self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
-
     def _check_room(self, run: Path) -> None:
-        """Raise OSError unless the disk has room for weights and optimizer state."""
+        """Raise CheckpointSaveError unless the disk has room for weights and optimizer state."""
         tensors = {*self.model.parameters(), *self.model.buffers()}
         if not self.args.save_only_model and self.optimizer is not None:
             states = (value for state in self.optimizer.state.values() for value in state.values())
             tensors |= {value for value in states if isinstance(value, torch.Tensor)}
         need, free = sum(t.nbytes for t in tensors), shutil.disk_usage(run).free
         if free < need:
-            raise OSError(
+            raise CheckpointSaveError(
+                run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
+                f"a disk with {size_text(free)} free for {size_text(need)} of weights and optimizer state: free some, "
+                "keep fewer with save_total_limit, or save less with save_only_model=True",
                 errno.ENOSPC,
-                f"a checkpoint needs room for weights and optimizer state ({size_text(need)}, and {size_text(free)} "
-                f"are free on the disk of {run}); free some, keep fewer with save_total_limit, or save less with "
-                "save_only_model=True",
             )
 
     def _saved_with(self) -> dict[str, Any]:
@@ -250,6 +354,16 @@ class CheckpointsMixin(ResumingMixin):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_generator(Path(checkpoint), self.args.device)
+
+    def _load_best_model(self) -> None:
+        """Overridden to load no other weights than those that were saved.
+
+        Raises:
+            DamagedCheckpointError: if the best checkpoint is not as it was saved.
+        """
+        if Path(self.state.best_model_checkpoint).is_dir():
+            check_whole(Path(self.state.best_model_checkpoint))
+        super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32."""

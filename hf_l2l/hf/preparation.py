@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l.compat import is_compiled
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import L2LConfig, option
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.runtime import stream
 
@@ -33,9 +34,38 @@ def stacklevel_of_the_caller() -> int:
     return level
 
 
+def config_of(given: Any) -> L2LConfig:
+    """The options that were given; the defaults for None.
+
+    Raises:
+        ValueError: for anything but an `L2LConfig`.
+    """
+    if given is not None and not isinstance(given, L2LConfig):
+        raise ValueError(
+            f"config must be an L2LConfig (got a {type(given).__name__}); write L2LConfig(name=value, ...), or give "
+            "training arguments to L2LTrainer"
+        )
+    return given or L2LConfig()
+
+
+def refuse_config(arguments: Iterable[Any]) -> None:
+    """Raise ValueError if there is an `L2LConfig` among the arguments of a Trainer."""
+    if any(isinstance(each, L2LConfig) for each in arguments):
+        raise ValueError(
+            "a Trainer takes options of L2L as training arguments (got an L2LConfig); write "
+            "args=L2LTrainingArguments(name=value, ...), in which most of their names begin with l2l_"
+        )
+
+
+def changes_of(config: L2LConfig, before: L2LConfig) -> str:
+    """The options of `config` that are not those of another one, `before`."""
+    pairs = ((each.name, getattr(config, each.name), getattr(before, each.name)) for each in fields(config))
+    return ", and ".join(f"{option(name)}={now!r}, where it has {then!r}" for name, now, then in pairs if now != then)
+
+
 def refuse_placed(model: nn.Module) -> None:
-    """Raise ValueError for parameters under a device_map, on meta, or with other Accelerate hooks, and for quantized
-    ones that cannot travel."""
+    """Raise ValueError for parameters under a device_map, on meta, in shards, or with other Accelerate hooks, and for
+    quantized ones that cannot travel."""
     device_map = getattr(model, "hf_device_map", None) or {}
     if any(str(place) != "cpu" for place in device_map.values()):
         name = getattr(model, "name_or_path", "")
@@ -49,6 +79,12 @@ def refuse_placed(model: nn.Module) -> None:
         raise ValueError(
             f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
             "with from_pretrained, or make it outside torch.device('meta')"
+        )
+    sharded = next((name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
+    if sharded is not None:
+        raise ValueError(
+            f"the parameters of a model under L2L must be whole, in one process (got {sharded}, a DTensor); load or "
+            "make the model without tensor parallelism (tp_plan) and fully_shard"
         )
     refuse_quantized(model)
     hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
@@ -68,7 +104,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             name, remedy = "compiled model", "leave out torch.compile"
         elif kind == "_FabricModule":
             name, remedy = "model wrapped by Fabric", "attach the model first, then call fabric.setup"
-        elif isinstance(module, DataParallel | DistributedDataParallel):
+        elif isinstance(module, DataParallel | DistributedDataParallel) or kind == "FullyShardedDataParallel":
             name, remedy = kind, "give it the model inside, in one process"
         else:
             continue

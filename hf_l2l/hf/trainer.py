@@ -26,19 +26,14 @@ from hf_l2l.accumulation.step import Step, step_of
 from hf_l2l.budget.trainer_plan import Purpose, TrainerPlan
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.hf.attach import (
-    Attachment,
-    attach_with_losses,
-    attachment_of,
-    check_attachable,
-    detach_l2l,
-)
+from hf_l2l.hf.attach import Attachment, attach_with_losses, attachment_of, check_attachable, detach_l2l
 from hf_l2l.hf.checkpoints import CheckpointsMixin, checkpoint_to_resume
 from hf_l2l.hf.placement import bind_companions, leave_models_where_they_are
 from hf_l2l.hf.preparation import (
     losses_that_train,
     move_to_host,
     read_rates_of_state,
+    refuse_config,
     refuse_several_devices,
     stacklevel_of_the_caller,
     turn_off_activation_checkpointing,
@@ -87,6 +82,7 @@ class L2LTrainerMixin(CheckpointsMixin):
         refuse_mixin_after(Trainer, L2LTrainerMixin, cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_config((*args, *kwargs.values()))
         # Passed on unchanged: combined with another trainer, the order of arguments is that of the other one.
         self._stackless_said = False
         self._tokens = TokenCount()
@@ -309,6 +305,7 @@ class L2LTrainerMixin(CheckpointsMixin):
                 attached.eps.timeline.at_no_memory(error)
             raise
         finally:
+            self._finish_after_error()
             self._folding.stop()
             attached = attachment_of(self.model)
             if attached is not None:
@@ -327,6 +324,7 @@ class L2LTrainerMixin(CheckpointsMixin):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, and to run the batches of a step as one (`l2l_merge_accumulation`)."""
+        self._finish_if_saved()
         self._tokens.add(inputs, getattr(self.model, "main_input_name", "input_ids"))
         attached = attachment_of(self.model)
         if attached is not None and attached.changed_stack() is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from hf_l2l.config import (
     help_text,
     options_of_the_trainer,
 )
+from hf_l2l.counts import OptionNames
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -58,7 +60,7 @@ else:
 
 
 @dataclass
-class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers ships no types
+class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # transformers ships no types
     """Adds the fields of `L2LConfig` to any dataclass of training arguments; `make_l2l_arguments` combines the two.
 
     A class statement needs the decorator, too: `@dataclass class Mine(L2LArgumentsMixin, SFTConfig)`.
@@ -112,6 +114,15 @@ class L2LArgumentsMixin(_NextArguments):  # type: ignore[misc]  # transformers s
         metadata={
             "help": 'The dtype in which `trainer.save_model()` writes the weights: "fp32", "bf16" or "fp16". '
             "Checkpoints always have the fp32 masters."
+        },
+    )
+    l2l_async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints in the background, while training goes on. They are those of the step at which "
+            "the saving began: an update waits until the weights and the optimizer state of its layer are written, or "
+            "copied, of two layers at most. Old checkpoints are deleted, and callbacks called (`on_save`), when the "
+            "new one is in its place. If it cannot be written, the next step or the end of the training raises."
         },
     )
     l2l_merge_accumulation: Literal["auto", "off"] = field(
@@ -192,6 +203,11 @@ def refuse_conflicts(args: TrainingArguments) -> None:
             f"l2l_merge_accumulation must be 'auto' or 'off' (got {merge!r}); use 'off' to have accumulated batches "
             "run one by one"
         )
+    async_save = own_option(args, "l2l_async_save")
+    if not isinstance(async_save, bool):
+        raise ValueError(
+            f"l2l_async_save must be True or False (got {async_save!r}); True writes checkpoints in the background"
+        )
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(
@@ -204,6 +220,12 @@ def refuse_conflicts(args: TrainingArguments) -> None:
             f"max_grad_norm={args.max_grad_norm}); set max_grad_norm=0, or use eps_update='deferred', which clips and "
             "gives the same bits as 'serial'"
         )
+
+
+def optim_of(args: Any) -> str:
+    """The name of the optimizer, as it is typed; "" if none was given."""
+    optim = getattr(args, "optim", "")
+    return str(getattr(optim, "value", optim))
 
 
 _UPDATE_IN_BACKWARD = {"lomo": "sgd", "adalomo": "adafactor"}
@@ -219,6 +241,7 @@ def refuse_for_layers(args: Any) -> None:
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
+        ("parallelism_config", "L2L runs in one process; leave it out"),
         ("torch_compile", "a compiled model cannot be run layer by layer; set torch_compile=False"),
         ("fp16", "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
         ("fp16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
@@ -226,8 +249,8 @@ def refuse_for_layers(args: Any) -> None:
     ):
         value = getattr(args, name, None)
         if value:
-            raise ValueError(f"{name} cannot be used with L2L (got {name}={value!r}): {remedy}")
-    optim = str(getattr(args.optim, "value", args.optim)) if hasattr(args, "optim") else ""
+            raise ValueError(f"{name} cannot be used with L2L (got {name}={' '.join(repr(value).split())}): {remedy}")
+    optim = optim_of(args)
     if optim.endswith("_layerwise") or optim in _UPDATE_IN_BACKWARD:
         raise ValueError(
             f"optim cannot be used with L2L (got optim={optim!r}): it updates parameters in hooks of their backward, "
@@ -235,6 +258,12 @@ def refuse_for_layers(args: Any) -> None:
         )
     if getattr(args, "mixed_precision", None) == "fp16":
         raise ValueError(_two_precisions(args))
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")  # `accelerate launch` sets it, and no argument has it
+    if compiler.lower() != "no":
+        raise ValueError(
+            f"a compiled model cannot be run layer by layer (got dynamo_backend={compiler!r} from Accelerate); launch "
+            "with --dynamo_backend no"
+        )
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:
@@ -244,7 +273,7 @@ def _refuse_two_optimizers(args: TrainingArguments) -> None:
             f"l2l_optimizer must be 'lamb' or None (got {asked!r}); leave it out for the optimizer that optim names"
         )
     default = TrainingArguments.__dataclass_fields__["optim"].default
-    for name, value in (("optim", args.optim), ("optim_args", args.optim_args)):
+    for name, value in (("optim", optim_of(args)), ("optim_args", args.optim_args)):
         if asked is not None and value not in (None, default):
             raise ValueError(
                 f"one option names the optimizer (got l2l_optimizer={asked!r} and {name}={str(value)!r}); leave out "

@@ -17,9 +17,10 @@ from hf_l2l.runtime.tensors import size_text
 
 MASTERS, GRADIENTS, MOMENTS, COPIES = "masters", "gradients", "moments", "copies"
 HOST_STASH, NORMS, TRANSIENTS = "stash", "norm rooms", "optimizer transients"
+BEING_SAVED = "layers being saved"
 SIMULATED, OTHER = "simulated device", "Python, libraries and other"
 
-HOST_NAMES = (MASTERS, GRADIENTS, MOMENTS, COPIES, HOST_STASH, NORMS, TRANSIENTS, SIMULATED, OTHER)
+HOST_NAMES = (MASTERS, GRADIENTS, MOMENTS, COPIES, HOST_STASH, NORMS, TRANSIENTS, BEING_SAVED, SIMULATED, OTHER)
 """The names of all host memory, in the order in which they are shown."""
 
 
@@ -68,6 +69,10 @@ class Ledger:
         """The bound method `count` returns bytes of host memory with this name, as long as its object lives. Parts of
         it may be pageable or not present yet."""
         self._host[name].append(weakref.WeakMethod(count))
+
+    def saw(self, name: str, num_bytes: int) -> None:
+        """So many bytes of host memory had this name at once."""
+        self._host_peaks[name] = max(self._host_peaks[name], num_bytes)
 
     def look(self) -> None:
         """Take in peaks of the host, if the present call is looked at."""

@@ -105,9 +105,11 @@ def _check(group: dict[str, Any]) -> None:
     """Raise ValueError unless the hyper-parameters are in range; NaN is out of every range."""
     lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element (got a tensor of shape {list(lr.shape)})")
+        raise ValueError(f"lr must have one element (got a tensor of shape {list(lr.shape)}); give a number")
     for name, value in {"lr": lr, "eps": eps, "weight_decay": decay}.items():
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be at least 0 and finite (got {value})")
+            raise ValueError(f"{name} must be at least 0 and finite (got {value}); leave it out for the default")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers of at least 0 and below 1 (got {betas})")
+        raise ValueError(
+            f"betas must be two numbers of at least 0 and below 1 (got {betas}); leave them out for the default"
+        )

@@ -40,17 +40,17 @@ WORTH = 1e-3
 """A choice is made if it saves this share of the time of a step."""
 
 
-def parse_budget(text: str) -> int:
+def parse_budget(text: str, name: str = "a budget of device memory") -> int:
     """Bytes of a budget such as "8GiB" (2**30 bytes each) or "8GB" (10**9).
 
     Raises:
-        ValueError: if it is no size.
+        ValueError: if it is no size; `name` is what the user calls it.
     """
     count = parse_size(text)
     if not count:
         raise ValueError(
-            f"a budget of device memory must be a size with its unit, such as '8GiB' or '7500MB' (got {text!r}); give "
-            "one, or leave it out"
+            f"{name} must be a size with its unit, such as '8GiB' or '7500MB' (got {text!r}); give one, or "
+            "leave it out"
         )
     return count
 

@@ -42,8 +42,8 @@ def check_device_name(device: torch.device | str) -> None:
         torch.device(device)
     except (RuntimeError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or None for the current "
-            "accelerator"
+            f"device must name a torch device (got {device!r}: {error}); write 'cuda', or leave it out for the "
+            "current accelerator"
         ) from error
 
 
@@ -53,24 +53,23 @@ def execution_device(device: torch.device | str | None) -> torch.device:
     A device type without an index becomes the current device of that type.
 
     Raises:
-        ValueError: if this machine has no such device, or its torch module lacks a function that is needed.
+        ValueError: if torch knows no such device, this machine has none, or its torch module lacks a function that is
+            needed.
     """
     if device is None:
         # check_available: a build of torch for an accelerator also runs on machines that have none.
         device = torch.accelerator.current_accelerator(check_available=True) or HOST
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:  # a word that torch does not know
-        raise ValueError(
-            f"the execution device must be of a type that torch knows (got {device!r}); use one such as 'cuda', "
-            "'cuda:1' or 'cpu'"
-        ) from error
+    check_device_name(device)
+    device = torch.device(device)
     if device.type == "cpu":
         return HOST
     try:
         module = torch.get_device_module(device)
     except RuntimeError as error:  # a type that is no accelerator, such as meta
-        raise ValueError(f"the execution device must be able to run a layer (got {device}: {error})") from error
+        raise ValueError(
+            f"the execution device must be able to run a layer (got {device}: {error}); set device to None for the "
+            "current accelerator, or to 'cpu'"
+        ) from error
     missing = [name for name in _NEEDED if not hasattr(module, name)]
     if missing:
         raise ValueError(

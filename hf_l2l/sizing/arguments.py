@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.budget.trainer_plan import autocast_of
 from hf_l2l.config import L2LConfig
-from hf_l2l.hf.training_args import l2l_config, own_option, refuse_for_layers
+from hf_l2l.hf.training_args import l2l_config, optim_of, own_option, refuse_for_layers
 from hf_l2l.optim.lamb import Lamb
 
 
@@ -88,7 +88,7 @@ def optimizer_of(args: TrainingArguments, model: nn.Module) -> torch.optim.Optim
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(
-            f"an estimate makes the optimizer that optim names (got optim={str(args.optim)!r}, which is made in steps "
+            f"an estimate makes the optimizer that optim names (got optim={optim_of(args)!r}, which is made in steps "
             "of its own); pass the optimizer to estimate"
         )
     of_trainer = ("params", "model", "optimizer_dict")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_l2l.checkpoint import manifest as manifests
-from hf_l2l.checkpoint.finding import checkpoints_in, newest_whole, rotate
-from hf_l2l.checkpoint.manifest import MANIFEST, write_manifest
+from hf_l2l.checkpoint.finding import PassedOver, checkpoints_in, newest_whole, rotate
+from hf_l2l.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +30,21 @@ def save(run: Path, step: int, of: str | None = "a") -> Path:
     return folder
 
 
+def newest(run: Path) -> tuple[Path | None, list[PassedOver]]:
+    """Without a look at the form of the files, which are none of a trainer."""
+
+    def check(checkpoint: Path) -> None:
+        manifest = read_manifest(checkpoint)
+        if manifest is not None:
+            check_files(checkpoint, manifest)
+
+    return newest_whole(run, check)
+
+
 def test_the_newest_is_that_of_the_highest_step(tmp_path):
     for step in (500, 1000, 20):
         save(tmp_path, step)
-    found, passed_over = newest_whole(tmp_path)
+    found, passed_over = newest(tmp_path)
     assert found == tmp_path / "checkpoint-1000" and passed_over == []
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-20", "checkpoint-500", "checkpoint-1000"]
 
@@ -43,7 +54,7 @@ def test_a_damaged_one_is_passed_over(tmp_path):
     save(tmp_path, 2)
     for step, name in ((3, "model.safetensors"), (4, MANIFEST)):
         (save(tmp_path, step) / name).write_text("other")
-    found, passed_over = newest_whole(tmp_path)
+    found, passed_over = newest(tmp_path)
     assert found == tmp_path / "checkpoint-2"
     assert {each.folder.name: each.reason for each in passed_over} == {
         "checkpoint-4": f"{MANIFEST} is damaged: Expecting value: line 1 column 1 (char 0)",
@@ -54,24 +65,24 @@ def test_a_damaged_one_is_passed_over(tmp_path):
 def test_one_of_a_trainer_that_was_interrupted_is_passed_over(tmp_path):
     save(tmp_path, 1, of=None)
     (save(tmp_path, 2, of=None) / "trainer_state.json").write_text('{"epoch": 1.')
-    found, (passed_over,) = newest_whole(tmp_path)
+    found, (passed_over,) = newest(tmp_path)
     assert found == tmp_path / "checkpoint-1" and passed_over.is_interrupted
 
 
 def test_a_training_that_went_on_with_the_other_trainer_is_one(tmp_path):
     save(tmp_path, 1, of=None)
     save(tmp_path, 2)
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-2"
+    assert newest(tmp_path)[0] == tmp_path / "checkpoint-2"
     save(tmp_path, 3, of=None)
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-3"
+    assert newest(tmp_path)[0] == tmp_path / "checkpoint-3"
 
 
 def test_of_two_trainings_the_later_one_counts(tmp_path):
     save(tmp_path, 500, of="a")
     save(tmp_path, 10, of="b")
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-10"
+    assert newest(tmp_path)[0] == tmp_path / "checkpoint-10"
     (tmp_path / "checkpoint-10" / "model.safetensors").unlink()
-    found, (passed_over,) = newest_whole(tmp_path)
+    found, (passed_over,) = newest(tmp_path)
     assert found == tmp_path / "checkpoint-500" and passed_over.reason == "model.safetensors is missing"
 
 
@@ -88,7 +99,7 @@ def test_what_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "checkpoint-3").write_text("a file")
     (tmp_path / "checkpoint-4").symlink_to(save(tmp_path / "elsewhere", 4))
-    assert newest_whole(tmp_path) == (None, []) and newest_whole(tmp_path / "no") == (None, [])
+    assert newest(tmp_path) == (None, []) and newest(tmp_path / "no") == (None, [])
 
 
 def test_a_newer_version_is_told(tmp_path, monkeypatch):
@@ -96,7 +107,7 @@ def test_a_newer_version_is_told(tmp_path, monkeypatch):
     save(tmp_path, 1)
     monkeypatch.setattr(manifests, "FORMAT", 1)
     with pytest.raises(ValueError, match="upgrade hf_l2l"):
-        newest_whole(tmp_path)
+        newest(tmp_path)
 
 
 @pytest.mark.parametrize(

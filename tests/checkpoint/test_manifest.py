@@ -164,6 +164,14 @@ def rewrite(folder: Path, **changes: object) -> None:
     (folder / MANIFEST).write_text(json.dumps({**content, "sha256": _of_content(content)}))
 
 
+@pytest.mark.parametrize("field", ["step", "format", "saved_at"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), None, []])
+def test_numbers_that_are_none_are_refused(folder, field, value):
+    rewrite(folder, **{field: value})
+    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
+        read_manifest(folder)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\xff\xfe", '{"sha256": 1}'])
 def test_other_texts_are_refused(folder, text):
     (folder / MANIFEST).write_text(text, encoding="latin-1")

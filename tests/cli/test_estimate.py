@@ -159,13 +159,13 @@ def test_a_model_of_numbers(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--budget", "8 bananas"], "a budget of device memory must be a size with its unit"),
+        (["--budget", "8 bananas"], "--budget must be a size with its unit"),
         (["--budget", "8GiB"], "got neither --probe nor --figures"),
         (["--stash", "nowhere"], "stash must be one of 'device', 'host', 'disk', 'auto' (got 'nowhere')"),
         (["--l2l_boundary", "host"], "l2l_boundary='host' passes what is in the stash"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
         (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps must be at least 1 (got 0)"),
-        (["--host-memory", "64"], "--host-memory must be a size with its unit, such as 64GiB (got '64')"),
+        (["--host-memory", "64"], "--host-memory must be a size with its unit, such as '8GiB' or '7500MB' (got '64')"),
         (["--optim", "adamw"], "--optim must be the name of an optimizer of the Trainer (got 'adamw'); use adamw_"),
         (["--optim", "?"], "(got '?'); use adamw_torch or sgd"),
         (["--bf16", "maybe"], "--bf16: must be True or False (got 'maybe'), or be given alone for True"),

@@ -96,7 +96,7 @@ def test_what_is_taken_from_the_config_is_told(tmp_path, capsys, monkeypatch):
     ("arguments", "said"),
     [
         (("--device", "cuda:9"), "must be one this machine has (got cuda:9)"),
-        (("--device", "gpu"), "of a type that torch knows (got 'gpu')"),
+        (("--device", "gpu"), "device must name a torch device (got 'gpu'"),
         (("--class", "Nothing"), "--class must be a class of models"),
         (("--class", "BertModel"), "choose another class with --class"),
     ],

@@ -307,8 +307,11 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--do_trian"], "--do_trian is not an option; --do_train is one; --help lists all options"),
-        (["--zzz=1"], "--zzz is not an option; --help lists all options"),
+        (
+            ["--do_trian"],
+            "every flag must be that of an option (got --do_trian); did you mean --do_train? --help lists all options",
+        ),
+        (["--zzz=1"], "every flag must be that of an option (got --zzz); --help lists all options"),
         (
             ["--num_train_epochs", "many"],
             "argument --num_train_epochs/--num-train-epochs: invalid float value: 'many'; --help lists all options",

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ import transformers as hf
 from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from families import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, train_once
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l import L2LCallback, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.hf.hooks import bound_method
 from training import l2l_trainer, tiny_bert
 
@@ -44,7 +47,7 @@ def test_attach_is_idempotent_and_takes_one_config():
     model = bert()
     eps = attach_l2l(model, L2LConfig(ubatch_size=2))
     assert attach_l2l(model, L2LConfig(ubatch_size=2)) is eps
-    with pytest.raises(ValueError, match=r"one config at a time.*ubatch_size=2.*ubatch_size=3.*detach_l2l"):
+    with pytest.raises(ValueError, match=r"one config at a time \(got ubatch_size=3, where it has 2\).*detach_l2l"):
         attach_l2l(model, L2LConfig(ubatch_size=3))
     detach_l2l(model)
     detach_l2l(model)
@@ -485,6 +488,7 @@ WRAPPERS = {
     "model wrapped by Fabric": _FabricModule,
     "DataParallel": nn.DataParallel,
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "FullyShardedDataParallel": partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
     "compiled model": lambda model: torch.compile(model, backend="eager"),
     "compiled model ": compiled_in_place,
 }
@@ -509,6 +513,33 @@ def test_models_with_a_wrapped_module_are_refused(name, path, group_of_two, tmp_
     for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
         with pytest.raises(ValueError, match=rf"without a wrapper \(got a {name} at '{path}'\); (leave out|give it)"):
             attach(model)
+
+
+@pytest.mark.parametrize("path", ["", "bert.encoder.layer.1"])
+def test_a_sharded_model_is_refused(path, group_of_two, tmp_path):
+    model = tiny_bert(layers=2)
+    fully_shard(model.get_submodule(path), mesh=init_device_mesh("cpu", (2,)))
+    for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
+        with pytest.raises(ValueError, match=rf"must be whole, .*\(got {path}.*weight, a DTensor\); load"):
+            attach(model)
+
+
+@pytest.mark.parametrize(
+    "config", [{"stash": "host"}, "host", hf.BertConfig()], ids=lambda config: type(config).__name__
+)
+def test_a_config_of_another_kind_is_refused(config):
+    with pytest.raises(ValueError, match=rf"must be an L2LConfig \(got a {type(config).__name__}\); write L2LConfig"):
+        attach_l2l(tiny_bert(layers=2), config)
+    with pytest.raises(ValueError, match="must be an L2LConfig"):
+        L2LCallback(config)
+
+
+def test_another_config_is_told_by_what_differs():
+    model = tiny_bert(layers=2)
+    attach_l2l(model, L2LConfig(device="cpu", ubatch_size=2))
+    message = r"at a time \(got ubatch_size=4, where it has 2, and stash='host', where it has 'device'\); call hf_l2l"
+    with pytest.raises(ValueError, match=message):
+        attach_l2l(model, L2LConfig(ubatch_size=4, stash="host"))  # the device is the same, named or not
 
 
 def test_a_process_group_of_two_is_refused(group_of_two):

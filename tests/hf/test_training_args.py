@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -15,9 +16,10 @@ from dataclasses import fields
 import pytest
 import torch
 import transformers as hf
+from accelerate import ParallelismConfig
 from transformers.training_args import OptimizerNames
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l, make_l2l_arguments
 from hf_l2l.hf.training_args import OWN_OPTIONS, l2l_config, refuse_conflicts, refuse_for_layers
 from training import arguments, rows, tiny_bert
 
@@ -78,6 +80,41 @@ def test_bad_values_are_refused_where_they_are_given(options, message, tmp_path)
         arguments(L2LTrainingArguments, tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("boundary", "l2l_boundary"),
+        ("l2l_bounary", "l2l_boundary"),
+        ("l2l_stash", "stash"),
+        ("evaluation_strategy", "eval_strategy"),
+    ],
+)
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, make_l2l_arguments(hf.Seq2SeqTrainingArguments)])
+def test_an_option_that_does_not_exist_is_told_with_the_nearest(kind, name, near, tmp_path):
+    with pytest.raises(TypeError) as error:
+        arguments(kind, tmp_path, **{name: "host"})
+    said = f"an option of {kind.__name__} must be one that it has (got {name}); did you mean {near}?"
+    assert str(error.value) == said
+
+
+def test_a_subclass_may_take_other_arguments(tmp_path):
+    class Own(L2LTrainingArguments):
+        def __init__(self, folder, *, size):
+            super().__init__(str(folder), ubatch_size=size, report_to=[])
+
+    class Passing(L2LTrainingArguments):
+        def __init__(self, **options):
+            super().__init__(str(tmp_path), ubatch_size=options.pop("size"), report_to=[])
+
+    assert Own(tmp_path, size=3).ubatch_size == Passing(size=3).ubatch_size == 3
+    with pytest.raises(TypeError, match=r"option of Own must be one that it has \(got sise\); did you mean size\?"):
+        Own(tmp_path, sise=3)
+
+
+def test_the_signature_has_the_options():
+    assert {f.name for f in fields(L2LTrainingArguments)} == set(inspect.signature(L2LTrainingArguments).parameters)
+
+
 def test_every_option_explains_itself():
     ours = {f.name: f for f in dataclasses.fields(L2LTrainingArguments)}
     for name in ours.keys() - {f.name for f in dataclasses.fields(hf.TrainingArguments)}:
@@ -108,7 +145,7 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
 
 
 def test_own_options_are_those_that_plain_arguments_lack():
-    trainer_only = ["l2l_optimizer", "l2l_save_dtype", "l2l_merge_accumulation", "l2l_log_times"]
+    trainer_only = ["l2l_optimizer", "l2l_save_dtype", "l2l_async_save", "l2l_merge_accumulation", "l2l_log_times"]
     assert list(OWN_OPTIONS) == [*map(argument_of, OPTIONS), *trainer_only]
     assert set(OWN_OPTIONS) == {f.name for f in fields(L2LTrainingArguments)} - {
         f.name for f in fields(hf.TrainingArguments)
@@ -225,6 +262,7 @@ def test_errors_of_later_on_name_what_was_typed(tmp_path):
 CONFLICTS = {
     "deepspeed": ({"zero_optimization": {"stage": 3}}, "both place the parameters; drop one of them"),
     "fsdp": ("full_shard", "both place the parameters; drop one of them"),
+    "parallelism_config": (ParallelismConfig(), "L2L runs in one process; leave it out"),
     "torch_compile": (True, "a compiled model cannot be run layer by layer; set torch_compile=False"),
     "fp16": (True, "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
     "fp16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
@@ -234,7 +272,8 @@ CONFLICTS = {
 
 def message_of(name: str) -> str:
     value, remedy = CONFLICTS[name]
-    return f"^{re.escape(f'{name} cannot be used with L2L (got {name}={value!r}): {remedy}')}$"
+    shown = " ".join(repr(value).split())
+    return f"^{re.escape(f'{name} cannot be used with L2L (got {name}={shown}): {remedy}')}$"
 
 
 def having(kind: type[hf.TrainingArguments], name: str, folder) -> hf.TrainingArguments:
@@ -296,6 +335,17 @@ def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
 def test_a_string_of_layer_classes_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must be a tuple or list of class names \(got the string 'Block'\)"):
         arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes="Block")
+
+
+def test_a_launcher_that_compiles_is_refused(tmp_path, monkeypatch):
+    args = arguments(L2LTrainingArguments, tmp_path)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # as `accelerate launch` sets it
+    L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(
+        ValueError, match=r"\(got dynamo_backend='EAGER' from Accelerate\); launch with --dynamo_backend no"
+    ):
+        L2LTrainer(tiny_bert(), args, train_dataset=rows())
 
 
 def test_a_backend_that_implies_compiling_is_refused(tmp_path):

@@ -1,0 +1,172 @@
+"""Saving a checkpoint while training goes on: what is written is the moment at which the saving began.
+
+transformers writes the checkpoint as always, at once, but for the values of weights and optimizer state: its files get
+room for them. A thread writes the values, layer after layer in the order of the next forward, which is that of the
+next updates. An update waits for its layer to be written, unless there is room to copy the layer: two layers, at most.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import modeling_utils
+
+from hf_l2l.checkpoint.reserved import Region, can_reserve, reserve_safetensors, reserve_torch
+from hf_l2l.checkpoint.snapshot import Snapshot
+from hf_l2l.compat import without_interception
+from hf_l2l.eps.masters import Master
+from hf_l2l.eps.pending import hold_all
+from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.memory.ledger import BEING_SAVED
+
+_LAYERS = 2
+"""How many layers are copied at most."""
+
+
+class ReservedFiles:
+    """The files of a checkpoint whose values are written later."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        """What is to be written."""
+
+    def save_torch(self, state: Any, file: Path) -> None:
+        """Save `state` as `torch.save` does, but for the values of tensors."""
+        self.regions += reserve_torch(state, file)
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside, files of weights that transformers writes on this thread get no values yet."""
+        # `save_pretrained` takes no function that writes: it uses its module's name for the one of safetensors, and
+        # the Trainer, for models that are not of transformers, that of safetensors' module.
+        thread, own = threading.get_ident(), safetensors.torch.save_file
+
+        def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None) -> None:
+            if threading.get_ident() == thread and can_reserve(tensors.values()):
+                self.regions += reserve_safetensors(tensors, Path(filename), metadata or {})
+            else:
+                own(tensors, filename, metadata)
+
+        names: Any = ((modeling_utils, "safe_save_file"), (safetensors.torch, "save_file"))
+        before = [getattr(module, name) for module, name in names]
+        for module, name in names:
+            setattr(module, name, save_file)
+        try:
+            yield
+        finally:
+            for (module, name), function in zip(names, before, strict=True):
+                setattr(module, name, function)
+
+
+class BackgroundSave:
+    """One checkpoint that is being written."""
+
+    def __init__(
+        self, eps: EagerParamServer, regions: Iterable[Region], finish: Callable[[], None], held: ExitStack
+    ) -> None:
+        """Of the present values; all updates must have finished.
+
+        `finish` is called on the thread when all is written; `held` is closed there, whatever happens. What is not a
+        master of the EPS that is in host memory, or optimizer state of one, is written here.
+        """
+        groups = [masters for _, masters in eps.masters.parts(m for m in eps.masters.on_host() if m.can_be_held)]
+        self._numbers = {master: number for number, masters in enumerate(groups) for master in masters}
+        owners = self._storages(eps)
+        regions_of: list[list[Region]] = [[] for _ in groups]
+        others: list[Region] = []
+        for region in regions:
+            owner = owners.get(region.values.untyped_storage().data_ptr())
+            (others if owner is None else regions_of[self._numbers[owner]]).append(region)
+        sizes = [
+            sum(region.values.numel() for region in found)
+            for masters, found in zip(groups, regions_of, strict=True)
+            if masters[0].layer_number > 0
+        ]
+        Snapshot([others], room=0).write()
+        self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0))
+        self._eps = eps
+        self._begin()
+        self._held = held.pop_all()  # from here on, the caller does not close it
+        pool = ThreadPoolExecutor(1, "hf_l2l save")
+        try:
+            self._future: Future[None] = pool.submit(self._run, finish)
+        except RuntimeError:  # no thread can be started: changes would wait for ever
+            self._end()
+            self._held.close()
+            raise
+        pool.shutdown(wait=False)
+
+    def _storages(self, eps: EagerParamServer) -> dict[int, Master | None]:
+        """Address of memory -> the master whose values or state it has; None for memory that several share."""
+        found: dict[int, Master | None] = {}
+        with without_interception():
+            for optimizer in eps.updates.optimizers:
+                for p, state in optimizer.state.items():
+                    master = eps.masters.of(p)
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor) and master in self._numbers:
+                            address = value.untyped_storage().data_ptr()
+                            found[address] = master if found.get(address, master) is master else None
+            for master in self._numbers:
+                address = master.parameter.untyped_storage().data_ptr()
+                found[address] = master if found.get(address, master) is master else None
+        return found
+
+    def _begin(self) -> None:
+        self._eps.saving = self
+        for master in self._numbers:
+            master.saving = self
+        hold_all((master.parameter, master) for master in self._numbers)
+
+    def _end(self) -> None:
+        """Refer to no parameter any more; all values may change."""
+        masters, self._numbers = self._numbers, {}
+        for master in masters:
+            master.saving = None
+        self._eps.saving = None
+        self._eps.ledger.saw(BEING_SAVED, self._snapshot.most_copied_bytes)
+
+    def _run(self, finish: Callable[[], None]) -> None:
+        with self._held:
+            self._snapshot.write()
+            finish()
+
+    def secure(self, masters: Iterable[Master]) -> None:
+        """Wait until the values and the state of `masters` may change."""
+        # Without a number: what `wait_for_values` of another thread has let go since.
+        for number in {self._numbers.get(master) for master in masters}:
+            if number is not None:
+                self._snapshot.secure(number)
+
+    def wait_for_values(self) -> None:
+        """Wait until all values may change."""
+        self._snapshot.wait()
+        self._end()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that copies of values take now."""
+        return self._snapshot.copied_bytes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint is in its place, or has failed."""
+        return self._future.done()
+
+    def result(self) -> None:
+        """Wait until the checkpoint is in its place.
+
+        Raises:
+            CheckpointSaveError: if it could not be written.
+        """
+        try:
+            self._future.result()
+        finally:
+            self._end()

@@ -1,0 +1,140 @@
+"""Values as they were at one moment, written to files while training goes on.
+
+What is written together (a layer: its weights and the optimizer's state of them) is a group. A thread writes group
+after group. Before the values of a group change, `secure` makes sure that they are written, or copied; copies take no
+more than a fixed amount of memory, beyond which `secure` waits for the thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from enum import Enum, auto
+from pathlib import Path
+from threading import Condition
+
+from hf_l2l.checkpoint.reserved import Region
+
+
+class _Is(Enum):
+    """What has happened to a group."""
+
+    UNTOUCHED = auto()
+    BEING_COPIED = auto()
+    COPIED = auto()
+    BEING_WRITTEN = auto()
+    WRITTEN = auto()
+
+
+class _Group:
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = list(regions)
+        self.num_bytes = sum(region.values.numel() for region in regions)
+        self.now = _Is.UNTOUCHED
+        self.is_urgent = False
+        """Whether a thread waits until it is written."""
+
+
+class Snapshot:
+    """The values of some groups when this was made."""
+
+    def __init__(self, groups: Iterable[Sequence[Region]], room: int) -> None:
+        """The groups are written in this order. Copies take at most `room` bytes."""
+        self._groups = [_Group(regions) for regions in groups]
+        self._free = self._least_free = self._room = room
+        self._changed = Condition()
+        self._has_ended = False
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that there are now."""
+        return self._room - self._free
+
+    @property
+    def most_copied_bytes(self) -> int:
+        """The most that they have been."""
+        return self._room - self._least_free
+
+    def write(self) -> None:
+        """Write all groups; to be called once, on a thread of its own.
+
+        Raises:
+            OSError: if a file cannot be written. Nobody waits for the others then.
+        """
+        try:
+            with ExitStack() as stack:
+                opened: dict[Path, int] = {}
+                while (group := self._next()) is not None:
+                    for region in group.regions:
+                        if region.file not in opened:
+                            opened[region.file] = os.open(region.file, os.O_WRONLY)
+                            stack.callback(os.close, opened[region.file])
+                        region.write(opened[region.file])
+                    self._is_written(group)
+        finally:
+            with self._changed:
+                self._has_ended = True
+                for group in self._groups:
+                    group.regions = []
+                self._changed.notify_all()
+
+    def _next(self) -> _Group | None:
+        """The group to write next: copies first, since others may wait for their memory, then what somebody waits for.
+        Waits for a copy that is being made, if nothing else is left; None if all is written."""
+
+        def order(group: _Group) -> tuple[bool, bool]:
+            return group.now is not _Is.COPIED, not group.is_urgent
+
+        with self._changed:
+            while True:
+                ready = [g for g in self._groups if g.now in (_Is.UNTOUCHED, _Is.COPIED)]
+                if ready:
+                    found = min(ready, key=order)
+                    if found.now is _Is.COPIED:
+                        return found  # stays so: its values may change meanwhile
+                    found.now = _Is.BEING_WRITTEN
+                    return found
+                if all(g.now is _Is.WRITTEN for g in self._groups):
+                    return None
+                self._changed.wait()
+
+    def _is_written(self, group: _Group) -> None:
+        with self._changed:
+            if group.now is _Is.COPIED:
+                self._free += group.num_bytes
+            group.now, group.regions = _Is.WRITTEN, []
+            self._changed.notify_all()
+
+    def secure(self, number: int) -> None:
+        """Wait until the values of a group may change: until they are written, or copied.
+
+        Raises:
+            MemoryError, RuntimeError: if the host has no memory for the copies.
+        """
+        group = self._groups[number]
+        with self._changed:
+            while not (self._has_ended or group.now in (_Is.WRITTEN, _Is.COPIED)):
+                if group.now is _Is.UNTOUCHED and group.num_bytes <= self._free:
+                    self._free -= group.num_bytes
+                    self._least_free = min(self._least_free, self._free)
+                    group.now = _Is.BEING_COPIED
+                    break
+                group.is_urgent = True
+                self._changed.wait()
+            else:
+                return
+        copies: list[Region] = []
+        try:
+            copies = [region._replace(values=region.values.clone()) for region in group.regions]
+        finally:  # without memory for the copies, the values are still those of the snapshot
+            with self._changed:
+                group.now = _Is.COPIED if copies else _Is.UNTOUCHED
+                group.regions = copies or group.regions
+                self._free += 0 if copies else group.num_bytes
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all is written, or writing has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended)

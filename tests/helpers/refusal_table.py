@@ -1,0 +1,94 @@
+"""docs/settings.md: what is refused, and what to do. It is made of what the code raises when each case is provoked.
+
+    PYTHONPATH=. python tests/helpers/refusal_table.py
+
+writes it. It needs the package datasets, and a process without another accelerator, since the cases run on the
+simulated one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from hf_l2l.testing import enable_simulated_accelerator
+
+if __name__ == "__main__":
+    enable_simulated_accelerator()  # before any backward
+
+from refusal_commands import ESTIMATE, ESTIMATE_WARNINGS, PROGRAM, SCRIPT, SCRIPT_WARNINGS
+from refusal_models import CALLBACKS, DEVICES, MODELS, OPTIMIZERS, WARNINGS
+from refusal_settings import OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
+from refusals import Case, Found, parts_of, provoke
+
+HAS_DATASETS = importlib.util.find_spec("datasets") is not None
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+INTRODUCTION = """\
+# What is refused, and what to do
+
+Every setting is checked where it is made, and every combination as soon as all of it is known: before a tensor of a
+weight's size is allocated or moved, unless the row says "late". An error has the rule, the value received, and the
+remedy; the tables leave out the value. It names options as they were typed: here as the Trainer's arguments do
+(`l2l_boundary`, on the command line `--l2l_boundary`), and `boundary` for `L2LConfig(boundary=...)`. It is a
+`ValueError`; for an option that does not exist a `TypeError`, on a command line the parser's own error; and for a host
+without memory a `MemoryError`. What can go on without a setting goes on, with one warning.
+
+Each row was provoked, on the simulated accelerator `sim:0`. `PYTHONPATH=. python tests/helpers/refusal_table.py`
+writes this page, and a test compares it with what the code says.
+"""
+
+ERRORS: dict[str, list[Case]] = {
+    "Values and names of options": VALUES_AND_NAMES,
+    "Options of L2L with each other": OURS_TOGETHER,
+    "With transformers' Trainer and launchers": WITH_THE_TRAINER,
+    "Models": MODELS,
+    "Devices and memory": DEVICES,
+    "Optimizers": OPTIMIZERS,
+    "`L2LCallback`": CALLBACKS,
+    "`estimate`": ESTIMATE,
+    "The program `hf-l2l`": PROGRAM,
+}
+WARNED: dict[str, list[Case]] = {
+    "Warnings: what is turned off, chosen, or without effect": [*WARNINGS, *ESTIMATE_WARNINGS],
+}
+if HAS_DATASETS:  # without it, the script does not look at its options
+    ERRORS["The script `run_glue_l2l.py`"] = SCRIPT
+    WARNED["Warnings of `run_glue_l2l.py`"] = SCRIPT_WARNINGS
+
+
+@cache
+def found(case: Case) -> Found:
+    """What a case raises, provoked once."""
+    with tempfile.TemporaryDirectory() as folder:
+        return provoke(case, Path(folder))
+
+
+def page() -> str:
+    """The text of the page."""
+    errors = (_section(*each, ["rule", "what to do"], lambda text: parts_of(text)[::2]) for each in ERRORS.items())
+    warned = (_section(*each, ["what the warning says"], lambda text: (text,)) for each in WARNED.items())
+    return "\n".join([INTRODUCTION, *errors, *warned])
+
+
+def _section(title: str, cases: list[Case], head: list[str], columns: Callable[[str], tuple[str, ...]]) -> str:
+    def rows() -> Iterator[str]:
+        for case in cases:
+            text = found(case).message
+            shown = columns(re.sub(case.varies, "...", text) if case.varies else text)
+            yield " | ".join([case.typed if case.is_early else f"{case.typed} (late)", *map(_escaped, shown)])
+
+    lines = [" | ".join(["what is typed", *head]), "|".join(["---"] * (1 + len(head))), *rows()]
+    return "\n".join([f"## {title}", "", *(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines), ""])
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(__|[|*<])", lambda found: "".join(f"\\{each}" for each in found[1]), text)
+
+
+if __name__ == "__main__":
+    assert HAS_DATASETS, "the page would lack the sections of the script"
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,240 @@
+"""Provokes what the package refuses: runs a case against the real code, and says what was raised, where, and whether
+anything was allocated or moved before."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import logging as of_transformers
+
+import hf_l2l
+from training import arguments, tiny_bert
+
+PACKAGE = Path(hf_l2l.__file__).parent
+LOGGERS = ("hf_l2l", "transformers.hf_l2l", "run_glue_l2l")
+WEIGHT_BYTES = 1024
+"""The smallest weight matrix of a `tiny_bert`: what is refused early allocates nothing of this size."""
+
+
+@dataclass
+class Scene:
+    """Where a case is prepared: what it needs beside what is refused."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    exits: ExitStack
+    """What is undone afterwards, beside what is patched."""
+    models: list[nn.Module] = field(default_factory=list)
+    """Models that must stay where they are."""
+    held: list[object] = field(default_factory=list)
+    """What must not be collected before."""
+
+    def model(self, made: nn.Module | None = None) -> nn.Module:
+        """A small BERT, or the model that was made."""
+        self.models.append(tiny_bert(layers=2) if made is None else made)
+        return self.models[-1]
+
+    def arguments(self, **options: Any) -> Any:
+        """Training arguments without a budget of device memory, and without clipping."""
+        usual = {"device_memory_budget": "off", "max_grad_norm": 0.0}
+        return arguments(hf_l2l.L2LTrainingArguments, self.folder, **{**usual, **options})
+
+
+Act = Callable[[], object]
+Prepare = Callable[[Scene], Act]
+
+
+class Case(NamedTuple):
+    """Something that is refused, or warned of."""
+
+    typed: str
+    """What the user types."""
+    prepare: Prepare
+    """Makes what is needed, and returns the call that raises."""
+    is_early: bool = True
+    """Whether nothing of a weight's size is allocated or moved before."""
+    varies: str | None = None
+    """What of the message is left out of the table: a pattern for bytes that estimates may change."""
+
+
+class Found(NamedTuple):
+    """What a case has raised. The error itself is not kept: its frames hold models and what is on the device."""
+
+    kind: type[BaseException]
+    message: str
+    places: list[tuple[str, int]]
+    """File, relative to the package, and line of what raised or warned; and of what the error says as its cause."""
+    allocated: list[str]
+    """What was allocated or moved before."""
+
+
+class _Allocations(TorchDispatchMode):
+    """Records operations that make tensors of a weight's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.known: dict[int, Any] = {}
+        """Storages by address: they are held, so that nothing new is where they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        for made in () if is_view else result if isinstance(result, tuple | list) else (result,):
+            if type(made) is torch.Tensor and made.device.type != "meta":
+                storage = made.untyped_storage()
+                if storage.nbytes() >= WEIGHT_BYTES and storage.data_ptr() not in self.known:
+                    self.found.append(f"{func} made {list(made.shape)} on {made.device}")
+        return result
+
+
+class LoggedWarning(UserWarning):
+    """A warning in the log, as an error."""
+
+    def __init__(self, record: logging.LogRecord) -> None:
+        super().__init__(record.getMessage())
+        self.record = record
+
+
+class _Raising(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise LoggedWarning(record)
+
+
+@contextmanager
+def _logged_warnings_raise() -> Iterator[None]:
+    """Inside, warnings in the log of the package are raised; afterwards its loggers are as loud as before: the program
+    `hf-l2l` makes them quiet."""
+    handler, loggers = _Raising(logging.WARNING), [logging.getLogger(name) for name in LOGGERS]
+    levels, verbosity = [each.level for each in loggers], of_transformers.get_verbosity()
+    for each in loggers:
+        each.addHandler(handler)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.removeHandler(handler)
+            each.setLevel(level)
+        of_transformers.set_verbosity(verbosity)
+        of_transformers.enable_progress_bar()
+
+
+def _plain(models: list[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters that are no quantized weights, by name."""
+    found = {f"{n}.{name}": p for n, model in enumerate(models) for name, p in model.named_parameters()}
+    return {name: p for name, p in found.items() if type(p) is nn.Parameter}
+
+
+def _places(models: list[nn.Module]) -> dict[str, Any]:
+    return {name: (p.device, 0 if p.is_meta else p.data_ptr()) for name, p in _plain(models).items()}
+
+
+def provoke(case: Case, folder: Path) -> Found:
+    """Run a case, with warnings as errors.
+
+    Raises:
+        AssertionError: if nothing was raised, or not by the package itself.
+    """
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as exits:
+        patch.chdir(folder)
+        scene = Scene(folder, patch, exits)
+        allocations = _Allocations()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                act = case.prepare(scene)
+                before = _places(scene.models)
+                storages = [p.untyped_storage() for p in _plain(scene.models).values() if not p.is_meta]
+                allocations.known = {each.data_ptr(): each for each in storages}
+                warnings.simplefilter("error", UserWarning)
+                with allocations, _logged_warnings_raise():
+                    act()
+        except (ValueError, TypeError, MemoryError, UserWarning) as error:
+            moved = [name for name, place in _places(scene.models).items() if place != before.get(name)]
+            return Found(
+                type(error), str(error), _places_of(error), [*allocations.found, *(f"{name} moved" for name in moved)]
+            )
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+    raise AssertionError(f"{case.typed} was accepted")
+
+
+def _places_of(error: BaseException) -> list[tuple[str, int]]:
+    if isinstance(error, LoggedWarning):
+        return [(str(Path(error.record.pathname).relative_to(PACKAGE)), error.record.lineno)]
+    frames = [list(traceback.walk_tb(each.__traceback__))[-1] for each in (error, error.__cause__) if each is not None]
+    found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    if not found[0][0].is_relative_to(PACKAGE):
+        raise AssertionError(f"it was {found[0][0]} that raised {error!r}") from error
+    return [(str(file.relative_to(PACKAGE)), line) for file, line in found if file.is_relative_to(PACKAGE)]
+
+
+# ---- the parts of a message
+
+
+class Parts(NamedTuple):
+    """A message in its parts."""
+
+    rule: str
+    value: str
+    remedy: str
+
+
+def parts_of(message: str) -> Parts:
+    """The parts of `rule (got value); remedy`, some of them empty where a message is none of these."""
+    opening = message.find(" (got ")
+    opening = message.find(" (") if opening < 0 else opening
+    if opening < 0:
+        return Parts(message, "", "")
+    depth, end = 0, len(message)
+    for position in range(opening + 1, len(message)):
+        depth += {"(": 1, ")": -1}.get(message[position], 0)
+        if depth == 0:
+            end = position
+            break
+    rest = message[end + 1 :]
+    if not re.match(r"[;:,.] ", rest):  # the rule goes on after the value
+        rule, _, remedy = message.partition("; ")
+        return Parts(rule, message[opening + 2 : end], remedy)
+    return Parts(message[:opening], message[opening + 2 : end], rest[2:])
+
+
+# ---- what has to be provoked
+
+
+@cache
+def refusals_in(file: str) -> Mapping[int, str]:
+    """Every statement of a file of the package that raises an error about what was given, or warns: lines -> text."""
+    tree, found = ast.parse((PACKAGE / file).read_text()), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            call = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            is_one = ast.unparse(call) in ("ValueError", "TypeError", "BudgetError", "MemoryError")
+        else:
+            is_one = isinstance(node, ast.Expr) and ast.unparse(node).startswith(("warnings.warn(", "logger.warning("))
+        if is_one and isinstance(node, ast.stmt):
+            found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), ast.unparse(node))
+    return found
+
+
+def not_provoked(file: str, places: set[tuple[str, int]]) -> Iterator[str]:
+    """The refusals of a file at none of these places."""
+    lines = refusals_in(file)
+    reached = {lines[line] for of, line in places if of == file and line in lines}
+    yield from dict.fromkeys(text for text in lines.values() if text not in reached)
