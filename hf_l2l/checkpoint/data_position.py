@@ -71,7 +71,7 @@ class DataPosition:
 
     def save(self, checkpoint: Path) -> None:
         """Write it into the folder of a checkpoint."""
-        content = {**vars(self), "began": tuple(self.began), "ahead": tuple(self.ahead)}
+        content = {**vars(self), "began": tuple(self.began.plain()), "ahead": tuple(self.ahead.plain())}
         torch.save(content, checkpoint / FILE)
 
 
@@ -117,7 +117,10 @@ class BatchFeed:
         steps were made before."""
         self.epoch, self.loader = epoch, loader
         self._began = self._ahead = ProgramRng.now()
-        self._batches, self._step, self._is_over = batches, step, False
+        self._batches, self._is_exhausted = batches, False
+        self._step, self._is_after_steps = step, False
+        self._of_step: tuple[int, Any, float | None] = batches, None, None
+        """After the last step: the batches that were used, the gradient norm, and the learning rate."""
         self._iterator: Iterator[Any] | None = None
         self._resumed: Callable[[], Iterator[Any]] | None = None
         self._restored: ProgramRng | None = None
@@ -141,22 +144,43 @@ class BatchFeed:
     def __next__(self) -> Any:
         assert self._iterator is not None
         before = ProgramRng.now()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._is_exhausted = True
+            raise
         self._ahead, self._batches = self._restored or before, self._batches + 1
         self._restored = None
         return batch
 
-    def at_step(self, step: int) -> None:
-        """`step` steps have been made. transformers tells it after each step, and once more at the epoch's end."""
-        self._is_over = step == self._step
+    def at_step(self, step: int, grad_norm: Any, learning_rate: float | None) -> None:
+        """`step` steps have been made, the last one with this gradient norm and learning rate. transformers tells it
+        after each step, and once more at the epoch's end."""
+        self._is_after_steps = step == self._step
         self._step = step
+        self._of_step = self._batches, grad_norm, learning_rate
 
-    def position(self, *, stops: bool, options: Mapping[str, Any], **to_log: Any) -> DataPosition:
-        """Where it is. `stops`: whether the epoch is ended here, whatever is left; the others are fields."""
-        own = () if _workers(self.loader) else tuple(_own_generators(self.loader))
-        is_complete = stops or self._is_over or self._batches == _length(self.loader)
-        where = self.epoch, self._batches, is_complete, self._is_over
-        return DataPosition(*where, self._began, self._ahead, options, own, **to_log)
+    def position(self, *, stops: bool, options: Mapping[str, Any], loss: float, logged_at: int) -> DataPosition | None:
+        """Where it is; None between the batches of a step. `stops`: whether the epoch is ended here, whatever is left;
+        the others are fields."""
+        used, grad_norm, learning_rate = self._of_step
+        if used != self._batches:
+            return None
+        is_complete = stops or self._is_exhausted or self._batches == _length(self.loader)
+        return DataPosition(
+            self.epoch,
+            self._batches,
+            is_complete,
+            is_complete and self._is_after_steps,
+            self._began,
+            self._ahead,
+            options,
+            () if _workers(self.loader) else tuple(_own_generators(self.loader)),
+            loss,
+            logged_at,
+            None if grad_norm is None else float(grad_norm),
+            learning_rate,
+        )
 
     def resume(self, position: DataPosition, skip: Callable[[Any, int], Any], go_on: Callable[[], None]) -> None:
         """Go on after `position`.

@@ -29,8 +29,6 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     """The batches of the epoch that runs."""
     _l2l_position: DataPosition | None = None
     """Where the training is resumed, until it is."""
-    _l2l_of_step: tuple[Any, Any] = None, None
-    """Gradient norm and learning rate of the step that was made last."""
 
     def _init_training_state(
         self, max_steps: int, steps_of_epoch: int, epochs: int, checkpoint: str | None, *args: Any, **kwargs: Any
@@ -61,13 +59,7 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
                 "dataloader_persistent_workers=True: workers that live longer than an epoch begin anew, and draw "
                 "other random numbers than without the interruption"
             )
-        if position.is_over:
-            return epoch, 0
-        # Without a step, transformers does what is to be done at the end of an epoch.
-        return (
-            epoch,
-            steps_of_epoch * self.args.gradient_accumulation_steps if position.is_complete else position.batches,
-        )
+        return epoch, 0 if position.is_over else position.batches
 
     def _data_options(self) -> dict[str, Any]:
         """The options that decide which batches there are, and what is drawn for them."""
@@ -86,13 +78,13 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             self._tr_loss += position.loss
             self._total_loss_scalar -= position.loss  # the mean loss of a call of `train` is that of its own steps
             self._globalstep_last_logged = position.logged_at
+        if position is not None and not position.is_over:
+            self._l2l_feed.resume(position, skip_first_batches, partial(self._load_when_resumed, checkpoint))
         try:
             if position is not None and position.is_complete and not position.is_over:
                 self._end_epoch(position, **kwargs)
-                return
-            if position is not None and not position.is_over:
-                self._l2l_feed.resume(position, skip_first_batches, partial(self._load_when_resumed, checkpoint))
-            super()._run_epoch(*args, **kwargs)
+            else:
+                super()._run_epoch(*args, **kwargs)
         finally:
             self._l2l_feed = None
 
@@ -108,9 +100,15 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     ) -> None:
         """What transformers does after the last step of an epoch."""
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        of_step = position.grad_norm, position.learning_rate
         self._maybe_log_save_evaluate(
-            self._tr_loss, of_step[0], model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=of_step[1]
+            self._tr_loss,
+            position.grad_norm,
+            model,
+            trial,
+            epoch,
+            ignore_keys_for_eval,
+            start_time,
+            learning_rate=position.learning_rate,
         )
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,23 +119,21 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         """Overridden to know whether this is after a step, or at the end of an epoch, and what is to be logged."""
         if self._l2l_feed is not None:
-            self._l2l_feed.at_step(self.state.global_step)
-        self._l2l_of_step = grad_norm, kwargs.get("learning_rate")
+            self._l2l_feed.at_step(self.state.global_step, grad_norm, kwargs.get("learning_rate"))
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden to save where in the data the training is."""
         super()._save_rng_state(output_dir)
-        if self._l2l_feed is not None and self.args.world_size <= 1:
-            grad_norm, learning_rate = self._l2l_of_step
-            position = self._l2l_feed.position(
-                stops=self.control.should_epoch_stop,
-                options=self._data_options(),
-                loss=float(self._tr_loss.item()),
-                logged_at=self._globalstep_last_logged,
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                learning_rate=learning_rate,
-            )
+        if self._l2l_feed is None or self.args.world_size > 1:
+            return
+        position = self._l2l_feed.position(
+            stops=self.control.should_epoch_stop,
+            options=self._data_options(),
+            loss=float(self._tr_loss.item()),
+            logged_at=self._globalstep_last_logged,
+        )
+        if position is not None:
             position.save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -116,7 +116,7 @@ def rng_state_kept(device: torch.device) -> Iterator[None]:
 
 
 class ProgramRng(NamedTuple):
-    """State of the generators that all parts of a program share on the host; `torch.load` reads it, weights only."""
+    """State of the generators that all parts of a program share on the host."""
 
     python: tuple[Any, ...]
     """Of the module `random`."""
@@ -130,8 +130,7 @@ class ProgramRng(NamedTuple):
         """The state as it is now."""
         numpy: Any = sys.modules.get("numpy")
         found: Any = None if numpy is None else numpy.random.get_state()
-        of_numpy = (found[0], tuple(found[1].tolist()), *found[2:]) if isinstance(found, tuple) else None
-        return cls(random.getstate(), of_numpy, torch.get_rng_state())
+        return cls(random.getstate(), found if isinstance(found, tuple) else None, torch.get_rng_state())
 
     def restore(self) -> None:
         """Set the generators to this state."""
@@ -141,12 +140,20 @@ class ProgramRng(NamedTuple):
         if numpy is not None and self.numpy is not None:
             numpy.random.set_state(self.numpy)
 
+    def plain(self) -> ProgramRng:
+        """The same, of numbers, texts and a tensor: what `torch.load` reads, weights only."""
+        if self.numpy is None:
+            return self
+        kind, key, *rest = self.numpy
+        return self._replace(numpy=(kind, tuple(map(int, key)), *rest))
+
     def moved_since(self, before: ProgramRng) -> set[str]:
         """The fields whose generators have another state than `before`."""
+        ours, theirs = self.plain(), before.plain()
         same = {
-            "python": self.python == before.python,
-            "numpy": self.numpy == before.numpy,
-            "torch": torch.equal(self.torch, before.torch),
+            "python": ours.python == theirs.python,
+            "numpy": ours.numpy == theirs.numpy,
+            "torch": torch.equal(ours.torch, theirs.torch),
         }
         return {name for name, value in same.items() if not value}
 

@@ -90,9 +90,9 @@ def test_one_of_the_other_trainer_that_is_older_than_the_last_training_is_not_of
     theirs = save(tmp_path, 6, of=None)
     save(tmp_path, 2)
     os.utime(theirs / "trainer_state.json", (0.5, 0.5))  # ours is saved at second 1
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-2"
+    assert newest(tmp_path)[0] == tmp_path / "checkpoint-2"
     (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
-    assert newest_whole(tmp_path)[0] == theirs
+    assert newest(tmp_path)[0] == theirs
 
 
 def test_what_is_no_checkpoint(tmp_path):

@@ -277,6 +277,7 @@ def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
         folder = out / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         (folder / "trainer_state.json").write_text("{}")
+        safetensors.torch.save_file({"weight": torch.ones(1)}, folder / "model.safetensors")
         write_manifest(folder, step, run, {})
     (out / "checkpoint-4" / "trainer_state.json").write_text("{]")
     args = hf.TrainingArguments(output_dir=str(out), resume_from_checkpoint="True")

@@ -111,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
     "a model in 16 bits, masters in 32": {"model": lambda: tiny_bert(layers=2).bfloat16(), "cmp": "bf16"},
     "a model in 16 bits": {"model": lambda: tiny_bert(layers=2).bfloat16()},
+    "saved while training goes on": {"l2l_async_save": True, "eps_update": "deferred"},
     "bf16 moments": {"cmp": "bf16", "l2l_moment_dtype": "bf16", "l2l_grad_dtype": "16bit"},
 }
 
@@ -135,6 +136,50 @@ def test_saved_at_the_end_of_an_epoch(tmp_path, case):
     whole = whole_run(tmp_path / "whole", **options)
     at = 6 if case == "whole epochs" else 4
     assert_resumes_at(whole, at, tmp_path / "again", **options)
+
+
+def test_saved_when_a_callback_ends_the_training_within_an_epoch(tmp_path):
+    """The checkpoint is that of the end of an epoch, of which batches are left."""
+    options = {"save_strategy": "epoch"}
+    whole = whole_run(tmp_path / "whole", **options)
+    parts = recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)])
+    parts.made.train()
+    again = recorded(tmp_path / "parts", **options)
+    drawn()
+    again.made.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
+    assert parts.batches + again.batches == whole.batches
+    assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "whole")))
+
+
+def test_after_the_last_step_of_an_epoch_its_end_is_saved(tmp_path):
+    """Of four steps, the last of which has fewer batches."""
+    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "eval_strategy": "epoch"}
+    whole_run(tmp_path / "whole", **options, save_strategy="epoch")
+    recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)], save_steps=4).made.train()
+    again = recorded(tmp_path / "parts", **options, save_strategy="epoch")
+    drawn()
+    again.made.train(resume_from_checkpoint=True)
+    for step in (4, 8, STEPS):
+        assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{step}" for name in ("parts", "whole")))
+
+
+class _SaveBeforeStep(hf.TrainerCallback):
+    """Saves between backward and step, as transformers does when a machine is about to be taken away."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            self.save()
+
+
+def test_a_checkpoint_of_a_step_that_is_not_made_yet_makes_it(tmp_path, caplog):
+    callback = _SaveBeforeStep()
+    first = recorded(tmp_path, callbacks=[callback], save_strategy="no")
+    callback.save = lambda: first.made._save_checkpoint(first.made.model, None)
+    first.made.train()
+    again = recorded(tmp_path, save_strategy="no")
+    with caplog.at_level(logging.WARNING, "transformers.hf_l2l"):
+        again.made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert len(again.batches) == STEPS - 4 and "has no rng_state_data.pth" in caplog.text
 
 
 # Options under which the arithmetic is the same, so that the bits are.
@@ -178,10 +223,12 @@ def test_other_batches_are_told(tmp_path, caplog):
 
 def test_a_checkpoint_of_the_other_trainer_does_not_tell_what_was_drawn(tmp_path, caplog):
     before = {"kind": hf.Trainer}
-    (said,) = said_at(tmp_path, caplog, 4, before=before, after={})
-    assert "checkpoint-4 has no rng_state_data.pth: what is drawn for the rest of this epoch's batches" in said
+    said = said_at(tmp_path, caplog, 4, before=before, after={})
+    begins_anew = "checkpoint-4 has no rng_state_data.pth: what is drawn for the rest of this epoch's batches"
+    assert [begins_anew in each for each in said].count(True) == 1
     caplog.clear()
-    assert said_at(tmp_path, caplog, 6, before=before, after={}) == []  # an epoch is over
+    said = said_at(tmp_path, caplog, 6, before=before, after={})  # an epoch is over
+    assert not any("drawn" in each for each in said)
 
 
 class _OwnGenerator(MaskingCollator):
