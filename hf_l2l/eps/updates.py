@@ -54,6 +54,8 @@ class OptimizerEntry:
         """Groups and numbers of its parameters; found once per step, since eager updates need them for every layer."""
         self.is_widened = False
         """True while its state is fp32, for a step of all layers at once."""
+        self.is_stepping = False
+        """True while its own `step()` changes weights."""
         self.step_hook: RemovableHandle
         """The handle of `EagerParamServer.before_step`."""
         self.handles: list[RemovableHandle] = []
@@ -164,7 +166,11 @@ class Updates:
 
         Raises:
             ValueError: if a parameter has changed its shape, or has a gradient hook.
+            EngineFailedError: if the optimizer's own step has failed.
         """
+        if any([entry.is_stepping for entry in self._entries.values()]):  # `end_step` was not called
+            self.worker.fail(RuntimeError("optimizer.step() has raised an exception"))
+            self.check()
         self._refuse_changed()
         # A thread of torch submits eager updates, and its modes are not those of the program.
         self._modes = Modes.current()
@@ -189,8 +195,7 @@ class Updates:
     # ---- in optimizer.step()
 
     def refuse_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Raise RuntimeError or ValueError if `optimizer` cannot step now; to be called before the step changes
-        anything."""
+        """Raise RuntimeError or ValueError if `optimizer` cannot step now, before the step changes anything."""
         entry = self._entries[optimizer]
         if entry.is_retired:
             if self.mode == "eager":
@@ -216,8 +221,7 @@ class Updates:
         with without_interception():
             sums = [(m, gradient) for m in masters if (gradient := m.parameter.grad) is not None]
         for master in masters:
-            master.calls = master.arrivals = 0
-            master.taken_norm = None
+            master.calls, master.arrivals, master.taken_norm = 0, 0, None
         if not entry.splits or has_closure or has_later_hook:
             for tensor in (*(gradient for _, gradient in sums), *parameters):
                 settle(tensor)  # makes it an ordinary tensor: some optimizers check the type
@@ -225,6 +229,7 @@ class Updates:
             if self.in_parts:
                 widen_all(optimizer)
                 entry.is_widened = True
+            entry.is_stepping = not has_closure  # which may call the model
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
         self._wait_for(master for master, _ in sums)
@@ -253,7 +258,7 @@ class Updates:
             if entry.is_widened:
                 narrow_all(optimizer)
             Rounding.end_step(optimizer)
-        entry.is_widened, entry.places = False, None
+        entry.is_widened, entry.is_stepping, entry.places = False, False, None
         if has_later_step_hook(optimizer, entry.step_hook):
             call_step_hook_last(optimizer, entry.step_hook)
 
@@ -345,19 +350,13 @@ class Updates:
 
     def release(self) -> list[torch.optim.Optimizer]:
         """Finish all updates, and return the optimizers without their hooks: they step as they did before."""
-        masters = self.masters.all()
         if self.worker.has_failed:
-            unfinished = sum(m.update is not None and not m.update.made for m in masters)
-            warnings.warn(
-                f"an update failed: {unfinished} parameters do not have the values of a finished step; load the last "
-                "checkpoint",
-                stacklevel=4,
-            )
+            text = "an update failed: some weights have made a step that others have not; load the last checkpoint"
+            warnings.warn(text, stacklevel=4)
         else:
             self.synchronize()
-        for entry in self._entries.values():
-            for handle in entry.handles:
-                handle.remove()
+        for handle in [handle for entry in self._entries.values() for handle in entry.handles]:
+            handle.remove()
         for p in self.masters.model.parameters():
             let_go(p)
             if p.grad is not None:
@@ -384,8 +383,7 @@ def carry_out(
         factors: parameter -> the number that its gradient is multiplied by first.
         check: raises if the gradients must not be used; called when they have been downloaded.
         landed: the point after which the gradients have been downloaded; None if they are on the host already.
-        update: the record of the update.
-        copies: the 16-bit copies of masters.
+        update, copies: the record of the update, and the 16-bit copies of masters.
     """
     if landed is not None:
         with aside():
