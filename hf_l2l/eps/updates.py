@@ -225,6 +225,8 @@ class Updates:
             if self.in_parts:
                 widen_all(optimizer)
                 entry.is_widened = True
+            # A closure runs the model inside the step.
+            self.worker.own_work = None if has_closure else f"step() of {type(optimizer).__name__}"
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
         self._wait_for(master for master, _ in sums)
@@ -244,7 +246,7 @@ class Updates:
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients after the step of `optimizer`, and end its record of the step."""
-        entry = self._entries[optimizer]
+        entry, self.worker.own_work = self._entries[optimizer], None
         with without_interception():
             for p in parameters_of(optimizer):
                 p.grad = None
@@ -347,12 +349,9 @@ class Updates:
         """Finish all updates, and return the optimizers without their hooks: they step as they did before."""
         masters = self.masters.all()
         if self.worker.has_failed:
-            unfinished = sum(m.update is not None and not m.update.made for m in masters)
-            warnings.warn(
-                f"an update failed: {unfinished} parameters do not have the values of a finished step; load the last "
-                "checkpoint",
-                stacklevel=4,
-            )
+            unfinished = sum(m.update is not None and not m.update.made for m in masters) or len(masters)
+            said = f"an update failed: {unfinished} parameters may not have the values of a finished step"
+            warnings.warn(f"{said}; load the last checkpoint", stacklevel=4)
         else:
             self.synchronize()
         for entry in self._entries.values():
@@ -384,8 +383,7 @@ def carry_out(
         factors: parameter -> the number that its gradient is multiplied by first.
         check: raises if the gradients must not be used; called when they have been downloaded.
         landed: the point after which the gradients have been downloaded; None if they are on the host already.
-        update: the record of the update.
-        copies: the 16-bit copies of masters.
+        update, copies: the record of the update, and the 16-bit copies of masters.
     """
     if landed is not None:
         with aside():
