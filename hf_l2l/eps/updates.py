@@ -54,8 +54,6 @@ class OptimizerEntry:
         """Groups and numbers of its parameters; found once per step, since eager updates need them for every layer."""
         self.is_widened = False
         """True while its state is fp32, for a step of all layers at once."""
-        self.is_stepping = False
-        """True while its own `step()` changes weights."""
         self.step_hook: RemovableHandle
         """The handle of `EagerParamServer.before_step`."""
         self.handles: list[RemovableHandle] = []
@@ -166,11 +164,7 @@ class Updates:
 
         Raises:
             ValueError: if a parameter has changed its shape, or has a gradient hook.
-            EngineFailedError: if the optimizer's own step has failed.
         """
-        if any([entry.is_stepping for entry in self._entries.values()]):  # `end_step` was not called
-            self.worker.fail(RuntimeError("optimizer.step() has raised an exception"))
-            self.check()
         self._refuse_changed()
         # A thread of torch submits eager updates, and its modes are not those of the program.
         self._modes = Modes.current()
@@ -229,7 +223,8 @@ class Updates:
             if self.in_parts:
                 widen_all(optimizer)
                 entry.is_widened = True
-            entry.is_stepping = not has_closure  # which may call the model
+            # A closure runs the model inside the step.
+            self.worker.own_work = None if has_closure else f"step() of {type(optimizer).__name__}"
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
         self._wait_for(master for master, _ in sums)
@@ -249,7 +244,7 @@ class Updates:
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients after the step of `optimizer`, and end its record of the step."""
-        entry = self._entries[optimizer]
+        entry, self.worker.own_work = self._entries[optimizer], None
         with without_interception():
             for p in parameters_of(optimizer):
                 p.grad = None
@@ -258,7 +253,7 @@ class Updates:
             if entry.is_widened:
                 narrow_all(optimizer)
             Rounding.end_step(optimizer)
-        entry.is_widened, entry.is_stepping, entry.places = False, False, None
+        entry.is_widened, entry.places = False, None
         if has_later_step_hook(optimizer, entry.step_hook):
             call_step_hook_last(optimizer, entry.step_hook)
 
