@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 
 pytest.register_assert_rewrite(
-    "clients", "cmp_cases", "families", "glue_script", "parity_cases", "training", "update_cases"
+    "clients", "cmp_cases", "families", "glue_script", "parity_cases", "resumed", "training", "update_cases"
 )
 
 import torch

@@ -39,7 +39,7 @@ FLOORS: dict[str, set[str]] = {
     "plan": TORCH,
     "accumulation": TORCH,
     "budget": TORCH,
-    "checkpoint": TORCH | {"transformers", "safetensors"},
+    "checkpoint": HF | {"safetensors"},
     "hf": HF | {"tqdm"},
     "sizing": HF,
     "measure": HF | {"psutil"},

@@ -91,10 +91,16 @@ class BackgroundSave:
         ]
         Snapshot([others], room=0).write()
         self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0))
-        self._eps, self._held = eps, held
+        self._eps = eps
         self._begin()
+        self._held = held.pop_all()  # from here on, the caller does not close it
         pool = ThreadPoolExecutor(1, "hf_l2l save")
-        self._future: Future[None] = pool.submit(self._run, finish)
+        try:
+            self._future: Future[None] = pool.submit(self._run, finish)
+        except RuntimeError:  # no thread can be started: changes would wait for ever
+            self._end()
+            self._held.close()
+            raise
         pool.shutdown(wait=False)
 
     def _storages(self, eps: EagerParamServer) -> dict[int, Master | None]:

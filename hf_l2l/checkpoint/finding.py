@@ -67,8 +67,8 @@ def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tu
     """The newest whole checkpoint in `run`, if there is one, and newer ones that are not whole.
 
     Of two trainings in one folder, the later one counts: its checkpoints come before all of others. A checkpoint
-    without a manifest, as transformers' Trainer writes it, belongs to it, and is whole if its last file is there. Of a
-    whole one, `check` raises no DamagedCheckpointError.
+    without a manifest, as transformers' Trainer writes it, belongs to it if none of its others was saved later, and is
+    whole if its last file is there. Of a whole one, `check` raises no DamagedCheckpointError.
 
     Raises:
         ValueError: if a newer version of this package wrote one of them.
@@ -98,10 +98,20 @@ def _newest_first(run: Path, passed_over: list[PassedOver]) -> Iterator[tuple[Pa
 
     def order(each: tuple[Path, Manifest | None]) -> tuple[bool, float, int]:
         folder, manifest = each
-        is_of_last = manifest is None or (last is not None and manifest.run == last.run)
-        return is_of_last, 0.0 if is_of_last or manifest is None else manifest.saved_at, step_of(folder)
+        saved_at = _written_at(folder) if manifest is None else manifest.saved_at
+        if last is None or manifest is None:
+            is_of_last = last is None or saved_at > last.saved_at
+        else:
+            is_of_last = manifest.run == last.run
+        return is_of_last, 0.0 if is_of_last else saved_at, step_of(folder)
 
     return iter(sorted(found, key=order, reverse=True))
+
+
+def _written_at(checkpoint: Path) -> float:
+    """When a Trainer wrote its last file, or what it wrote of the folder, in seconds since 1970."""
+    state = checkpoint / STATE
+    return (state if state.exists() else checkpoint).stat().st_mtime
 
 
 def rotate(run: Path, limit: int | None, keep: Path | None) -> None:

@@ -107,32 +107,42 @@ class Snapshot:
             self._changed.notify_all()
 
     def secure(self, number: int) -> None:
-        """Wait until the values of a group may change: until they are written, or copied.
+        """Wait until the values of a group may change: until they are written, or copied, if the host has memory for
+        that."""
+        group, may_copy = self._groups[number], True
+        while not self._is_secured(group, may_copy=may_copy):
+            may_copy = self._copy(group)
 
-        Raises:
-            MemoryError, RuntimeError: if the host has no memory for the copies.
-        """
-        group = self._groups[number]
+    def _is_secured(self, group: _Group, *, may_copy: bool) -> bool:
+        """Wait until the group is written or copied. With `may_copy`, False if this thread is to copy it instead, for
+        which there is room."""
         with self._changed:
             while not (self._has_ended or group.now in (_Is.WRITTEN, _Is.COPIED)):
-                if group.now is _Is.UNTOUCHED and group.num_bytes <= self._free:
+                if may_copy and group.now is _Is.UNTOUCHED and group.num_bytes <= self._free:
                     self._free -= group.num_bytes
                     self._least_free = min(self._least_free, self._free)
                     group.now = _Is.BEING_COPIED
-                    break
+                    return False
                 group.is_urgent = True
                 self._changed.wait()
-            else:
-                return
-        copies: list[Region] = []
+            return True
+
+    def _copy(self, group: _Group) -> bool:
+        """Copy the group; False if the host has no memory for that."""
+        copies: list[Region] | None = None
         try:
             copies = [region._replace(values=region.values.clone()) for region in group.regions]
-        finally:  # without memory for the copies, the values are still those of the snapshot
+        except (MemoryError, RuntimeError):  # torch raises the latter
+            return False
+        finally:
             with self._changed:
-                group.now = _Is.COPIED if copies else _Is.UNTOUCHED
-                group.regions = copies or group.regions
-                self._free += 0 if copies else group.num_bytes
+                if copies is None:  # the values are still those of the snapshot
+                    group.now = _Is.UNTOUCHED
+                    self._free += group.num_bytes
+                else:
+                    group.now, group.regions = _Is.COPIED, copies
                 self._changed.notify_all()
+        return True
 
     def wait(self) -> None:
         """Wait until all is written, or writing has failed."""

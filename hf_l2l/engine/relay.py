@@ -74,9 +74,10 @@ class _RelayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        timeline, memory = ctx.relay.eps.timeline, ctx.relay.eps.ledger.on_device
+        timeline, memory, unit = ctx.relay.eps.timeline, ctx.relay.eps.ledger.on_device, ctx.call.unit
         memory.holds(BOUNDARY, made_real(gradients))
-        with ctx.relay.eps.backwards.joined(), timeline.inside("backward"), timeline.at(ctx.call.unit.module):
+        told = RaisedIn("the backward of", unit.name)
+        with ctx.relay.eps.backwards.joined(), told, timeline.inside("backward"), timeline.at(unit.module):
             if torch.is_grad_enabled():  # autograd would record this backward
                 raise RuntimeError(
                     "L2L computes first derivatives only, since a layer's graph is freed in its backward (got "
@@ -148,7 +149,7 @@ class Relay:
         memory = self.eps.ledger.on_device
         memory.holds(MASK, dense_masks(tensors))
         memory.holds(BOUNDARY, made_real(tensors))
-        with self.eps.timeline.at(layer):
+        with RaisedIn("the forward of", call.unit.name), self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
             memory.holds(BOUNDARY, made_real(outputs))
@@ -205,7 +206,6 @@ class Relay:
         keeps_graph = for_backward and call.unit.place.keeps_graph
         as_recomputed = for_backward and call.draws and not keeps_graph
         with (
-            RaisedIn("the forward of", call.unit.name),
             self.shell.one_thread.in_layer(),
             self._weights(call.unit, requires_grad=as_recomputed or keeps_graph) as weights,
             self._prefetching(call.fetched_in_forward),
@@ -264,7 +264,6 @@ class Relay:
         # A backward to an intermediate result ends above the layer before.
         fetched = call.fetched_in_backward if any(inputs.needed) else None
         with (
-            RaisedIn("the backward of", call.unit.name),
             self.shell.one_thread.in_layer(),
             self._weights(call.unit, requires_grad=True, graph=graph) as weights,
             self._prefetching(fetched),

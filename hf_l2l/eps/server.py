@@ -264,6 +264,7 @@ class EagerParamServer:
         """Vote, then begin the updates; a hook that runs before `optimizer.step()`."""
         self.ledger.on_device.enter(OPTIMIZER)
         self.backwards.errors.raise_first()
+        self.updates.worker.own_work = None  # a subclass whose step calls that of its base class comes here twice
         self.updates.check()
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))

@@ -189,8 +189,7 @@ class Updates:
     # ---- in optimizer.step()
 
     def refuse_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Raise RuntimeError or ValueError if `optimizer` cannot step now; to be called before the step changes
-        anything."""
+        """Raise RuntimeError or ValueError if `optimizer` cannot step now, before the step changes anything."""
         entry = self._entries[optimizer]
         if entry.is_retired:
             if self.mode == "eager":
@@ -216,8 +215,7 @@ class Updates:
         with without_interception():
             sums = [(m, gradient) for m in masters if (gradient := m.parameter.grad) is not None]
         for master in masters:
-            master.calls = master.arrivals = 0
-            master.taken_norm = None
+            master.calls, master.arrivals, master.taken_norm = 0, 0, None
         if not entry.splits or has_closure or has_later_hook:
             for tensor in (*(gradient for _, gradient in sums), *parameters):
                 settle(tensor)  # makes it an ordinary tensor: some optimizers check the type
@@ -225,6 +223,8 @@ class Updates:
             if self.in_parts:
                 widen_all(optimizer)
                 entry.is_widened = True
+            # A closure runs the model inside the step.
+            self.worker.own_work = None if has_closure else f"step() of {type(optimizer).__name__}"
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
         self._wait_for(master for master, _ in sums)
@@ -244,7 +244,7 @@ class Updates:
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients after the step of `optimizer`, and end its record of the step."""
-        entry = self._entries[optimizer]
+        entry, self.worker.own_work = self._entries[optimizer], None
         with without_interception():
             for p in parameters_of(optimizer):
                 p.grad = None
@@ -345,19 +345,13 @@ class Updates:
 
     def release(self) -> list[torch.optim.Optimizer]:
         """Finish all updates, and return the optimizers without their hooks: they step as they did before."""
-        masters = self.masters.all()
         if self.worker.has_failed:
-            unfinished = sum(m.update is not None and not m.update.made for m in masters)
-            warnings.warn(
-                f"an update failed: {unfinished} parameters do not have the values of a finished step; load the last "
-                "checkpoint",
-                stacklevel=4,
-            )
+            text = "an update failed: some weights have made a step that others have not; load the last checkpoint"
+            warnings.warn(text, stacklevel=4)
         else:
             self.synchronize()
-        for entry in self._entries.values():
-            for handle in entry.handles:
-                handle.remove()
+        for handle in [handle for entry in self._entries.values() for handle in entry.handles]:
+            handle.remove()
         for p in self.masters.model.parameters():
             let_go(p)
             if p.grad is not None:
@@ -384,8 +378,7 @@ def carry_out(
         factors: parameter -> the number that its gradient is multiplied by first.
         check: raises if the gradients must not be used; called when they have been downloaded.
         landed: the point after which the gradients have been downloaded; None if they are on the host already.
-        update: the record of the update.
-        copies: the 16-bit copies of masters.
+        update, copies: the record of the update, and the 16-bit copies of masters.
     """
     if landed is not None:
         with aside():

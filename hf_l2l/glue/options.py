@@ -258,6 +258,9 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
                 f"--resume_from_checkpoint True needs a checkpoint in output_dir (got {args.output_dir}, with none); "
                 "name its folder, or leave the option out"
             )
+        for each in passed_over:
+            if not each.is_interrupted:  # those are told of when training begins
+                logger.warning("%s is not resumed from, but %s is: %s", each.folder, last, each.reason)
         return str(last)
     if not is_finished(Path(asked)):
         raise ValueError(

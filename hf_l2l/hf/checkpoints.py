@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import torch
@@ -29,10 +29,13 @@ from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
 from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
 from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from hf_l2l.checkpoint.resuming import ResumingMixin
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
+from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attachment_of
+from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
-from hf_l2l.model.precision import copy_as
+from hf_l2l.model.precision import computing_dtype, copy_as
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import size_text
 
@@ -41,6 +44,9 @@ logger = logging.get_logger("transformers.hf_l2l")
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
+
+_RNG = "rng_state.pth"
+"""Of transformers, where one process trains."""
 
 _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
@@ -97,14 +103,15 @@ def _say_what_is_missing(checkpoint: Path) -> None:
     """Warn of what a resumed training begins anew: transformers does so without a word."""
     if not checkpoint.is_dir():
         return
-    for pattern, what in (
-        (OPTIMIZER_NAME, "the optimizer's state begins anew"),
-        (SCHEDULER_NAME, "the optimizer's state and the learning rate's schedule begin anew"),
-        ("rng_state*.pth", "random numbers do"),
+    state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
+    for name, what in (
+        (OPTIMIZER_NAME, state),
+        (SCHEDULER_NAME, state),
+        (_RNG, "random numbers begin anew"),
         (MANIFEST, "whether its files are as they were saved is not known"),
     ):
-        if not any(checkpoint.glob(pattern)):
-            logger.warning(f"{checkpoint} has no {pattern.replace('*', '')}: {what}")
+        if not (checkpoint / name).exists():
+            logger.warning(f"{checkpoint} has no {name}: {what}")
 
 
 def set_aside_interrupted(folder: Path) -> str:
@@ -148,18 +155,13 @@ class _WithoutState:
         return {}
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _NextTrainer
-else:
-    _NextTrainer = object  # the trainer that the mixin is combined with comes after it
-
-
-class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
+class CheckpointsMixin(ResumingMixin):
     """The part of `L2LTrainerMixin` that saves and loads."""
 
     model: Any
+    _asked_config: Callable[[], L2LConfig]
+    _streams: Callable[[], bool]
     optimizer: Any
-    control: Any
     _l2l_plan: TrainerPlan
     _l2l_staging: Staging | None = None
     """Where a checkpoint is written now."""
@@ -219,11 +221,14 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
             reserved = ReservedFiles() if attached is not None and own_option(self.args, "l2l_async_save") else None
             best = self._write_files(model, trial, staging, reserved)
             commit = partial(self._commit, staging, self.state.global_step, self._l2l_run or "", self._saved_with())
+            saving = None
             if attached is None or reserved is None:
                 commit()
-                self._after_saving(target, best)
-                return
-            saving = BackgroundSave(attached.eps, reserved.regions, commit, stack.pop_all())
+            else:
+                saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
+        if saving is None:
+            self._after_saving(target, best)
+            return
         state = copy.copy(self.state)  # that of this step, for callbacks
         state.log_history = list(state.log_history)
         self._l2l_saving = saving, partial(self._after_saving, target, best, state)
@@ -359,6 +364,14 @@ class CheckpointsMixin(_NextTrainer):  # type: ignore[misc]  # transformers ship
         if Path(self.state.best_model_checkpoint).is_dir():
             check_whole(Path(self.state.best_model_checkpoint))
         super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32."""
+        config = self._asked_config()
+        trains_in_16_bits = computing_dtype(config.cmp, stream.execution_device(config.device)) is not None
+        if trains_in_16_bits and attachment_of(self.model) is None and self._streams():
+            make_masters_fp32(self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -115,19 +115,58 @@ def rng_state_kept(device: torch.device) -> Iterator[None]:
         set_rng_state(state, device)
 
 
+class ProgramRng(NamedTuple):
+    """State of the generators that all parts of a program share on the host."""
+
+    python: tuple[Any, ...]
+    """Of the module `random`."""
+    numpy: tuple[Any, ...] | None
+    """Of `numpy.random`; None if the program has no NumPy, or has put another kind of generator there."""
+    torch: torch.Tensor
+    """On the host, uint8."""
+
+    @classmethod
+    def now(cls) -> ProgramRng:
+        """The state as it is now."""
+        numpy: Any = sys.modules.get("numpy")
+        found: Any = None if numpy is None else numpy.random.get_state()
+        return cls(random.getstate(), found if isinstance(found, tuple) else None, torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+    def plain(self) -> ProgramRng:
+        """The same, of numbers, texts and a tensor: what `torch.load` reads, weights only."""
+        if self.numpy is None:
+            return self
+        kind, key, *rest = self.numpy
+        return self._replace(numpy=(kind, tuple(map(int, key)), *rest))
+
+    def moved_since(self, before: ProgramRng) -> set[str]:
+        """The fields whose generators have another state than `before`."""
+        ours, theirs = self.plain(), before.plain()
+        same = {
+            "python": ours.python == theirs.python,
+            "numpy": ours.numpy == theirs.numpy,
+            "torch": torch.equal(ours.torch, theirs.torch),
+        }
+        return {name for name, value in same.items() if not value}
+
+
 @contextmanager
 def all_rng_states_kept(device: torch.device) -> Iterator[None]:
     """Restore the generators that a program may draw from, those of Python and NumPy included, after the block."""
-    numpy: Any = sys.modules.get("numpy")
-    numbers = random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
+    program = ProgramRng.now()
     try:
         with rng_state_kept(device):
             yield
     finally:
-        random.setstate(numbers)
-        if of_numpy is not None:
-            numpy.random.set_state(of_numpy)
+        program.restore()
 
 
 @contextmanager

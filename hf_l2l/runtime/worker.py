@@ -133,6 +133,9 @@ class Worker:
         self._end: weakref.finalize[..., Worker] | None = None
         self._flushes = False
         self._process = os.getpid()
+        self.own_work: str | None = None
+        """Work that the program does itself, in the place of tasks, until it has ended. If something else follows, it
+        has failed."""
 
     @property
     def lives(self) -> bool:
@@ -147,7 +150,10 @@ class Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a task has raised, or `fail` was called."""
+        """Whether a task has raised, `own_work` has not ended, or `fail` was called."""
+        if self.own_work is not None:
+            self.fail(RuntimeError(f"{self.own_work} did not finish"))
+            self.own_work = None
         return self._state.failure is not None
 
     def submit(self, task: Task, run: Callable[[], None], modes: Modes | None = None) -> None:
@@ -171,7 +177,7 @@ class Worker:
             Exception: the exception of a task.
             EngineFailedError: if that exception has been raised before.
         """
-        if self._state.failure is None:
+        if not self.has_failed:
             return
         unraised = self._state.take_unraised()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_of_two_trainings_the_later_one_counts(tmp_path):
     (tmp_path / "checkpoint-10" / "model.safetensors").unlink()
     found, (passed_over,) = newest(tmp_path)
     assert found == tmp_path / "checkpoint-500" and passed_over.reason == "model.safetensors is missing"
+
+
+def test_one_of_the_other_trainer_that_is_older_than_the_last_training_is_not_of_it(tmp_path):
+    theirs = save(tmp_path, 6, of=None)
+    save(tmp_path, 2)
+    os.utime(theirs / "trainer_state.json", (0.5, 0.5))  # ours is saved at second 1
+    assert newest(tmp_path)[0] == tmp_path / "checkpoint-2"
+    (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
+    assert newest(tmp_path)[0] == theirs
 
 
 def test_what_is_no_checkpoint(tmp_path):

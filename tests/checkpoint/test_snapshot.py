@@ -138,19 +138,48 @@ def test_nobody_waits_for_what_cannot_be_written(tmp_path, monkeypatch):
     run.pool.shutdown()
 
 
-def test_without_memory_for_a_copy_the_values_are_still_written(tmp_path, monkeypatch):
-    run = Run(tmp_path, 2, room=8)
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_without_memory_for_a_copy_a_change_waits_until_the_values_are_written(tmp_path, monkeypatch, error):
+    run, tried = Run(tmp_path, 3, room=16), threading.Event()
 
     def fail(self: torch.Tensor) -> torch.Tensor:
-        raise MemoryError
+        tried.set()
+        raise error
 
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(torch.Tensor, "clone", fail)
+    monkeypatch.setattr(torch.Tensor, "clone", fail)
+    waiting = run.pool.submit(run.snapshot.secure, 2)
+    assert tried.wait(60)
+    run.regions[0].may_write.set()
+    assert run.regions[2].begun.wait(60), "somebody waits for it"
+    assert not waiting.done()
+    run.regions[2].may_write.set()
+    waiting.result(60)
+    run.values[2].fill_(99)
+    run.let_all_write()
+    assert sorted(run.written) == [(0, 0), (1, 1), (2, 2)]
+    assert run.snapshot.copied_bytes == 0
+
+
+def test_a_change_that_is_interrupted_while_it_copies_leaves_the_values_to_be_written(tmp_path, monkeypatch):
+    run = Run(tmp_path, 2, room=8)
+
+    def interrupted(self: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch.Tensor, "clone", interrupted)
         run.snapshot.secure(1)
     run.snapshot.secure(1)
     run.values[1].fill_(99)
     run.let_all_write()
     assert run.written == [(0, 0), (1, 1)]
+
+
+def test_a_group_of_nothing_may_change_at_once():
+    """As the layers of a model of which adapters alone are saved."""
+    snapshot = Snapshot([[], []], room=0)
+    snapshot.secure(1)
+    snapshot.write()
 
 
 def test_no_file_stays_open(tmp_path):

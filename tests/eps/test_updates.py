@@ -281,6 +281,36 @@ def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, num_
     assert not eps.updates.worker.lives
 
 
+def test_a_step_that_raises_in_the_program_stops_the_engine():
+    """Serial updates are the optimizer's own: some layers have made the step, and others have not."""
+    model = tiny_bert(dropout=0.0, layers=3)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="serial"))
+    optimizer = eps.wrap(Broken(model.parameters()))  # its step calls that of its base class
+    for _ in range(2):
+        train_once(model, batch_for(model))
+        optimizer.step()
+    optimizer.victim = model.bert.encoder.layer[1].output.dense.bias.data_ptr()
+    train_once(model, batch_for(model))
+    with pytest.raises(BrokenError):
+        optimizer.step()
+    with pytest.raises(EngineFailedError, match=r"step\(\) of Broken did not end"):
+        model(**batch_for(model))
+    with pytest.raises(EngineFailedError):
+        optimizer.state_dict()
+    with pytest.warns(UserWarning, match="an update failed"):
+        detach_l2l(model)
+    model(**batch_for(model))
+
+
+def test_a_closure_may_run_the_model_inside_a_serial_step():
+    model = tiny_bert(dropout=0.0)
+    optimizer = attach_l2l(model, L2LConfig(device="cpu", eps_update="serial")).wrap(
+        torch.optim.SGD(model.parameters(), lr=1e-2)
+    )
+    for _ in range(2):
+        assert optimizer.step(lambda: train_once(model, batch_for(model)))
+
+
 def test_weights_are_updated_in_the_order_of_the_steps(monkeypatch):
     """Also without a use in between, and with a free thread."""
     original, delays = updates.carry_out, [0.3, 0.0, 0.0]
@@ -633,3 +663,30 @@ def test_eager_updates_take_sparse_gradients():
             optimizer.step()
         found.append(result(model, optimizer, [norm.item()]))
     assert_same_runs(found[1], found[0])
+
+
+def test_an_optimizer_that_raises_in_its_own_step_stops_the_engine():
+    """Some weights have made the step and others have not; the optimizer alone knows which."""
+    model, _, optimizer, batch = toy_under("cpu", "serial", lambda ps: Broken(ps, foreach=False))
+    model(**batch).loss.backward()
+    optimizer.victim = model.blocks[1].up.weight.data_ptr()
+    with pytest.raises(BrokenError):
+        optimizer.step()
+    optimizer.victim = None
+    with pytest.raises(EngineFailedError, match=r"step\(\) of Broken did not finish. Load the last checkpoint"):
+        model(**batch)
+    with pytest.warns(UserWarning, match="an update failed"):
+        detach_l2l(model)
+
+
+def test_an_optimizer_whose_closure_raises_can_step_again():
+    model, _, optimizer, batch = toy_under("cpu", "serial")
+
+    def closure() -> torch.Tensor:
+        raise BrokenError("no loss")
+
+    model(**batch).loss.backward()
+    with pytest.raises(BrokenError):
+        optimizer.step(closure)
+    model(**batch).loss.backward()
+    optimizer.step()

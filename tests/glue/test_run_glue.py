@@ -31,8 +31,10 @@ from glue_script import (
     trainer_of,
     write,
 )
+from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.data import find_text_columns
+from hf_l2l.glue.options import checkpoint_to_resume
 from hf_l2l.glue.scores import metrics_for
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -261,9 +263,27 @@ def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, cap
     caplog.clear()
     assert (tmp_path / "half" / "out" / "checkpoint-6").is_dir()  # until training goes on
     run_glue_l2l.main([*half(resume_from_checkpoint=True), "--trainer", "hf"])
-    passed_over = ", ".join(f"checkpoint-{step} (renamed to interrupted-checkpoint-{step})" for step in (6, 5))
+    passed_over = ", ".join(f"checkpoint-{step} (renamed to interrupted-checkpoint-{step})" for step in (5, 6))
     assert f"saving was interrupted in {passed_over}: training resumes from {resumed}" in caplog.text
     assert not (tmp_path / "half" / "out" / "checkpoint-6").exists()
+
+
+def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a damaged one is told of, as `L2LTrainer` does."""
+    out = tmp_path / "out"
+    for step, run in ((6, "first"), (2, "second"), (4, "second")):
+        folder = out / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text("{}")
+        safetensors.torch.save_file({"weight": torch.ones(1)}, folder / "model.safetensors")
+        write_manifest(folder, step, run, {})
+    (out / "checkpoint-4" / "trainer_state.json").write_text("{]")
+    args = hf.TrainingArguments(output_dir=str(out), resume_from_checkpoint="True")
+    with caplog.at_level("WARNING"):
+        assert checkpoint_to_resume(args) == str(out / "checkpoint-2")
+    assert f"{out / 'checkpoint-4'} is not resumed from, but {out / 'checkpoint-2'} is" in caplog.text
 
 
 @needs_datasets

@@ -133,7 +133,9 @@ def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
 
 
-class _StopAt(hf.TrainerCallback):
+class StopAt(hf.TrainerCallback):
+    """Ends the training after a step."""
+
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -144,7 +146,7 @@ class _StopAt(hf.TrainerCallback):
 def stopped_at_two(make: Callable[..., hf.Trainer], folder: Path, **options: Any) -> str:
     """A run that stops after two steps of `SAVING`; returns the folder of its checkpoint."""
     made = make(folder, **{**SAVING, **options})
-    made.add_callback(_StopAt(2))
+    made.add_callback(StopAt(2))
     made.train()
     assert made.state.global_step == 2
     return str(folder / "checkpoint-2")

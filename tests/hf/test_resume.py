@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import Any
 
@@ -11,15 +12,20 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
+from accumulated import tiny_llama
 from families import llama
+from hf_l2l.checkpoint.data_position import FILE as POSITION
 from hf_l2l.checkpoint.manifest import MANIFEST
+from resumed import assert_equal_content, assert_same_checkpoint, loaded
 from training import (
     SAVING,
+    StopAt,
     assert_same_run,
     inner_optimizer,
     l2l_trainer,
     logs,
     plain_trainer,
+    rows,
     stopped_at_two,
     tiny_bert,
 )
@@ -50,6 +56,70 @@ def test_checkpoints_go_both_ways(tmp_path, first, second):
     resumed = second(tmp_path / "parts", **SAVING)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert_same_run(resumed, whole)
+
+
+def test_a_checkpoint_goes_to_the_other_trainer_and_back(tmp_path):
+    """Of a model with tied weights, with dropout: names, dtypes and bits of all that both save are the same."""
+    runs = {}
+    for name, kinds in {"plain": [plain_trainer], "three": [plain_trainer, l2l_trainer, plain_trainer]}.items():
+        for number, make in enumerate(kinds, start=1):
+            model = tiny_llama(tie_word_embeddings=True, attention_dropout=0.1)
+            made = make(tmp_path / name, model=model, **{**SAVING, "max_steps": 6, "save_steps": 1})
+            made.train_dataset = [{**row, "labels": row["input_ids"]} for row in rows()]
+            if number < len(kinds):
+                made.add_callback(StopAt(2 * number))
+            made.train(resume_from_checkpoint=number > 1)
+            runs[name] = made
+    assert_same_run(runs["three"], runs["plain"])
+    for step in (4, 6):  # of ours, and of theirs after ours
+        theirs, found = (tmp_path / name / f"checkpoint-{step}" for name in ("plain", "three"))
+        assert {p.name for p in found.iterdir()} - {p.name for p in theirs.iterdir()} <= {MANIFEST, POSITION}
+        assert (found / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            assert_equal_content(loaded(found / name), loaded(theirs / name), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("optimizer.pt", "the optimizer's state and the schedule of the learning rate begin anew"),
+        ("scheduler.pt", "the optimizer's state and the schedule of the learning rate begin anew"),
+        ("rng_state.pth", "random numbers begin anew"),
+    ],
+)
+def test_a_file_that_is_missing_is_told(tmp_path, caplog, name, what):
+    checkpoint = stopped_at_two(plain_trainer, tmp_path)
+    (tmp_path / "checkpoint-2" / name).unlink()
+    torch.save(torch.get_rng_state(), tmp_path / "checkpoint-2" / "rng_state_sim.pth")  # of another device
+    resumed = l2l_trainer(tmp_path, **SAVING)
+    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+        resumed.train(resume_from_checkpoint=checkpoint)
+    said = [record.message for record in caplog.records if record.name == "transformers.hf_l2l"]
+    assert said[0] == f"{checkpoint} has no {name}: {what}"
+    assert [re.search("has no (.*?):", each).group(1) for each in said] == [name, MANIFEST, POSITION]
+    assert resumed.state.global_step == 4
+    rates = [entry["learning_rate"] for entry in logs(resumed) if "loss" in entry]
+    assert (rates[2] == rates[0]) == (name != "rng_state.pth")  # the schedule begins anew
+
+
+def test_of_two_trainings_in_a_folder_the_later_one_is_gone_on_with(tmp_path):
+    """Though the earlier one has made more steps; the files of both are never mixed."""
+    options = {**SAVING, "max_steps": 6, "l2l_log_times": False}
+    l2l_trainer(tmp_path / "parts", **options).train()
+    for name in ("whole", "parts"):
+        model = tiny_bert(dropout=0.3)
+        later = l2l_trainer(tmp_path / name, model=model, **{**options, "learning_rate": 5e-4})
+        if name == "parts":
+            later.add_callback(StopAt(2))
+        else:
+            whole = later
+        later.train()
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [f"checkpoint-{n}" for n in (2, 4, 6)]
+    resumed = l2l_trainer(tmp_path / "parts", model=tiny_bert(dropout=0.3), **{**options, "learning_rate": 5e-4})
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_run(resumed, whole)
+    for step in (4, 6):
+        assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{step}" for name in ("parts", "whole")))
 
 
 def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
@@ -101,7 +171,7 @@ def test_checkpoint_files_are_those_of_trainer(tmp_path):
     for make, name in ((plain_trainer, "plain"), (l2l_trainer, "l2l")):
         make(tmp_path / name, **SAVING).train()
     theirs, ours = (tmp_path / name / "checkpoint-4" for name in ("plain", "l2l"))
-    assert {p.name for p in ours.iterdir()} - {p.name for p in theirs.iterdir()} == {MANIFEST}
+    assert {p.name for p in ours.iterdir()} - {p.name for p in theirs.iterdir()} == {MANIFEST, POSITION}
     expected, found = load_file(theirs / "model.safetensors"), load_file(ours / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from hf_l2l.runtime.compute_state import (
     AutocastState,
+    ProgramRng,
     RngState,
     autocast_dtype,
     get_rng_state,
@@ -18,6 +21,27 @@ from hf_l2l.runtime.compute_state import (
     set_rng_state,
 )
 from hf_l2l.runtime.stream import HOST
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+def test_the_generators_of_a_program_are_set_back(tmp_path):
+    before = ProgramRng.now()
+    assert before.moved_since(before) == set()
+    expected = drawn()
+    after = ProgramRng.now()
+    assert after.moved_since(before) == {"python", "numpy", "torch"}
+    torch.save(tuple(before.plain()), tmp_path / "state.pth")
+    read = ProgramRng(*torch.load(tmp_path / "state.pth", weights_only=True))
+    assert read.moved_since(before) == set()
+    for state in (before, read):
+        drawn()
+        state.restore()
+        assert drawn() == expected
+    numpy.random.rand()
+    assert ProgramRng.now().moved_since(after) == {"numpy"}
 
 
 def settings() -> tuple[bool, torch.dtype, bool]:

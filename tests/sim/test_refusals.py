@@ -106,6 +106,7 @@ CHECKED = (
 APART = (
     "the plan of the checkpoint is not used again",  # of a training that is resumed
     "training starts anew, over",  # the same
+    "is not resumed from, but",  # the same
     "stays on {p.device}, since something still refers to its values",  # when a model is detached
     "{message}; --help lists all options",  # what the parser of flags says by itself
     "--simulate needs a process without another accelerator",  # which this one has not

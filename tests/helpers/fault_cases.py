@@ -1,0 +1,390 @@
+"""One fault in one place of a training, and what must be true afterwards, whatever the device.
+
+`tests/sim/test_faults.py` runs these on the simulated accelerator, `tests/engine/test_faults.py` on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from families import batch_for
+from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.engine.slots import WeightSlots
+from hf_l2l.eps import updates
+from hf_l2l.eps.gradients import Gradients
+from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.runtime import stream
+from hf_l2l.stash.spill import SpillFile
+from hf_l2l.stash.stash import Stash
+from update_cases import Run, assert_same, result, toy
+
+LAYERS = 3
+STEPS = 3
+
+
+class FaultError(Exception):
+    """What is raised; nothing else raises it."""
+
+
+class Failing:
+    """Raises its error as often as it is asked to, while it is armed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.count = 0
+
+    def now(self) -> None:
+        self.count += 1
+        raise self.error
+
+
+Install = Callable[[pytest.MonkeyPatch, Any, int, Failing], None]
+"""Makes layer `int` of the model fail in one place."""
+
+
+def _around(patch: pytest.MonkeyPatch, owner: Any, name: str, is_it: Callable[..., bool], failing: Failing) -> None:
+    """`owner.name` fails when `is_it`, which gets its arguments, is true."""
+    original = getattr(owner, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if is_it(*args, **kwargs):
+            failing.now()
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, broken)
+
+
+def _in_update(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    def is_it(part: Any, masters: Any, *_: Any) -> bool:
+        return any(m.parameter is model.blocks[index].down.weight for m in masters)
+
+    _around(patch, updates, "carry_out", is_it, failing)
+
+
+def _in_renewal(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    """When the 16-bit copies are made of weights that have been updated."""
+
+    def is_it(copies: Any, masters: Any) -> bool:
+        return any(m.parameter is model.blocks[index].down.weight for m in masters)
+
+    _around(patch, Copies, "renew", is_it, failing)
+
+
+def _in_upload(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    _around(patch, Copies, "of_unit", lambda self, unit, *_: unit.module is model.blocks[index], failing)
+
+
+def _in_conversion(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    """When 16-bit weights are made for an upload."""
+    made = Copies._made
+
+    def broken(unit: Any, *rest: Any) -> Any:
+        if unit.module is model.blocks[index]:
+            failing.now()
+        return made(unit, *rest)
+
+    patch.setattr(Copies, "_made", staticmethod(broken))
+
+
+def _in_prefetch(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    _around(patch, WeightSlots, "prefetch", lambda self, unit: unit.module is model.blocks[index], failing)
+
+
+def _of_layer(model: Any, index: int, of: Any) -> bool:
+    layer = model.blocks[index]
+    return of is layer or any(of is p for p in layer.parameters())
+
+
+def _in_copy(row: str, *, submitted: bool) -> Install:
+    """When the lane gets the copies of a layer; with `submitted`, right after that."""
+
+    def install(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+        span = stream.span
+
+        @contextmanager
+        def broken(device: torch.device, kind: str, of: Any) -> Iterator[None]:
+            fails = kind == row and _of_layer(model, index, of)
+            if fails and not submitted:
+                failing.now()
+            with span(device, kind, of):
+                yield
+            if fails:
+                failing.now()
+
+        patch.setattr(stream, "span", broken)
+
+    return install
+
+
+def _in_receive(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    def is_it(gradients: Any, sums: Any, *_: Any) -> bool:
+        return any(m.parameter is model.blocks[index].down.weight for m, _ in sums)
+
+    _around(patch, Gradients, "receive", is_it, failing)
+
+
+def _in_stashing(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    """When the input of the layer goes to the stash: that of the n-th layer is the n-th."""
+    number = {"of": 0}
+    begin, download = Stash.start_forward, Stash._download
+
+    def start(stash: Stash) -> None:
+        number["of"] = 0
+        begin(stash)
+
+    def broken(stash: Stash, *args: Any) -> None:
+        number["of"] += 1
+        if number["of"] == index + 1:
+            failing.now()
+        download(stash, *args)
+
+    patch.setattr(Stash, "start_forward", start)
+    patch.setattr(Stash, "_download", broken)
+
+
+def _in_fetching(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    """When the layer's input comes back from the stash."""
+    places: list[int] = []
+    begin, keeping, fetch = Stash.start_forward, Stash._place_for, Stash._begin
+
+    def start(stash: Stash) -> None:
+        places.clear()
+        begin(stash)
+
+    def placed(stash: Stash, tensor: torch.Tensor) -> torch.Tensor:
+        kept = keeping(stash, tensor)
+        places.append(kept.untyped_storage().data_ptr())
+        return kept
+
+    def broken(stash: Stash, fetched: Any) -> None:
+        if places[index] == fetched.kept.untyped_storage().data_ptr():
+            failing.now()
+        fetch(stash, fetched)
+
+    patch.setattr(Stash, "start_forward", start)
+    patch.setattr(Stash, "_place_for", placed)
+    patch.setattr(Stash, "_begin", broken)
+
+
+def _in_new_rooms(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    """When the spill file grows; the layer does not matter."""
+    _around(patch, SpillFile, "new_rooms", lambda *_: True, failing)
+
+
+def _in_forward(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        failing.now()
+        return x
+
+    _in_norm(patch, model, index, broken)
+
+
+def _in_recompute(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    calls = {"in backward": False}
+    backward = torch.Tensor.backward
+
+    def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        calls["in backward"] = True
+        try:
+            backward(tensor, *args, **kwargs)
+        finally:
+            calls["in backward"] = False
+
+    patch.setattr(torch.Tensor, "backward", told)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        if calls["in backward"]:
+            failing.now()
+        return x
+
+    _in_norm(patch, model, index, broken)
+
+
+def _in_norm(
+    patch: pytest.MonkeyPatch, model: Any, index: int, broken: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """`broken` gets what the first module of the layer is called with, and returns what that computes with."""
+    of_layer, norm = model.blocks[index].norm, nn.LayerNorm.forward
+    patch.setattr(nn.LayerNorm, "forward", lambda module, x: norm(module, broken(x) if module is of_layer else x))
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, failing: Failing) -> torch.Tensor:
+        ctx.failing = failing
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.failing.now()
+
+
+def _in_backward(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    _in_norm(patch, model, index, lambda x: _FailsBackward.apply(x, failing))  # type: ignore[no-untyped-call]
+
+
+def _in_loss(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+    _around(patch, nn.functional, "cross_entropy", lambda *_: True, failing)
+
+
+class Place(NamedTuple):
+    """Where a fault is."""
+
+    install: Install
+    options: dict[str, Any] = {}
+    """Of `L2LConfig`."""
+    is_update: bool = False
+    """It is in the background, after a step that changes the weights."""
+    after_updates: bool = False
+    """Eager updates of some layers have been made by then."""
+    names_layer: bool = True
+    """The layer is named, and not only one that computes meanwhile."""
+
+
+HOST, DISK = {"stash": "host"}, {"stash": "disk"}
+PLACES: dict[str, Place] = {
+    "update": Place(_in_update, is_update=True),
+    "renewal": Place(_in_renewal, {"cmp": "bf16"}, is_update=True),
+    "upload": Place(_in_upload),
+    "conversion": Place(_in_conversion, {"cmp": "bf16", "host_copies": "per_sweep"}),
+    "prefetch": Place(_in_prefetch),
+    "upload, submitted": Place(_in_copy("upload", submitted=True)),
+    "download": Place(_in_receive, after_updates=True),
+    "download, submitted": Place(_in_copy("download", submitted=True), after_updates=True),
+    "norm": Place(_in_copy("norm", submitted=False), after_updates=True),
+    "stash download": Place(_in_stashing, HOST),
+    "stash upload": Place(_in_fetching, HOST, after_updates=True, names_layer=False),
+    "spill write": Place(_in_stashing, DISK),
+    "spill read": Place(_in_fetching, DISK, after_updates=True, names_layer=False),
+    "forward": Place(_in_forward),
+    "recompute": Place(_in_recompute, after_updates=True),
+    "backward": Place(_in_backward, after_updates=True),
+    "loss": Place(_in_loss, names_layer=False),
+}
+
+
+def threads() -> set[threading.Thread]:
+    """The package's own."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("hf_l2l")}
+
+
+class _Training:
+    """A model that is trained, its engine, and its state."""
+
+    def __init__(self, device: str, mode: str, options: dict[str, Any]) -> None:
+        self.device = device
+        self.model = toy().train()
+        config = L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",), **options)
+        self.eps: EagerParamServer = attach_l2l(self.model, config)
+        self.optimizer = self.eps.wrap(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
+        self.batch = batch_for(self.model, masked=False)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(**self.batch).loss.backward()
+        self.optimizer.step()
+
+    def state(self) -> tuple[Run, list[torch.Tensor]]:
+        """Weights and optimizer state, and the states of generators."""
+        self.eps.synchronize()
+        generators = [torch.get_rng_state()]
+        if self.device != "cpu":
+            generators.append(torch.get_device_module(self.device).get_rng_state())
+        return result(self.model, self.optimizer, []), generators
+
+    def draw_again(self, generators: list[torch.Tensor]) -> None:
+        torch.set_rng_state(generators[0])
+        for each in generators[1:]:
+            torch.get_device_module(self.device).set_rng_state(each)
+
+    def load(self, state: tuple[Run, list[torch.Tensor]]) -> None:
+        self.model.load_state_dict({**self.model.state_dict(), **state[0].weights})
+        self.optimizer.load_state_dict(copy.deepcopy(state[0].state))
+        self.draw_again(state[1])
+
+
+def _seed(device: str) -> None:
+    torch.manual_seed(11)
+    if device != "cpu":
+        torch.get_device_module(device).manual_seed(11)
+
+
+def unbroken(device: str, mode: str, **options: Any) -> Run:
+    """What a training without a fault ends with."""
+    training = _Training(device, mode, options)
+    _seed(device)
+    for _ in range(STEPS):
+        training.step()
+    found, _ = training.state()
+    detach_l2l(training.model)
+    return found
+
+
+def is_lost(place: Place, mode: str, index: int) -> bool:
+    """Whether weights have been changed that cannot be put back: those of an update that fails; and in an eager step,
+    whose head and last layers are updated first."""
+    return place.is_update or (mode == "eager" and place.after_updates)
+
+
+def check_fault(
+    device: str,
+    name: str,
+    mode: str,
+    index: int,
+    at: int,
+    expected: Run,
+    error: BaseException,
+    spill_dir: Path | None = None,
+    installed: Callable[[Any], AbstractContextManager[None]] | None = None,
+    **options: Any,
+) -> None:
+    """A fault at step `at` is raised with its type and the layer's name; then the step can be repeated, or the engine
+    says that it has failed, and a new one goes on from the state before that step. Either way, the end is `expected`.
+    """
+    place, before_threads = PLACES[name], threads()
+    options = {**place.options, **({} if spill_dir is None else {"spill_dir": spill_dir}), **options}
+    training, failing = _Training(device, mode, options), Failing(error)
+    _seed(device)
+    for _ in range(at - 1):
+        training.step()
+    state = training.state()
+    is_late = place.is_update and mode == "deferred"
+    with pytest.MonkeyPatch.context() as patch:
+        place.install(patch, training.model, index, failing)
+        with pytest.raises(type(error)) as told:
+            training.step()
+            assert is_late or (place.is_update and mode == "eager"), "in the same call"
+            training.step()
+    assert told.value is error and failing.count > 0
+    if place.names_layer:
+        assert f"blocks.{index}" in " ".join(error.__notes__)
+    elif name != "loss":
+        assert "blocks." in " ".join(error.__notes__)
+    del told
+    if is_lost(place, mode, index):
+        for again in (training.step, training.eps.synchronize):
+            with pytest.raises(EngineFailedError, match="Load the last checkpoint"):
+                again()
+        with pytest.warns(UserWarning, match="an update failed"):
+            detach_l2l(training.model)
+        training = _Training(device, mode, options)
+        training.load(state)
+    else:
+        training.optimizer.zero_grad()
+        assert_same(training.state()[0], state[0])
+        training.draw_again(state[1])
+    for _ in range(at, STEPS + 1):
+        training.step()
+    assert_same(training.state()[0], expected)
+    detach_l2l(training.model)
+    assert threads() <= before_threads, "no thread is left"
+    assert spill_dir is None or not list(spill_dir.iterdir()), "no file is left"

@@ -1,0 +1,70 @@
+"""What a process has: threads, files, children, memory and tensors; for tests that nothing of it is left over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HAS_PROC = Path("/proc/self/fd").is_dir()
+
+
+def threads() -> int:
+    """Threads of the process; without /proc, those that Python knows."""
+    return len(os.listdir("/proc/self/task")) if HAS_PROC else threading.active_count()
+
+
+def files() -> int:
+    """Open file descriptors, sockets and pipes among them; 0 without /proc."""
+    return len(os.listdir("/proc/self/fd")) if HAS_PROC else 0
+
+
+def deleted_files() -> list[str]:
+    """Open files, and mapped ones, that have no name any more: those that nobody closed."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if HAS_PROC else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the one of `listdir` itself
+            continue
+        found += [target] if target.endswith("(deleted)") else []
+    return found
+
+
+def sockets() -> int:
+    """Open sockets of the process."""
+    names = os.listdir("/proc/self/fd") if HAS_PROC else []
+    return sum(os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:") for name in names)
+
+
+def children() -> int:
+    """Child processes; those that have ended and were not waited for are among them."""
+    tasks = Path("/proc/self/task")
+    return sum(len((task / "children").read_text().split()) for task in tasks.iterdir()) if HAS_PROC else 0
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that this user owns."""
+    folder = Path("/dev/shm")
+    return {e.name for e in os.scandir(folder) if e.stat().st_uid == os.getuid()} if folder.is_dir() else set()
+
+
+def live_tensors() -> int:
+    """Tensors that Python's collector knows."""
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    """The process's memory in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def counts() -> dict[str, Any]:
+    """All that must not grow."""
+    return {"threads": threads(), "files": files(), "children": children(), "tensors": live_tensors()}

@@ -1,0 +1,182 @@
+"""What a process has after many steps, trainings and checkpoints: memory, threads, files and tensors do not grow.
+
+Each row is a process of its own, which prints what it has measured: `python tests/helpers/soak_steps.py 0`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES_PER_STEP = 1024
+CASES = (
+    "3,000 steps on the CPU",
+    "3,000 steps on the simulated accelerator",
+    "20 trainings of the Trainer",
+    "50 checkpoints, of which two are kept",
+    "50 checkpoints in the background",
+)
+"""A seed stands for one of them."""
+
+
+def run(seed: int) -> dict[str, Any]:
+    """Measure in a process of its own."""
+    number = seed % len(CASES)
+    paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
+    with tempfile.TemporaryDirectory() as folder:
+        found = subprocess.run(
+            [sys.executable, __file__, str(number), folder],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+    if found.returncode != 0:
+        return {"case": CASES[number], "failure": found.stderr.strip().rpartition("\n")[2] or "the process has failed"}
+    row: dict[str, Any] = json.loads(found.stdout.rpartition("MEASURED")[2])
+    return {"case": CASES[number], **row, "failure": failure_of(row)}
+
+
+def failure_of(row: dict[str, Any]) -> str | None:
+    """What has grown; None if nothing has."""
+    grown = [f"{name}: {row['first'][name]} and then {row['last'][name]}" for name in row["first"]]
+    grown = [text for name, text in zip(row["first"], grown, strict=True) if row["last"][name] > row["first"][name]]
+    slope = row["bytes_per_step"]
+    if slope is not None and slope > MOST_BYTES_PER_STEP:
+        grown.append(f"{slope:.0f} bytes per step")
+    return "; ".join(grown) or None
+
+
+def document(rows: list[dict[str, Any]]) -> str:
+    """What each process had first and last."""
+    names = ("threads", "files", "children", "tensors")
+    lines = [f"| | turns | MiB first | MiB last | bytes per step | {' | '.join(names)} |", "|---" * 9 + "|"]
+    for row in rows:
+        if "first" not in row:
+            continue
+        both = [f"{row['first'][name]}, {row['last'][name]}" for name in names]
+        slope = "" if row["bytes_per_step"] is None else f"{row['bytes_per_step']:.0f}"
+        sizes = [f"{row[name] / 2**20:.1f}" for name in ("first_bytes", "last_bytes")]
+        lines.append(f"| {' | '.join((row['case'], str(row['turns']), *sizes, slope, *both))} |")
+    return "\n".join(
+        (
+            "# What a process has after many steps, trainings and checkpoints",
+            "",
+            "Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child",
+            "processes and live tensors (first, last), and its memory in RAM; the slope of the memory is that of a",
+            f"straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per step at most.",
+            "Updates are",
+            "deferred; the stash of the simulated accelerator is in host memory.",
+            "",
+            *lines,
+        )
+    )
+
+
+def measured(turn: Any, turns: int, warm_up: int, every: int, *, has_slope: bool) -> dict[str, Any]:
+    """Call `turn` so often; readings begin after the warm-up."""
+    import left_over
+
+    readings: list[tuple[int, int]] = []
+    first: dict[str, Any] = {}
+    for number in range(1, turns + 1):
+        turn()
+        if number == warm_up:
+            first = left_over.counts()
+        if number >= warm_up and (number - warm_up) % every == 0:
+            left_over.live_tensors()  # which collects garbage
+            readings.append((number, left_over.resident_bytes()))
+    return {
+        "turns": turns,
+        "first": first,
+        "last": left_over.counts(),
+        "first_bytes": readings[0][1],
+        "last_bytes": readings[-1][1],
+        "bytes_per_step": slope_of(readings) if has_slope else None,
+    }
+
+
+def slope_of(readings: list[tuple[int, int]]) -> float:
+    """The slope of the straight line that is nearest to the points."""
+    count = len(readings)
+    mean_x, mean_y = (sum(each[i] for each in readings) / count for i in (0, 1))
+    above = sum((x - mean_x) * (y - mean_y) for x, y in readings)
+    return above / sum((x - mean_x) ** 2 for x, _ in readings)
+
+
+def steps(device: str, turns: int = 3000, warm_up: int = 300, every: int = 50) -> dict[str, Any]:
+    """Steps of a loop in plain torch."""
+    from update_cases import toy_under
+
+    options = {} if device == "cpu" else {"stash": "host"}
+    model, eps, optimizer, batch = toy_under(device, "deferred", **options)
+
+    def turn() -> None:
+        model(**batch).loss.backward()
+        eps.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        eps.synchronize()  # so that every reading is between two steps
+
+    return measured(turn, turns, warm_up, every, has_slope=True)
+
+
+def trainings(folder: Path, turns: int = 20, warm_up: int = 5) -> dict[str, Any]:
+    """Whole trainings of one `L2LTrainer` after the other."""
+    from hf_l2l import detach_l2l
+    from training import l2l_trainer
+
+    def turn() -> None:
+        made = l2l_trainer(folder, eps_update="deferred", max_steps=2)
+        made.train()
+        detach_l2l(made.model)
+
+    return measured(turn, turns, warm_up, 1, has_slope=False)
+
+
+def saves(folder: Path, *, in_background: bool, turns: int = 50, warm_up: int = 10) -> dict[str, Any]:
+    """Steps of one training, each of which is saved."""
+    import transformers as hf
+
+    import left_over
+    from training import l2l_trainer
+
+    found: dict[str, Any] = {}
+
+    class Counts(hf.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (warm_up, turns - 1):
+                made._finish_saving()  # at each of the two moments, no checkpoint is being written
+                found["first" if state.global_step == warm_up else "last"] = left_over.counts()
+                name = "first_bytes" if state.global_step == warm_up else "last_bytes"
+                found[name] = left_over.resident_bytes()
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "l2l_async_save": in_background}
+    made = l2l_trainer(folder, eps_update="deferred", max_steps=turns, callbacks=[Counts()], **saving)
+    made.train()
+    kept = sorted(path.name for path in folder.iterdir())
+    assert kept == [f"checkpoint-{turns - 1}", f"checkpoint-{turns}"], kept
+    return {"turns": turns, **found, "bytes_per_step": None}
+
+
+def main(number: int, folder: Path) -> dict[str, Any]:
+    """Measure one case in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    if number == 1:
+        from hf_l2l.testing import enable_simulated_accelerator
+
+        enable_simulated_accelerator()
+    if number < 2:
+        return steps(("cpu", "sim")[number])
+    return trainings(folder) if number == 2 else saves(folder, in_background=number == 4)
+
+
+if __name__ == "__main__":
+    print("MEASURED" + json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]))))
