@@ -411,5 +411,5 @@ def test_only_interrupted_checkpoints_are_said_in_one_line(tmp_path: Path, capsy
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
     argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False)
     said = refused([*argv, "--resume_from_checkpoint", "True"], capsys)
-    assert "needs a complete checkpoint in output_dir" in said
-    assert "where saving was interrupted in checkpoint-2" in said
+    assert "needs a whole checkpoint in output_dir" in said
+    assert "with checkpoint-2: saving was interrupted" in said
