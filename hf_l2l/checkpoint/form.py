@@ -36,7 +36,7 @@ def check_form(checkpoint: Path) -> None:
 
     Everything in it is a file or a folder. Its state, weights, indexes of weights and what `torch.save` wrote can be
     read: JSON, the headers of safetensors, and archives of which `weights_only=True` lets all pass. Their values are
-    not looked at, so that it takes milliseconds. What no trainer reads, `training_args.bin` above all, is not opened.
+    not read, so that large ones take no longer. What no trainer reads, `training_args.bin` above all, is not opened.
 
     Raises:
         DamagedCheckpointError: names the first file that is not so.
