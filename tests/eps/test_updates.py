@@ -293,7 +293,7 @@ def test_a_step_that_raises_in_the_program_stops_the_engine():
     train_once(model, batch_for(model))
     with pytest.raises(BrokenError):
         optimizer.step()
-    with pytest.raises(EngineFailedError, match=r"step\(\) of Broken did not end"):
+    with pytest.raises(EngineFailedError, match=r"step\(\) of Broken did not finish"):
         model(**batch_for(model))
     with pytest.raises(EngineFailedError):
         optimizer.state_dict()
@@ -663,20 +663,6 @@ def test_eager_updates_take_sparse_gradients():
             optimizer.step()
         found.append(result(model, optimizer, [norm.item()]))
     assert_same_runs(found[1], found[0])
-
-
-def test_an_optimizer_that_raises_in_its_own_step_stops_the_engine():
-    """Some weights have made the step and others have not; the optimizer alone knows which."""
-    model, _, optimizer, batch = toy_under("cpu", "serial", lambda ps: Broken(ps, foreach=False))
-    model(**batch).loss.backward()
-    optimizer.victim = model.blocks[1].up.weight.data_ptr()
-    with pytest.raises(BrokenError):
-        optimizer.step()
-    optimizer.victim = None
-    with pytest.raises(EngineFailedError, match=r"step\(\) of Broken did not finish. Load the last checkpoint"):
-        model(**batch)
-    with pytest.warns(UserWarning, match="an update failed"):
-        detach_l2l(model)
 
 
 def test_an_optimizer_whose_closure_raises_can_step_again():
