@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers as hf
 
+from hf_l2l.checkpoint.data_position import FILE as POSITION
 from hf_l2l.checkpoint.manifest import MANIFEST
 from training import SAVING, l2l_trainer, plain_trainer
 
@@ -43,7 +44,7 @@ def test_a_checkpoint_has_the_modes_of_transformers_trainer(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "save", save)
     l2l_trainer(tmp_path / "ours", **SAVING).train()
     ours, theirs = (modes(tmp_path / name / "checkpoint-4") for name in ("ours", "plain"))
-    assert ours.pop(MANIFEST) == 0o666 & ~umask
+    assert {ours.pop(name) for name in (MANIFEST, POSITION)} == {0o666 & ~umask}
     assert ours == theirs and ours["checkpoint-4"] == 0o777 & ~umask
     assert set(staged) == {0o700} and len(staged) >= 8  # what is not finished is nobody else's
 
