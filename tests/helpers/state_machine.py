@@ -255,12 +255,12 @@ class Machine(RuleBasedStateMachine):
     def breaks_by_an_update(self, which: int, rows: int, seed: int) -> bool:
         twins = self.of(which)
         ours, batch = twins.ours, batch_of(rows, seed)
-        ours.eps.synchronize()
-        ours.optimizer.zero_grad()
         layer = ours.layers[seed % len(ours.layers)]
         broken = next((p for p in layer.parameters() if p.requires_grad), None)
         if broken is None:
             return False
+        ours.eps.synchronize()
+        ours.optimizer.zero_grad()
         no_state = torch.zeros(7, 7, 7, 7, 7)
         ours.optimizer.state[broken] = {"momentum_buffer": no_state}
         with pytest.raises((KeyError, RuntimeError)) as raised:

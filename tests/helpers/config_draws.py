@@ -1,0 +1,228 @@
+"""Training arguments drawn at random, transformers' and ours together, and what becomes of a training with them.
+
+A training under L2L ends as that of plain `Trainer` does, with the same losses and weights; or, where plain `Trainer`
+raises for these arguments, with the same error; or with a ValueError of ours, which names an option that was given.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import transformers as hf
+from accelerate.state import AcceleratorState, GradientState
+from transformers.training_args import OptimizerNames
+
+import hf_l2l
+from hf_l2l import L2LTrainer
+from hf_l2l.hf.training_args import OWN_OPTIONS
+from training import CHECKPOINTING, logs, tiny_bert, trainer
+
+OPTIMIZERS = [each.value for each in OptimizerNames]
+SCHEDULERS = [each.value for each in hf.SchedulerType]
+OF_SCHEDULER: dict[str, dict[str, Any]] = {
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 1},
+}
+"""What these need besides their name."""
+
+KNOWN = set(hf.TrainingArguments.__dataclass_fields__)
+ROWS = 4
+EVERY = ["no", "steps", "epoch"]
+
+THEIRS: dict[str, tuple[list[Any], list[Any]]] = {
+    "optim": (OPTIMIZERS, ["adam"]),
+    "lr_scheduler_type": (SCHEDULERS, ["steep"]),
+    "warmup_steps": ([1, 0.5], [-1]),
+    "max_grad_norm": ([0.0, 0.1, 1.0], [None, -1.0]),
+    "weight_decay": ([0.1], []),
+    "gradient_accumulation_steps": ([2, 3], [0]),
+    "train_sampling_strategy": (["sequential", "group_by_length"], ["sorted"]),
+    "bf16": ([True], []),
+    "fp16": ([], [True]),
+    "bf16_full_eval": ([], [True]),
+    "fp16_full_eval": ([], [True]),
+    "torch_compile": ([], [True]),
+    "label_smoothing_factor": ([0.1], [-0.5]),
+    "neftune_noise_alpha": ([5.0], []),
+    "auto_find_batch_size": ([True], []),
+    "logging_strategy": ([*EVERY], ["never"]),
+    "logging_steps": ([1, 2, 0.5], [0]),
+    "logging_first_step": ([True], []),
+    "logging_nan_inf_filter": ([False], []),
+    "include_num_input_tokens_seen": (["all", "non_padding", True], []),
+    "eval_strategy": ([*EVERY], ["best"]),
+    "eval_steps": ([1, 2, 0.5], [0]),
+    "eval_delay": ([1], []),
+    "eval_on_start": ([True], []),
+    "eval_accumulation_steps": ([1], []),
+    "eval_do_concat_batches": ([False], []),
+    "prediction_loss_only": ([True], []),
+    "save_strategy": ([*EVERY], []),
+    "save_steps": ([1, 2], [0]),
+    "save_total_limit": ([1, 2], [0]),
+    "save_only_model": ([True], []),
+    "load_best_model_at_end": ([True], []),
+    "metric_for_best_model": (["loss"], ["speed"]),
+    "seed": ([1], []),
+    "data_seed": ([2], []),
+    "dataloader_drop_last": ([True], []),
+    "dataloader_prefetch_factor": ([], [2]),
+    "dataloader_persistent_workers": ([], [True]),
+    "remove_unused_columns": ([False], []),
+    "torch_empty_cache_steps": ([1], [0]),
+    "skip_memory_metrics": ([False], []),
+    "use_cache": ([True], []),
+    "ignore_data_skip": ([True], []),
+    "max_steps": ([1, 2, -1], []),
+    "num_train_epochs": ([0.5, 1.0], []),
+    "learning_rate": ([0.0, 0.01], []),
+    "per_device_eval_batch_size": ([3, 16], []),
+    "deepspeed": ([], [{"zero_optimization": {"stage": 3}}]),
+    "fsdp": ([], ["full_shard"]),
+    CHECKPOINTING: ([True, False], []),
+}
+"""Options of transformers: values that are good by themselves, and those that L2L or transformers refuses."""
+
+OURS: dict[str, tuple[list[Any], list[Any]]] = {
+    "ubatch_size": ([1, 2, 3, 100], [0, "2", True]),
+    "stash": (["device", "host", "disk", "auto"], ["ssd"]),
+    "l2l_boundary": (["device", "host", "auto"], ["disk"]),
+    "cmp": (["bf16", "fp16", "auto"], ["fp8"]),
+    "l2l_loss_scale_init": ([1024.0], [-1.0]),
+    "l2l_loss_scale_interval": ([1], [0]),
+    "l2l_grad_dtype": (["16bit", "fp32"], ["fp16"]),
+    "l2l_moment_dtype": (["bf16", "fp32"], ["fp8"]),
+    "l2l_host_copies": (["per_sweep", "kept"], ["never"]),
+    "l2l_nonfinite": (["skip", "raise"], ["ignore"]),
+    "l2l_resident": (["shell", "all"], ["some"]),
+    "l2l_resident_layers": ([1, 3], [-1, 1.5]),
+    "l2l_resident_update": (["host", "device"], ["disk"]),
+    "l2l_kept_weights": ([1], [9, -1]),
+    "l2l_kept_graphs": ([1, 2], [9, "1"]),
+    "l2l_device_stash": ([1, 2], [9]),
+    "l2l_chunked_loss": (["off", "auto"], ["on"]),
+    "device_memory_budget": (["auto", "off", "8GiB"], ["-1", 8]),
+    "l2l_prefetch": ([False, True], ["no"]),
+    "l2l_gradient_slots": ([1, 2], [3]),
+    "eps_update": (["serial", "deferred", "eager", "auto"], ["lazy"]),
+    "l2l_num_threads": ([1], [0, 1000000]),
+    "l2l_layer_classes": ([["BertLayer"]], [["NoLayer"], [], "BertLayer"]),
+    "l2l_optimizer": (["lamb"], ["lars"]),
+    "l2l_save_dtype": (["bf16", "fp16"], ["fp8"]),
+    "l2l_async_save": ([True], ["yes"]),
+    "l2l_merge_accumulation": (["off", "auto"], ["on"]),
+    "l2l_log_times": ([False], ["no"]),
+}
+"""Our options, likewise."""
+assert {*OURS, "l2l_spill_dir", "l2l_trace", "l2l_loss_scale_growth", "l2l_loss_scale_backoff"} == set(OWN_OPTIONS)
+
+
+def arguments_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of transformers, and ours; one of them is bad by itself in one of three draws."""
+    draw = random.Random(seed)
+    options = {name: values for name, values in {**THEIRS, **OURS}.items() if name in KNOWN or name in OURS}
+    good = [name for name, (values, _) in options.items() if values]
+    names = draw.sample([name for name in good if name not in OURS], draw.randint(0, 7))
+    names += draw.sample([name for name in good if name in OURS], draw.randint(0, 4))
+    given = {name: draw.choice(options[name][0]) for name in names}
+    if draw.random() < 1 / 3:
+        name = draw.choice([name for name, (_, bad) in options.items() if bad])
+        given[name] = draw.choice(options[name][1])
+    if given.get("lr_scheduler_type") in OF_SCHEDULER and draw.random() < 0.8:
+        given["lr_scheduler_kwargs"] = OF_SCHEDULER[given["lr_scheduler_type"]]
+    ours = {name: value for name, value in given.items() if name in OURS}
+    return {name: value for name, value in given.items() if name not in OURS}, ours
+
+
+class Outcome(NamedTuple):
+    """What has become of a training."""
+
+    losses: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    error: Exception | None
+
+    @property
+    def said(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+def outcome(kind: type[hf.Trainer], folder: Path, options: dict[str, Any]) -> Outcome:
+    """Two steps of a BERT without dropout."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    before = torch.get_rng_state()
+    defaults = {"max_steps": 2, "per_device_train_batch_size": ROWS, "device_memory_budget": "auto", "use_cpu": True}
+    if not issubclass(kind, L2LTrainer):
+        defaults.pop("device_memory_budget")
+    model = tiny_bert(dropout=0.0, layers=2)
+    try:
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):
+            warnings.simplefilter("ignore")
+            made = trainer(kind, folder, model=model, **{**defaults, **options})
+            made.train()
+        return Outcome(logs(made), {n: p.clone() for n, p in made.model.state_dict().items()}, None)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is compared
+        return Outcome([], {}, error)
+    finally:
+        torch.set_rng_state(before)
+
+
+def is_ours(error: Exception | None, options: dict[str, Any]) -> bool:
+    """Whether it is a ValueError raised by the package, with the name of an option as it was given, and its value."""
+    if not isinstance(error, ValueError):
+        return False
+    file, text = traceback.extract_tb(error.__traceback__)[-1].filename, str(error)
+    # A list is told by its first wrong name.
+    values = {name: value[0] if isinstance(value, list) and value else value for name, value in options.items()}
+    named = any(name in text and ("(got " in text or repr(value) in text) for name, value in values.items())
+    return named and Path(hf_l2l.__file__).parent in Path(file).parents
+
+
+def check(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """A training with these arguments ends as that of plain `Trainer`, or with an error of ours."""
+    found = outcome(L2LTrainer, folder / "l2l", {**theirs, **ours})
+    if is_ours(found.error, {**theirs, **ours}):
+        return
+    expected = outcome(hf.Trainer, folder / "plain", {CHECKPOINTING: True, **theirs})
+    if expected.error is not None or found.error is not None:
+        if found.said.replace(str(folder / "l2l"), str(folder / "plain")) != expected.said:
+            raise AssertionError(f"{found.said} under L2L, {expected.said} in plain Trainer") from found.error
+        return
+    tolerance = allowed(theirs, ours)
+    if tolerance is None:
+        return
+    assert len(found.losses) == len(expected.losses)
+    for one, other in zip(found.losses, expected.losses, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            assert abs(one[key] - value) <= tolerance * max(1.0, abs(value)), (key, one[key], value)
+    for name, value in expected.weights.items():
+        if tolerance == 0:
+            assert torch.equal(found.weights[name], value), name
+
+
+def allowed(theirs: dict[str, Any], ours: dict[str, Any]) -> float | None:
+    """How far losses and norms may be from those of plain `Trainer`; with 0, weights are equal to the bit, too.
+
+    None if the training is another one by its arguments.
+    """
+    accumulates = theirs.get("gradient_accumulation_steps", 1) > 1 and ours.get("l2l_merge_accumulation") != "off"
+    if ours.get("l2l_optimizer") is not None or (accumulates and "neftune_noise_alpha" in theirs):
+        return None  # LAMB; and noise in the order of one large batch
+    if {"cmp", "l2l_grad_dtype", "l2l_moment_dtype"} & set(ours):
+        return 0.1
+    ubatch = ours.get("ubatch_size")
+    splits = accumulates or (ubatch is not None and ubatch < ROWS) or ours.get("l2l_boundary") == "host"
+    if splits:
+        return 0.05 if "bf16" in theirs else 1e-4
+    return 0.0
