@@ -6,6 +6,7 @@ name that is no checkpoint's; the next program that saves or resumes here remove
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ except ImportError:  # not on Windows
 
 _PREFIX = ".l2l-saving-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(checkpoint-[0-9]+)-[a-z0-9_]{8}")
+_OF_WRITERS = ("I/O error", "iostream error", "inline_container.cc", "PytorchStreamWriter")
+"""Words in the errors of safetensors and torch when a file cannot be written, such as on a full disk."""
 _BEFORE = "before"
 """In a staging folder: what was in the place of the new one."""
 
@@ -67,10 +70,23 @@ class Staging:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Staging]:
-    """Inside, a folder is written, and committed; without a commit, nothing of it is left."""
+    """Inside, a folder is written, and committed; without a commit, nothing of it is left.
+
+    Raises:
+        OSError: if it cannot be written; also where torch or safetensors raise another error then.
+    """
     staging = Staging(target)
     try:
         yield staging
+    except OSError as error:
+        error.add_note(f"{target} could not be written; what was there before is as it was")
+        raise
+    except Exception as error:
+        if not any(words in str(error) for words in _OF_WRITERS):
+            raise
+        raise OSError(
+            errno.EIO, f"{target} could not be written, and what was there before is as it was ({error})"
+        ) from error
     finally:
         if staging.parent.exists():
             staging.discard()

@@ -645,7 +645,9 @@ def test_an_optimizer_that_raises_in_its_own_step_stops_the_engine():
     optimizer.victim = None
     with torch.no_grad():
         model(**batch)  # the program may still look
-    with pytest.raises(EngineFailedError, match=r"optimizer.step\(\) has raised an exception. Load the last checkpoint"):
+    with pytest.raises(
+        EngineFailedError, match=r"optimizer.step\(\) has raised an exception. Load the last checkpoint"
+    ):
         model(**batch)
     with pytest.warns(UserWarning, match="an update failed"):
         detach_l2l(model)

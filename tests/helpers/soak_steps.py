@@ -67,10 +67,10 @@ def document(rows: list[dict[str, Any]]) -> str:
         (
             "# What a process has after many steps, trainings and checkpoints",
             "",
-            "Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child processes",
-            "and live tensors (first, last), and its memory in RAM; the slope of the memory is that of a straight line",
-            f"through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per step at most. Updates are",
-            "deferred; the stash of the simulated accelerator is in host memory.",
+            "Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child",
+            "processes and live tensors (first, last), and its memory in RAM; the slope of the memory is that of a",
+            f"straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per step at most.",
+            "Updates are deferred; the stash of the simulated accelerator is in host memory.",
             "",
             *lines,
         )

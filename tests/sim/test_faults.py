@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from fault_cases import LAYERS, PLACES, FaultError, check_fault, unbroken
 from hf_l2l.stash import spill
