@@ -1,4 +1,4 @@
-"""A process has no more after trainings and checkpoints than before: threads, files, sockets, children, shared memory."""
+"""A process has no more after trainings and checkpoints than before: threads, files, sockets, children, memory."""
 
 from __future__ import annotations
 
