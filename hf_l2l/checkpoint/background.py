@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,20 @@ class BackgroundSave:
         Snapshot([others], room=0).write()
         self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0))
         self._eps = eps
-        self._begin()
         self._held = held.pop_all()  # from here on, the caller does not close it
-        pool = ThreadPoolExecutor(1, "hf_l2l save")
+        self._future: Future[None] = Future()
+        self._may_write = threading.Event()
         try:
-            self._future: Future[None] = pool.submit(self._run, finish)
-        except RuntimeError:  # no thread can be started: changes would wait for ever
+            # Not of a pool, whose threads wait for ever if Ctrl-C comes while they start.
+            threading.Thread(target=self._run, args=(finish,), name="hf_l2l save").start()
+            self._begin()
+        except BaseException:  # Ctrl-C, or the system has no more threads: nobody must wait for what is not written
+            self._future.cancel()
             self._end()
             self._held.close()
             raise
-        pool.shutdown(wait=False)
+        finally:
+            self._may_write.set()
 
     def _storages(self, eps: EagerParamServer) -> dict[int, Master | None]:
         """Address of memory -> the master whose values or state it has; None for memory that several share."""
@@ -134,9 +138,22 @@ class BackgroundSave:
         self._eps.ledger.saw(BEING_SAVED, self._snapshot.most_copied_bytes)
 
     def _run(self, finish: Callable[[], None]) -> None:
-        with self._held:
+        self._may_write.wait()
+        if not self._future.set_running_or_notify_cancel():
+            return
+        with ExitStack() as stack:
+            stack.push(self._has_ended)
+            stack.enter_context(self._held)
             self._snapshot.write()
             finish()
+
+    def _has_ended(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Keep the outcome of the thread for `result`."""
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+        return True
 
     def secure(self, masters: Iterable[Master]) -> None:
         """Wait until the values and the state of `masters` may change."""

@@ -107,8 +107,8 @@ class Snapshot:
             self._changed.notify_all()
 
     def secure(self, number: int) -> None:
-        """Wait until the values of a group may change: until they are written, or copied, if the host has memory for
-        that."""
+        """Wait until the values of a group may change: until they are written, or copied. Without memory for copies,
+        this waits until they are written."""
         group, may_copy = self._groups[number], True
         while not self._is_secured(group, may_copy=may_copy):
             may_copy = self._copy(group)

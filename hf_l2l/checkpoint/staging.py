@@ -31,6 +31,8 @@ _PREFIX = ".l2l-saving-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(checkpoint-[0-9]+)-[a-z0-9_]{8}")
 _REMOVED = ".l2l-removing-"
 _NAME_REMOVED = re.compile(re.escape(_REMOVED) + r"checkpoint-[0-9]+-[0-9a-f]{8}")
+_OF_TORCH = ("inline_container.cc", "iostream error", "PytorchStreamWriter")
+"""What the errors of `torch.save` name when it cannot write: its file's end may be elsewhere than it expects."""
 _BEFORE = "before"
 """In a staging folder: what was in the place of the new one."""
 
@@ -60,13 +62,12 @@ class CheckpointSaveError(OSError):
 @contextmanager
 def save_errors(checkpoint: Path) -> Iterator[None]:
     """Inside, what those who write files raise of a disk is raised as `CheckpointSaveError`: safetensors has an error
-    of its own, and `torch.save` raises RuntimeError, perhaps for its file's end being in another place than expected.
-    """
+    of its own, and `torch.save` raises RuntimeError."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        is_known = isinstance(error, CheckpointSaveError)
-        if is_known or (isinstance(error, RuntimeError) and type(error) is not RuntimeError):
+        of_others = isinstance(error, RuntimeError) and not any(name in str(error) for name in _OF_TORCH)
+        if isinstance(error, CheckpointSaveError) or of_others:
             raise
         number = error.errno if isinstance(error, OSError) else None
         raise CheckpointSaveError(checkpoint, f"{error}{_free(checkpoint.parent)}", number) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,21 @@ def test_an_error_leaves_nothing(tmp_path, error):
         write(each.folder, "new")
         raise error
     assert names(tmp_path) == ["checkpoint-2"] and (tmp_path / "checkpoint-2" / "weights").read_text() == "old"
+
+
+def test_the_error_names_the_folder(tmp_path):
+    with pytest.raises(OSError, match="No space left") as told, staged(tmp_path / "checkpoint-2"):
+        raise OSError(28, "No space left on device")
+    assert str(tmp_path / "checkpoint-2") in told.value.__notes__[0]
+    for words in (
+        "Error while serializing: I/O error: File too large (os error 27)",
+        "basic_ios::clear: iostream error",
+    ):
+        with pytest.raises(OSError, match="checkpoint-2 could not be written.*" + re.escape(words)):
+            with staged(tmp_path / "checkpoint-2"):
+                raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="^of the program$"), staged(tmp_path / "checkpoint-2"):
+        raise RuntimeError("of the program")
 
 
 def test_an_error_within_a_commit_puts_back_what_was_there(tmp_path, monkeypatch):

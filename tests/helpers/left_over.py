@@ -68,3 +68,11 @@ def resident_bytes() -> int:
 def counts() -> dict[str, Any]:
     """All that must not grow."""
     return {"threads": threads(), "files": files(), "children": children(), "tensors": live_tensors()}
+
+
+def assert_flat(found: list[dict[str, Any]]) -> None:
+    """Later counts are not above earlier ones. One may be off by what a thread of torch is about to let go of."""
+    half = len(found) // 2
+    for name in found[0]:
+        earlier, later = ([each[name] for each in part] for part in (found[:half], found[half:]))
+        assert min(later) <= max(earlier), (name, earlier, later)

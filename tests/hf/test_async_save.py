@@ -184,6 +184,33 @@ def test_a_checkpoint_that_was_begun_is_finished_when_the_training_is_interrupte
     assert "on_save" not in vars(made.callback_handler)
 
 
+@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")], ids=type)
+def test_nobody_waits_for_a_thread_that_did_not_start(tmp_path, monkeypatch, error, has_started):
+    """Ctrl-C while it starts; or the system has no more threads."""
+    before, start, errors = threads(), threading.Thread.start, [error]
+
+    def interrupted(thread: threading.Thread) -> None:
+        fails = thread.name == "hf_l2l save" and errors
+        if not fails or has_started:
+            start(thread)
+        if fails:
+            raise errors.pop()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    made = l2l_trainer(tmp_path, **EACH_STEP, l2l_async_save=True, eps_update="deferred")
+    with pytest.raises(type(error)):
+        made.train()
+    assert not list(tmp_path.iterdir())
+    for thread in threading.enumerate():
+        if thread.name == "hf_l2l save":
+            thread.join(60)
+    assert {name for name in threads() if name.startswith("hf_l2l save")} <= before
+    again = l2l_trainer(tmp_path, model=made.model, **EACH_STEP, l2l_async_save=True, eps_update="deferred")
+    again.train()
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
+
+
 def test_copies_take_two_layers_at_most(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     model = tiny_bert(layers=8)

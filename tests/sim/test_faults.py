@@ -49,3 +49,8 @@ def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(name, m
     same = expected(mode, options.get("cmp"), options.get("host_copies", "kept"))
     spill_dir = tmp_path if options.get("stash") == "disk" else None
     check_fault("sim", name, mode, index, at, same, FaultError("broken"), spill_dir)
+
+
+@pytest.mark.parametrize("name", ["forward", "recompute", "backward", "download", "upload", "stash download"])
+def test_ctrl_c_is_an_exception_like_others(name, tmp_path):
+    check_fault("sim", name, "deferred", 1, 3, expected("deferred", None, "kept"), KeyboardInterrupt())

@@ -1,0 +1,29 @@
+"""After many steps there is no more of anything than after a few: threads, files, tensors."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import left_over
+from hf_l2l import detach_l2l
+from update_cases import toy_under
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_steps_leave_nothing(mode):
+    """3,000 of them are a part of `make soak`."""
+    model, eps, optimizer, batch = toy_under("cpu", mode)
+    found = []
+    for step in range(60):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            eps.synchronize()
+            left_over.live_tensors()  # first, since it collects what another test has left
+            found.append(left_over.counts())
+    left_over.assert_flat(found)
+    detach_l2l(model)
+    assert not {thread.name for thread in threading.enumerate() if thread.name.startswith("hf_l2l worker")}
