@@ -95,17 +95,14 @@ class BackgroundSave:
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()
         self._may_write = threading.Event()
-        try:
+        with ExitStack() as undo:  # at Ctrl-C, or without a thread, nobody must wait for what is not written
+            for call in (self._may_write.set, self._held.close, self._end, self._future.cancel):
+                undo.callback(call)
             # Not of a pool, whose threads wait for ever if Ctrl-C comes while they start.
             threading.Thread(target=self._run, args=(finish,), name="hf_l2l save").start()
             self._begin()
-        except BaseException:  # Ctrl-C, or the system has no more threads: nobody must wait for what is not written
-            self._future.cancel()
-            self._end()
-            self._held.close()
-            raise
-        finally:
-            self._may_write.set()
+            undo.pop_all()
+        self._may_write.set()
 
     def _storages(self, eps: EagerParamServer) -> dict[int, Master | None]:
         """Address of memory -> the master whose values or state it has; None for memory that several share."""
