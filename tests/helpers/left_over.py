@@ -13,9 +13,19 @@ import torch
 HAS_PROC = Path("/proc/self/fd").is_dir()
 
 
+STALL_LOG = "hf_l2l stall log"
+"""A thread that comes with a long wait, and ends some seconds after it."""
+
+
 def threads() -> int:
-    """Threads of the process; without /proc, those that Python knows."""
-    return len(os.listdir("/proc/self/task")) if HAS_PROC else threading.active_count()
+    """Threads of the process, but for the stall log's; without /proc, those that Python knows."""
+    found = len(os.listdir("/proc/self/task")) if HAS_PROC else threading.active_count()
+    return found - len([thread for thread in threading.enumerate() if thread.name == STALL_LOG])
+
+
+def own_threads() -> set[threading.Thread]:
+    """Those of the package, but for the stall log's."""
+    return {t for t in threading.enumerate() if t.name.startswith("hf_l2l") and t.name != STALL_LOG}
 
 
 def files() -> int:
