@@ -185,8 +185,18 @@ def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
     return cast(torch.Tensor, cast(Any, node).variable)
 
 
+@contextmanager
+def reading_places() -> Iterator[None]:
+    """Inside, `torch.load` makes tensors without values, whose places in the file are known (`place_in_file`).
+
+    `disable_fake_tensor_cache`, since that cache is one for the process, and would keep every storage; no other way is
+    known."""
+    with FakeTensorMode() as mode, fake_tensor.disable_fake_tensor_cache(mode):
+        yield
+
+
 def place_in_file(tensor: torch.Tensor) -> int:
-    """Where a file of `torch.save` has the storage of `tensor`, which `torch.load` made under `FakeTensorMode`.
+    """Where a file of `torch.save` has the storage of `tensor`, which `torch.load` made in `reading_places`.
 
     `_checkpoint_offset`, which torch's notes on serialization name (with `torch.serialization.skip_data`); else the
     records of the zip file would be read."""

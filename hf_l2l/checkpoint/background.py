@@ -94,17 +94,14 @@ class BackgroundSave:
         self._eps, self._held = eps, held
         self._future: Future[None] = Future()
         self._may_write = threading.Event()
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._may_write.set)
+            given_up = stack.enter_context(ExitStack())
+            given_up.callback(self._give_up)  # after Ctrl-C, or if the system has no more threads
             # Not of a pool, whose threads wait for ever if Ctrl-C comes while they start.
             threading.Thread(target=self._run, args=(finish,), name="hf_l2l save").start()
             self._begin()
-        except BaseException:  # Ctrl-C, or the system has no more threads: nobody must wait for what is not written
-            self._future.cancel()
-            self._end()
-            held.close()
-            raise
-        finally:
-            self._may_write.set()
+            given_up.pop_all()
 
     def _storages(self, eps: EagerParamServer) -> dict[int, Master | None]:
         """Address of memory -> the master whose values or state it has; None for memory that several share."""
@@ -121,6 +118,12 @@ class BackgroundSave:
                 address = master.parameter.untyped_storage().data_ptr()
                 found[address] = master if found.get(address, master) is master else None
         return found
+
+    def _give_up(self) -> None:
+        """Write nothing, so that nobody waits for it."""
+        self._future.cancel()
+        self._end()
+        self._held.close()
 
     def _begin(self) -> None:
         self._eps.saving = self

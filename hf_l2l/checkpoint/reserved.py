@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import FakeTensorMode, place_in_file, without_interception
+from hf_l2l.compat import place_in_file, reading_places, without_interception
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements
 
@@ -107,7 +107,7 @@ def reserve_torch(state: Any, file: Path) -> list[Region]:
         state = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(stream.HOST), state)
     with torch.serialization.skip_data():
         torch.save(state, file)
-    with FakeTensorMode():  # which has the places of storages, and no memory
+    with reading_places():
         there = torch.load(file, weights_only=True)
     with file.open("rb+") as opened:
         _allocate(opened.fileno(), file.stat().st_size)

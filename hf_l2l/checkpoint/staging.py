@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from safetensors import SafetensorError
+
 from hf_l2l.checkpoint.manifest import sync_folder
 
 fcntl: ModuleType | None
@@ -81,7 +83,7 @@ def staged(target: Path) -> Iterator[Staging]:
     except OSError as error:
         error.add_note(f"{target} could not be written; what was there before is as it was")
         raise
-    except Exception as error:
+    except (RuntimeError, SafetensorError) as error:
         if not any(words in str(error) for words in _OF_WRITERS):
             raise
         raise OSError(

@@ -69,6 +69,11 @@ def live_tensors() -> int:
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
+def live_storages() -> int:
+    """Storages of tensors that Python's collector knows, as those that something keeps by themselves."""
+    return sum(type(each) is torch.UntypedStorage for each in gc.get_objects())
+
+
 def resident_bytes() -> int:
     """The process's memory in RAM."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -77,7 +82,14 @@ def resident_bytes() -> int:
 
 def counts() -> dict[str, Any]:
     """All that must not grow."""
-    return {"threads": threads(), "files": files(), "children": children(), "tensors": live_tensors()}
+    tensors = live_tensors()  # first: it collects garbage
+    return {
+        "threads": threads(),
+        "files": files(),
+        "children": children(),
+        "tensors": tensors,
+        "storages": live_storages(),
+    }
 
 
 def assert_flat(found: list[dict[str, Any]]) -> None:
