@@ -69,9 +69,8 @@ def document(rows: list[dict[str, Any]]) -> str:
             "",
             "Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child",
             "processes, live tensors and their storages (first, last), and its memory in RAM; the slope of the memory",
-            "is that of a straight line through readings every 50 steps, and may be",
-            f"{MOST_BYTES_PER_STEP} bytes per step at most. Updates are deferred; the stash of the simulated accelerator",
-            "is in host memory.",
+            f"is that of a straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per",
+            "step at most. Updates are deferred; the stash of the simulated accelerator is in host memory.",
             "",
             *lines,
         )
