@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,14 @@ def test_a_disk_without_room_is_known_at_once(tmp_path, monkeypatch, reserve):
             reserve_safetensors({"w": torch.ones(4)}, Path(tmp_path / "w"), {})
         else:
             reserve_torch({"w": torch.ones(4)}, Path(tmp_path / "w"))
+
+
+def test_nothing_of_a_file_stays_in_memory(tmp_path):
+    """torch keeps what it has looked up for tensors without values as long as the process lives."""
+    counts = []
+    for _ in range(4):
+        regions = reserve_torch({"w": [torch.ones(4) for _ in range(20)]}, tmp_path / "w")
+        del regions
+        gc.collect()
+        counts.append(len([each for each in gc.get_objects() if type(each) is torch.UntypedStorage]))
+    assert counts[-1] <= counts[1]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime import stream
 from hf_l2l.stash.spill import SpillFile
 from hf_l2l.stash.stash import Stash
+from left_over import own_threads
 from update_cases import Run, assert_same, result, toy
 
 LAYERS = 3
@@ -272,11 +272,6 @@ PLACES: dict[str, Place] = {
 }
 
 
-def threads() -> set[threading.Thread]:
-    """The package's own."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("hf_l2l")}
-
-
 class _Training:
     """A model that is trained, its engine, and its state."""
 
@@ -350,7 +345,7 @@ def check_fault(
     """A fault at step `at` is raised with its type and the layer's name; then the step can be repeated, or the engine
     says that it has failed, and a new one goes on from the state before that step. Either way, the end is `expected`.
     """
-    place, before_threads = PLACES[name], threads()
+    place, before_threads = PLACES[name], own_threads()
     options = {**place.options, **({} if spill_dir is None else {"spill_dir": spill_dir}), **options}
     training, failing = _Training(device, mode, options), Failing(error)
     _seed(device)
@@ -386,5 +381,5 @@ def check_fault(
         training.step()
     assert_same(training.state()[0], expected)
     detach_l2l(training.model)
-    assert threads() <= before_threads, "no thread is left"
+    assert own_threads() <= before_threads, "no thread is left"
     assert spill_dir is None or not list(spill_dir.iterdir()), "no file is left"

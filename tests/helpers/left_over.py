@@ -13,9 +13,19 @@ import torch
 HAS_PROC = Path("/proc/self/fd").is_dir()
 
 
+STALL_LOG = "hf_l2l stall log"
+"""A thread that comes with a long wait, and ends some seconds after it."""
+
+
 def threads() -> int:
-    """Threads of the process; without /proc, those that Python knows."""
-    return len(os.listdir("/proc/self/task")) if HAS_PROC else threading.active_count()
+    """Threads of the process, but for the stall log's; without /proc, those that Python knows."""
+    found = len(os.listdir("/proc/self/task")) if HAS_PROC else threading.active_count()
+    return found - len([thread for thread in threading.enumerate() if thread.name == STALL_LOG])
+
+
+def own_threads() -> set[threading.Thread]:
+    """Those of the package, but for the stall log's."""
+    return {t for t in threading.enumerate() if t.name.startswith("hf_l2l") and t.name != STALL_LOG}
 
 
 def files() -> int:
@@ -59,6 +69,11 @@ def live_tensors() -> int:
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
+def live_storages() -> int:
+    """Storages of tensors that Python's collector knows, as those that something keeps by themselves."""
+    return sum(type(each) is torch.UntypedStorage for each in gc.get_objects())
+
+
 def resident_bytes() -> int:
     """The process's memory in RAM."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -67,7 +82,14 @@ def resident_bytes() -> int:
 
 def counts() -> dict[str, Any]:
     """All that must not grow."""
-    return {"threads": threads(), "files": files(), "children": children(), "tensors": live_tensors()}
+    tensors = live_tensors()  # first: it collects garbage
+    return {
+        "threads": threads(),
+        "files": files(),
+        "children": children(),
+        "tensors": tensors,
+        "storages": live_storages(),
+    }
 
 
 def assert_flat(found: list[dict[str, Any]]) -> None:

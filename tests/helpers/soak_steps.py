@@ -54,8 +54,8 @@ def failure_of(row: dict[str, Any]) -> str | None:
 
 def document(rows: list[dict[str, Any]]) -> str:
     """What each process had first and last."""
-    names = ("threads", "files", "children", "tensors")
-    lines = [f"| | turns | MiB first | MiB last | bytes per step | {' | '.join(names)} |", "|---" * 9 + "|"]
+    names = ("threads", "files", "children", "tensors", "storages")
+    lines = [f"| | turns | MiB first | MiB last | bytes per step | {' | '.join(names)} |", "|---" * 10 + "|"]
     for row in rows:
         if "first" not in row:
             continue
@@ -68,9 +68,9 @@ def document(rows: list[dict[str, Any]]) -> str:
             "# What a process has after many steps, trainings and checkpoints",
             "",
             "Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child",
-            "processes and live tensors (first, last), and its memory in RAM; the slope of the memory is that of a",
-            f"straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per step at most.",
-            "Updates are deferred; the stash of the simulated accelerator is in host memory.",
+            "processes, live tensors and their storages (first, last), and its memory in RAM; the slope of the memory",
+            f"is that of a straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per",
+            "step at most. Updates are deferred; the stash of the simulated accelerator is in host memory.",
             "",
             *lines,
         )

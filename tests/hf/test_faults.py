@@ -3,7 +3,6 @@ resumed from with the bits of a training without the exception."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 from hf_l2l import detach_l2l
 from hf_l2l.checkpoint.finding import newest_whole
+from left_over import own_threads
 from training import assert_same_run, l2l_trainer, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch 4 x accumulation 2 moves the weights")
@@ -179,10 +179,6 @@ PLACES: dict[str, Callable[[Any, Armed], None]] = {
 }
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if "hf_l2l" in thread.name}
-
-
 def assert_same_weights(found: Any, expected: Any) -> None:
     weights = expected.model.state_dict()
     for name, value in found.model.state_dict().items():
@@ -222,7 +218,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("place", "kind", "is_same_trainer", "options"), cases())
 def test_an_exception_leaves_a_training_that_is_resumed(tmp_path, whole, place, kind, is_same_trainer, options):
     """By a new trainer, or by the one that was left, whose weights and moments are no longer those of a checkpoint."""
-    before, error = threads(), kind("stop")
+    before, error = own_threads(), kind("stop")
     armed = Armed(error)
     made = armed.trainer = l2l_trainer(tmp_path, **RUN, **options)
     if place in PLACES:
@@ -246,6 +242,6 @@ def test_an_exception_leaves_a_training_that_is_resumed(tmp_path, whole, place, 
     made.train(resume_from_checkpoint=newest is not None)
     assert_same_weights(made, whole) if kept == RUN["max_steps"] else assert_same_run(made, whole)
     detach_l2l(made.model)
-    for thread in threads() - before:
+    for thread in own_threads() - before:
         thread.join(60)  # what has nothing to do any more may need a moment to end
-    assert threads() <= before
+    assert own_threads() <= before
