@@ -50,7 +50,7 @@ made.train()
 
 
 def interrupted(folder: Path, spilled: Path, sent: int, events: int, workers: int) -> tuple[int, str]:
-    """Send a signal to a training that has told of so many events; its status, and its errors."""
+    """Send a signal to a training that has told of so many events, and has a checkpoint; its status, and its errors."""
     root = Path(__file__).parents[2]
     program = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder), str(spilled), str(workers)],
@@ -62,6 +62,8 @@ def interrupted(folder: Path, spilled: Path, sent: int, events: int, workers: in
         assert program.stdout is not None
         try:
             told = [program.stdout.readline() for _ in range(events)]
+            while told[-1] and not list(folder.glob("checkpoint-*")):
+                told.append(program.stdout.readline())
             program.send_signal(sent)
             _, errors = program.communicate(timeout=300)  # a net: it has ended long before
         finally:
