@@ -50,7 +50,7 @@ made.train()
 
 
 def interrupted(folder: Path, spilled: Path, sent: int, events: int, workers: int) -> tuple[int, str]:
-    """Send a signal to a training that has told of so many events, and has a checkpoint; its status, and its errors."""
+    """Send a signal to a training with so many events and a checkpoint; its status, and its errors."""
     root = Path(__file__).parents[2]
     program = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder), str(spilled), str(workers)],
