@@ -134,8 +134,8 @@ class Worker:
         self._flushes = False
         self._process = os.getpid()
         self.own_work: str | None = None
-        """Work that the program does itself, in the place of tasks, until it has ended. If something else follows, it
-        has failed."""
+        """Work that the program does itself, in the place of tasks, until it has ended. If something else comes before
+        that, it has failed."""
 
     @property
     def lives(self) -> bool:

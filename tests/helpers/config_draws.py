@@ -80,7 +80,6 @@ THEIRS: dict[str, tuple[list[Any], list[Any]]] = {
     "dataloader_persistent_workers": ([], [True]),
     "remove_unused_columns": ([False], []),
     "torch_empty_cache_steps": ([1], [0]),
-    "skip_memory_metrics": ([False], []),
     "use_cache": ([True], []),
     "ignore_data_skip": ([True], []),
     "max_steps": ([1, 2, -1], []),
@@ -91,7 +90,10 @@ THEIRS: dict[str, tuple[list[Any], list[Any]]] = {
     "fsdp": ([], ["full_shard"]),
     CHECKPOINTING: ([True, False], []),
 }
-"""Options of transformers: values that are good by themselves, and those that L2L or transformers refuses."""
+"""Options of transformers: values that are good by themselves, and those that L2L or transformers refuses.
+
+Without `skip_memory_metrics`, whose thread transformers does not end if the training raises.
+"""
 
 OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "ubatch_size": ([1, 2, 3, 100], [0, "2", True]),
