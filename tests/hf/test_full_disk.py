@@ -45,8 +45,15 @@ SIZES = {"weights": 30_000, "optimizer": 60_000}
 state, but not its weights, has more than the second."""
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("what", SIZES)
+@pytest.mark.parametrize(
+    ("what", "later"),
+    [
+        ("weights", False),
+        ("optimizer", True),
+        pytest.param("weights", True, marks=pytest.mark.slow),
+        pytest.param("optimizer", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_that_the_disk_cannot_hold(what, later, tmp_path):
     full = _Full(SIZES[what])
     made = full.trainer = l2l_trainer(tmp_path, **EACH_STEP, l2l_async_save=later, callbacks=[full])
