@@ -17,6 +17,7 @@ from budgeted import bert, plan_of, use_machine_of_8_mib
 from families import batch_for
 from hf_l2l import L2LCallback, L2LConfig, L2LTrainer, attach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
+from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.testing import enable_simulated_accelerator
 from training import CHECKPOINTING, SAVING, rows, trainer
@@ -272,6 +273,7 @@ def resumed(folder: Path, caplog: Any, change: dict[str, Any], **options: Any) -
     planned(folder, "1MiB", **SAVING, **options).train()
     file = folder / "checkpoint-2" / PLAN_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (file.parent / MANIFEST).unlink()  # which would refuse the file
     again = planned(folder, "1MiB", **SAVING, **options)
     with caplog.at_level(logging.WARNING, "hf_l2l"):
         again.train(resume_from_checkpoint=str(file.parent))
@@ -301,6 +303,7 @@ def test_a_trainer_that_has_trained_takes_the_plan_of_the_checkpoint_that_it_res
     made.train()
     file, chosen = tmp_path / "checkpoint-2" / PLAN_FILE, {"ubatch_size": 2, "stash": "host"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chosen": chosen}))
+    (file.parent / MANIFEST).unlink()  # which would refuse the file
     before = plan_of(made)
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert plan_of(made) is before
