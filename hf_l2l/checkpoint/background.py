@@ -95,14 +95,16 @@ class BackgroundSave:
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()
         self._may_write = threading.Event()
-        with ExitStack() as undo:  # at Ctrl-C, or without a thread, nobody must wait for what is not written
-            for call in (self._may_write.set, self._held.close, self._end, self._future.cancel):
+        with ExitStack() as stack:
+            stack.callback(self._may_write.set)  # whatever happens, the thread must not wait for ever
+            # At Ctrl-C, or without a thread, nobody must wait for what is not written.
+            undo = stack.enter_context(ExitStack())
+            for call in (self._held.close, self._end, self._future.cancel):
                 undo.callback(call)
             # Not of a pool, whose threads wait for ever if Ctrl-C comes while they start.
             threading.Thread(target=self._run, args=(finish,), name="hf_l2l save").start()
             self._begin()
             undo.pop_all()
-        self._may_write.set()
 
     def _storages(self, eps: EagerParamServer) -> dict[int, Master | None]:
         """Address of memory -> the master whose values or state it has; None for memory that several share."""
@@ -183,4 +185,5 @@ class BackgroundSave:
         try:
             self._future.result()
         finally:
-            self._end()
+            if self._future.done():  # else Ctrl-C has ended the wait: changes still wait for their values
+                self._end()

@@ -284,8 +284,12 @@ class CheckpointsMixin(ResumingMixin):
             CheckpointSaveError: if it could not be written.
         """
         if self._l2l_saving is not None:
-            (saving, then), self._l2l_saving = self._l2l_saving, None
-            saving.result()
+            saving, then = self._l2l_saving
+            try:
+                saving.result()
+            finally:
+                if saving.is_done:  # else Ctrl-C has ended the wait, and the checkpoint is finished after it
+                    self._l2l_saving = None
             then()
 
     def _finish_if_saved(self) -> None:

@@ -75,7 +75,7 @@ def assert_told_and_survived(run: Path, fault: Fault, whole: Ended, **options: o
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_each_call(before, whole, tmp_path, every):
     """The checkpoint of the other training that was to be replaced is as it was."""
     calls = last_save(whole.calls)

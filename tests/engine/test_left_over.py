@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 import left_over
@@ -14,6 +12,7 @@ from update_cases import toy_under
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 def test_steps_leave_nothing(mode):
     """3,000 of them are a part of `make soak`."""
+    threads = left_over.own_threads()
     model, eps, optimizer, batch = toy_under("cpu", mode)
     found = []
     for step in range(60):
@@ -25,4 +24,4 @@ def test_steps_leave_nothing(mode):
             found.append(left_over.counts())
     left_over.assert_flat(found)
     detach_l2l(model)
-    assert not {thread.name for thread in threading.enumerate() if thread.name.startswith("hf_l2l worker")}
+    assert left_over.own_threads() <= threads

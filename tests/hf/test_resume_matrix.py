@@ -120,8 +120,14 @@ CASES: dict[str, dict[str, Any]] = {
 SOME = {"epochs that are cut": (4, 6)}
 
 
+FAST = (
+    *("merged", "epochs that are cut", "fp16", "workers", "a model in 16 bits, masters in 32"),
+    "saved while training goes on",
+)
+
+
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some steps", "each step"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
 def test_options(tmp_path, case, each):
     whole = whole_run(tmp_path / "whole", **CASES[case])
     if case == "fp16":

@@ -146,6 +146,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
 
 @pytest.mark.parametrize("kills", [True, False])
 def test_a_worker_of_the_data_loader_that_fails_or_is_killed(kills, tmp_path, whole):
+    children = left_over.children()
     made = l2l_trainer(tmp_path, **EACH_STEP, l2l_async_save=True, dataloader_num_workers=2)
     made.train_dataset = _Rows(kills)
     words = r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)" if kills else "no row"
@@ -157,4 +158,4 @@ def test_a_worker_of_the_data_loader_that_fails_or_is_killed(kills, tmp_path, wh
         assert not list(tmp_path.iterdir())
     else:
         assert_resumed(tmp_path, int(found.name.partition("-")[2]), whole)
-    assert left_over.children() == 0
+    assert left_over.children() <= children

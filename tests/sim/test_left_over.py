@@ -18,7 +18,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("mode", ["deferred", "eager"])
+@pytest.mark.parametrize("mode", ["deferred", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_leave_nothing(mode, options, tmp_path, monkeypatch):
     """3,000 of them are a part of `make soak`."""
