@@ -41,6 +41,7 @@ from transformers import (
 
 import hf_l2l
 from hf_l2l import L2LTrainer
+from hf_l2l.checkpoint.finding import set_aside_interrupted
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.compare import compare
 from hf_l2l.glue.data import LABEL, Data, encoder, load_data, tokenized
@@ -48,7 +49,6 @@ from hf_l2l.glue.messages import logger, set_up_logging, stops_on_bad_input, sto
 from hf_l2l.glue.model import class_ids, name_classes, said_as, set_padding
 from hf_l2l.glue.options import Options, Parser, wants_default
 from hf_l2l.glue.scores import check_best_metric, decided, metrics_for
-from hf_l2l.hf.checkpoints import set_aside_interrupted
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.testing import enable_simulated_accelerator
 

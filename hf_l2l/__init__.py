@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version as _Version
 
-__version__ = "0.1.0"
+from hf_l2l.version import __version__ as __version__
 
 _SUPPORTED = {"torch": ("2.11", "2.14"), "transformers": ("5.17", "5.24")}
 

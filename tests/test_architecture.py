@@ -22,6 +22,7 @@ FLOORS: dict[str, set[str]] = {
     "runtime": TORCH,
     "probe": TORCH,
     "paths": set(),
+    "version": set(),
     "counts": set(),
     "config": TORCH,
     "own_command": set(),

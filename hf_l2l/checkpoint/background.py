@@ -46,10 +46,11 @@ class ReservedFiles:
         """Inside, files of weights that transformers writes on this thread get no values yet."""
         # `save_pretrained` takes no function that writes: it uses its module's name for the one of safetensors, and
         # the Trainer, for models that are not of transformers, that of safetensors' module.
-        thread, own = threading.get_ident(), safetensors.torch.save_file
+        thread, own, is_open = threading.get_ident(), safetensors.torch.save_file, True
 
         def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None) -> None:
-            if threading.get_ident() == thread and can_reserve(tensors.values()):
+            # Another trainer's thread may have taken this function for the one of safetensors, and keep it.
+            if is_open and threading.get_ident() == thread and can_reserve(tensors.values()):
                 self.regions += reserve_safetensors(tensors, Path(filename), metadata or {})
             else:
                 own(tensors, filename, metadata)
@@ -61,6 +62,7 @@ class ReservedFiles:
         try:
             yield
         finally:
+            is_open = False
             for (module, name), function in zip(names, before, strict=True):
                 setattr(module, name, function)
 

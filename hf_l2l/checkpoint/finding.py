@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
 
 from hf_l2l.checkpoint.form import check_form
-from hf_l2l.checkpoint.manifest import DamagedCheckpointError, Manifest, check_files, read_manifest
-from hf_l2l.checkpoint.staging import remove
+from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files, read_manifest
+from hf_l2l.checkpoint.staging import remove, remove_interrupted
+
+# Below transformers' own logger, so that its verbosity and handlers apply.
+logger = logging.get_logger("transformers.hf_l2l")
 
 STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last."""
 
+_RNG = "rng_state.pth"
+"""Of transformers, where one process trains."""
 _NAME = re.compile("checkpoint-([0-9]+)")
 
 
@@ -59,7 +67,7 @@ def check_whole(checkpoint: Path) -> Manifest | None:
     manifest = read_manifest(checkpoint)
     if manifest is not None:
         check_files(checkpoint, manifest)
-    check_form(checkpoint)
+    check_form(checkpoint, is_known=manifest is not None)
     return manifest
 
 
@@ -103,7 +111,7 @@ def _newest_first(run: Path, passed_over: list[PassedOver]) -> Iterator[tuple[Pa
             is_of_last = last is None or saved_at > last.saved_at
         else:
             is_of_last = manifest.run == last.run
-        return is_of_last, 0.0 if is_of_last else saved_at, step_of(folder)
+        return is_of_last, 0.0 if is_of_last else saved_at, step_of(folder) if manifest is None else manifest.step
 
     return iter(sorted(found, key=order, reverse=True))
 
@@ -121,15 +129,117 @@ def rotate(run: Path, limit: int | None, keep: Path | None) -> None:
     """
     if limit is None or limit <= 0:
         return
-    ours: list[tuple[float, int, Path]] = []
+    ours = _ours(run)
+    deletable = [folder for folder, _ in ours[:-1] if keep is None or folder.resolve() != keep.resolve()]
+    for folder in deletable[: max(0, len(ours) - limit)]:
+        remove(folder)
+
+
+def keep_only(checkpoint: Path) -> None:
+    """Delete all other checkpoints with a manifest that are beside `checkpoint`."""
+    for folder, _ in _ours(checkpoint.parent):
+        if folder.resolve() != checkpoint.resolve():
+            remove(folder)
+
+
+def is_of_run(checkpoint: Path, run: str | None) -> bool:
+    """Whether `checkpoint` has a manifest of the training that is named `run`."""
+    return any(folder == checkpoint and manifest.run == run for folder, manifest in _ours(checkpoint.parent))
+
+
+def is_last_of_run(manifest: Manifest, run: Path) -> bool:
+    """Whether no checkpoint in `run` is of the same training, and of a later step."""
+    return not any(m.run == manifest.run and m.step > manifest.step for _, m in _ours(run))
+
+
+def _ours(run: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoints in `run` whose manifest can be read, by the time at which they were saved."""
+    found: list[tuple[Path, Manifest]] = []
     for folder in checkpoints_in(run):
         try:
             manifest = read_manifest(folder)
         except ValueError:  # damaged, or of a newer version: somebody may want to look at it
             continue
         if manifest is not None:
-            ours.append((manifest.saved_at, manifest.step, folder))
-    ours.sort()
-    deletable = [folder for *_, folder in ours[:-1] if keep is None or folder.resolve() != keep.resolve()]
-    for folder in deletable[: max(0, len(ours) - limit)]:
-        remove(folder)
+            found.append((folder, manifest))
+    return sorted(found, key=lambda each: (each[1].saved_at, each[1].step))
+
+
+def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | None:
+    """What to resume from, `asked` as in `Trainer.train` with training arguments `args`: for True, the newest whole
+    checkpoint. Newer ones that are not whole are told in a warning; those of a Trainer that was interrupted are set
+    aside, if this process saves checkpoints.
+
+    Returns:
+        A folder, whose files are those of its manifest, if it has one; True if there is no checkpoint, which
+        transformers refuses; None or False if nothing is resumed.
+
+    Raises:
+        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold, or that a trainer cannot, or must
+            not, read.
+        ValueError: if `asked` is True, and there are checkpoints of which none is whole; or if a newer version of this
+            package wrote one of them.
+    """
+    if not asked:
+        return asked
+    folder = Path(args.output_dir)
+    if args.should_save:
+        remove_interrupted(folder)
+    if asked is True:
+        found, passed_over = newest_whole(folder)
+        if found is None and passed_over:
+            raise ValueError(
+                f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
+                f"{_reasons(passed_over)}); remove what is there, and train from the start"
+            )
+        if found is None:
+            return True
+        for each in passed_over:
+            if not each.is_interrupted:
+                logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
+    else:
+        found = Path(asked)
+        check_whole(found)
+    renamed = set_aside_interrupted(folder) if args.should_save else ""
+    if renamed:
+        logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
+    _say_what_is_missing(found)
+    return str(found)
+
+
+def _reasons(passed_over: Sequence[PassedOver]) -> str:
+    interrupted = [each.folder.name for each in passed_over if each.is_interrupted]
+    others = [f"in {each.folder.name} {each.reason}" for each in passed_over if not each.is_interrupted]
+    return "; ".join([*([f"saving was interrupted in {', '.join(interrupted)}"] if interrupted else []), *others])
+
+
+def _say_what_is_missing(checkpoint: Path) -> None:
+    """Warn of what a resumed training begins anew: transformers does so without a word."""
+    if not checkpoint.is_dir():
+        return
+    state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
+    for name, what in (
+        (OPTIMIZER_NAME, state),
+        (SCHEDULER_NAME, state),
+        (_RNG, "random numbers begin anew"),
+        (MANIFEST, "whether its files are as they were saved is not known"),
+    ):
+        if not (checkpoint / name).exists():
+            logger.warning(f"{checkpoint} has no {name}: {what}")
+
+
+def set_aside_interrupted(folder: Path) -> str:
+    """Rename the checkpoints in `folder` that a Trainer has not finished, so that they count as none any more.
+
+    Returns what a warning says of it; "" where nothing was renamed.
+    """
+    renamed = []
+    for path in checkpoints_in(folder):
+        if (path / MANIFEST).exists() or is_finished(path):
+            continue
+        target, number = folder / f"_interrupted-{path.name}", 1
+        while target.exists():
+            number += 1
+            target = folder / f"_interrupted-{path.name}-{number}"
+        renamed.append((path.name, path.rename(target).name))
+    return ", ".join(f"{old} (renamed to {new})" for old, new in renamed)

@@ -31,12 +31,13 @@ _DAMAGE = (
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors", "adapter_model.bin")
 
 
-def check_form(checkpoint: Path) -> None:
+def check_form(checkpoint: Path, *, is_known: bool) -> None:
     """Raise unless a trainer can read `checkpoint` to its end, and reads nothing that is elsewhere.
 
-    Everything in it is a file or a folder. Its state, weights, indexes of weights and what `torch.save` wrote can be
-    read: JSON, the headers of safetensors, and archives of which `weights_only=True` lets all pass. Their values are
-    not read, so that large ones take no longer. What no trainer reads, `training_args.bin` above all, is not opened.
+    Everything in it is a file or a folder. It has a state and weights, unless it `is_known` that nothing is missing.
+    Its state, weights, indexes of weights and what `torch.save` wrote can be read: JSON, the headers of safetensors,
+    and archives of which `weights_only=True` lets all pass. Their values are not read, so that large ones take no
+    longer. What no trainer reads, `training_args.bin` above all, is not opened.
 
     Raises:
         DamagedCheckpointError: names the first file that is not so.
@@ -46,7 +47,7 @@ def check_form(checkpoint: Path) -> None:
         if not stat.S_ISREG((checkpoint / name).lstat().st_mode):
             raise DamagedCheckpointError(checkpoint, name, "is neither a file nor a folder")
     needs: dict[str, tuple[str, ...]] = {"trainer_state.json": ("trainer_state.json",), "model.safetensors": _WEIGHTS}
-    for needed, patterns in needs.items():
+    for needed, patterns in () if is_known else needs.items():
         if not any(_is_named(name, patterns) for name in names):
             raise DamagedCheckpointError(checkpoint, needed, "is missing")
     for name in names:
@@ -57,8 +58,8 @@ def check_form(checkpoint: Path) -> None:
 
 def _is_named(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether it is in the folder, or, as further adapters are, in one of its folders, under one of the names."""
-    last = name.rpartition("/")[2]
-    return any(fnmatchcase(last, pattern) for pattern in patterns)
+    folder, _, last = name.rpartition("/")
+    return (not folder or last.startswith("adapter_")) and any(fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def _check(checkpoint: Path, name: str, read: Callable[[Path], Any]) -> None:

@@ -28,8 +28,11 @@ _MOST_BYTES = 2**24
 """Of a manifest that is read."""
 _READ_AT_ONCE = 2**18
 _DIGEST = re.compile("[0-9a-f]{64}")
-_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".json")
-"""Ends of the names of files that a trainer may load."""
+_LOADED = re.compile(
+    r"(.*\.index\.json|(pytorch_)?model.*\.(safetensors|bin)|(optimizer|scheduler|scaler)\.pt|rng_state.*\.pth|"
+    r"trainer_state\.json|config\.json|l2l_.*\.json|(.*/)?adapter_(config|model)\..*)"
+)
+"""Names of files that a trainer looks for: one that was added would be loaded with the others, or in their place."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -133,7 +136,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise unless all files of the manifest are in `folder`, as they were, and no other that may be loaded.
+    """Raise unless all files of the manifest are in `folder`, as they were, and no other that a trainer would load.
+    Further ones, which the program has added, may be there.
 
     Raises:
         DamagedCheckpointError: names the first file that is not.
@@ -144,7 +148,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         if size != digest.num_bytes:
             raise DamagedCheckpointError(folder, name, f"has {size:,} bytes, and had {digest.num_bytes:,}")
     for name in files_in(folder):
-        if name not in manifest.files and name.endswith(_LOADED):
+        if name not in manifest.files and would_be_loaded(name):
             raise DamagedCheckpointError(folder, name, "was not saved with it")
     with ThreadPoolExecutor(_threads()) as pool:
         found = pool.map(lambda name: _digest(folder / name).sha256, manifest.files)
@@ -153,8 +157,15 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 raise DamagedCheckpointError(folder, name, "has another content (SHA-256)")
 
 
+def would_be_loaded(name: str) -> bool:
+    """Whether a trainer loads a file of this name, with "/" between folders, if it is in a checkpoint."""
+    return _LOADED.fullmatch(name) is not None
+
+
 def sync_folder(folder: Path) -> None:
-    """Have the names in `folder` on the disk."""
+    """Have the names in `folder` on the disk, where the system has a call for that (not on Windows)."""
+    if os.name == "nt":
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

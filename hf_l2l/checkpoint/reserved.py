@@ -89,6 +89,11 @@ def reserve_safetensors(tensors: Mapping[str, torch.Tensor], file: Path, metadat
     return [Region(file, 8 + len(text) + begin, _bytes_of(tensor)) for begin, tensor in placed if tensor.numel()]
 
 
+def can_write_places() -> bool:
+    """Whether values can be written to their places in a file: not on Windows."""
+    return hasattr(os, "pwrite")
+
+
 def can_reserve(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether safetensors' name of each dtype is known here."""
     return all(tensor.dtype in _DTYPES and tensor.layout is torch.strided for tensor in tensors)

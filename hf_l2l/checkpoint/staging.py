@@ -12,14 +12,14 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from safetensors import SafetensorError
 
-from hf_l2l.checkpoint.manifest import sync_folder
+from hf_l2l.checkpoint.manifest import MANIFEST, files_in, sync_folder, would_be_loaded
 
 fcntl: ModuleType | None
 try:
@@ -27,9 +27,10 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
-_PREFIX = ".l2l-saving-"
+# transformers uploads no name that begins so to the Hub.
+_PREFIX = "_l2l-saving-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(checkpoint-[0-9]+)-[a-z0-9_]{8}")
-_REMOVED = ".l2l-removing-"
+_REMOVED = "_l2l-removing-"
 _NAME_REMOVED = re.compile(re.escape(_REMOVED) + r"checkpoint-[0-9]+-[0-9a-f]{8}")
 _OF_TORCH = ("inline_container.cc", "iostream error", "PytorchStreamWriter")
 """What the errors of `torch.save` name when it cannot write: its file's end may be elsewhere than it expects."""
@@ -45,7 +46,7 @@ class CheckpointSaveError(OSError):
         super().__init__(
             number,
             f"a checkpoint must be written as a whole (got {reason}, while saving {checkpoint}); nothing of it is "
-            "left, and older ones are as they were: mend that, and train again with resume_from_checkpoint=True",
+            "left, and older ones are as they were: fix that, and train again with resume_from_checkpoint=True",
             str(checkpoint),
         )
         self.checkpoint, self.reason = checkpoint, reason
@@ -95,8 +96,9 @@ class Staging:
         # Nobody else can read what is in it.
         self.parent = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{target.name}-", dir=target.parent))
         self._descriptor: int | None = None
+        self._is_there = True
         try:
-            self._descriptor = os.open(self.parent, os.O_RDONLY)
+            self._descriptor = None if fcntl is None else os.open(self.parent, os.O_RDONLY)
         except OSError:
             self.parent.rmdir()
             raise
@@ -108,7 +110,11 @@ class Staging:
         return self.parent / self.target.name
 
     def commit(self) -> None:
-        """Put the folder, all of which must be on the disk, in its place; what was there is removed then."""
+        """Put the folder, all of which must be on the disk, in its place; what was there is removed then.
+
+        If no manifest is there, subclasses of the trainer have written more files of this checkpoint into its place:
+        they are kept, unless they were in the place of ours, as those of an interrupted Trainer.
+        """
         sync_folder(self.parent)
         if self.target.exists():
             os.rename(self.target, self.parent / _BEFORE)
@@ -118,17 +124,27 @@ class Staging:
         except OSError:
             os.rename(self.target, self.folder)  # nobody knows whether it is on the disk
             raise
+        before = self.parent / _BEFORE
+        if before.is_dir() and not (before / MANIFEST).exists():
+            self._keep_added(before)
         self.discard()
+
+    def _keep_added(self, before: Path) -> None:
+        loaded = {name.split("/")[0] for name in files_in(before) if would_be_loaded(name)}
+        for path in before.iterdir():
+            if path.name not in loaded and not (self.target / path.name).exists():
+                os.rename(path, self.target / path.name)
 
     def discard(self) -> None:
         """Remove what was written, unless it is in its place. A second call does nothing."""
-        if self._descriptor is None:
+        if not self._is_there:
             return
+        self._is_there = False
         try:
             _undo(self.parent, self.target)
         finally:
-            os.close(self._descriptor)
-            self._descriptor = None
+            if self._descriptor is not None:
+                os.close(self._descriptor)
 
 
 @contextmanager
@@ -166,14 +182,19 @@ def remove_interrupted(run: Path) -> None:
             continue
         if _NAME_REMOVED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        if match is None:
+        if match is None or fcntl is None:
             continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            if _lock(descriptor):
-                _undo(path, run / match[1])
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # that of another user, or on a disk that cannot be written: it stays
+            _remove_if_left(path, run / match[1])
+
+
+def _remove_if_left(staging: Path, target: Path) -> None:
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        if _lock(descriptor):
+            _undo(staging, target)
+    finally:
+        os.close(descriptor)
 
 
 def _undo(staging: Path, target: Path) -> None:
@@ -188,10 +209,10 @@ def _undo(staging: Path, target: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int | None) -> bool:
     """Hold the folder until the descriptor is closed, or the process ends; False if another process does. Where
     folders cannot be locked, nobody is known to be gone."""
-    if fcntl is None:
+    if fcntl is None or descriptor is None:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -187,8 +187,9 @@ class Saved(Protocol):
 
 def secure(masters: Sequence[Saved]) -> None:
     """Wait until the values and the state of these masters, which are updated together, may change."""
-    if masters[0].saving is not None:
-        masters[0].saving.secure(masters)
+    saving = next((master.saving for master in masters if master.saving is not None), None)
+    if saving is not None:
+        saving.secure(masters)
 
 
 class Update:

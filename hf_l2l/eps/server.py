@@ -7,6 +7,7 @@ layers and keeps them in `p.grad` until the optimizer uses them (`gradients`). T
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -264,7 +265,6 @@ class EagerParamServer:
         """Vote, then begin the updates; a hook that runs before `optimizer.step()`."""
         self.ledger.on_device.enter(OPTIMIZER)
         self.backwards.errors.raise_first()
-        self.updates.worker.own_work = None  # a subclass whose step calls that of its base class comes here twice
         self.updates.check()
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
@@ -272,7 +272,7 @@ class EagerParamServer:
         if not self.may_step():
             for p in parameters_of(optimizer):
                 p.grad = None  # so that the optimizer changes nothing
-        self.updates.begin_step(optimizer, has_closure=has_closure)
+        self.updates.begin_step(optimizer, has_closure=has_closure, step=sys._getframe(1))
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """End the step; a hook that runs after `optimizer.step()`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.observer import aside
-from hf_l2l.runtime.worker import Modes, Task, Worker
+from hf_l2l.runtime.worker import Modes, OwnWork, Task, Worker
 
 
 class OptimizerEntry:
@@ -203,8 +204,9 @@ class Updates:
         if has_closure and self.in_parts:
             raise ValueError(CLOSURE)
 
-    def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Begin the updates of a step of `optimizer` with the present gradients, or leave them to its own `step()`."""
+    def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool, step: FrameType) -> None:
+        """Begin the updates of a step of `optimizer` with the present gradients, or leave them to its own `step()`,
+        which runs in the frame `step`."""
         entry = self._entries[optimizer]
         parameters = parameters_of(optimizer)
         masters = self.masters.of_all(parameters)
@@ -223,8 +225,8 @@ class Updates:
             if self.in_parts:
                 widen_all(optimizer)
                 entry.is_widened = True
-            # A closure runs the model inside the step.
-            self.worker.own_work = None if has_closure else f"step() of {type(optimizer).__name__}"
+            if not has_closure:  # which may raise before a weight changes
+                self.worker.begin_own_work(OwnWork(f"step() of {type(optimizer).__name__}", step))
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
         self._wait_for(master for master, _ in sums)
@@ -244,7 +246,8 @@ class Updates:
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients after the step of `optimizer`, and end its record of the step."""
-        entry, self.worker.own_work = self._entries[optimizer], None
+        self.worker.end_own_work()
+        entry = self._entries[optimizer]
         with without_interception():
             for p in parameters_of(optimizer):
                 p.grad = None

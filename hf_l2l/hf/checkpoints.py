@@ -11,7 +11,7 @@ import copy
 import errno
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,14 @@ import accelerate
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
-from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, is_finished, newest_whole, rotate
-from hf_l2l.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from hf_l2l.checkpoint.finding import check_whole, is_last_of_run, is_of_run, keep_only, rotate
+from hf_l2l.checkpoint.manifest import read_manifest, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 from hf_l2l.config import L2LConfig
@@ -38,6 +38,7 @@ from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import computing_dtype, copy_as
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import size_text
+from hf_l2l.version import __version__
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -45,90 +46,8 @@ logger = logging.get_logger("transformers.hf_l2l")
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
-_RNG = "rng_state.pth"
-"""Of transformers, where one process trains."""
-
 _SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
 """Device types whose generators transformers itself saves."""
-
-
-def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | None:
-    """What to resume from, `asked` as in `Trainer.train` with training arguments `args`: for True, the newest whole
-    checkpoint. Newer ones that are not whole are told in a warning; those of a Trainer that was interrupted are set
-    aside, if this process saves checkpoints.
-
-    Returns:
-        A folder, whose files are those of its manifest, if it has one; True if there is no checkpoint, which
-        transformers refuses; None or False if nothing is resumed.
-
-    Raises:
-        DamagedCheckpointError: if `asked` is a folder whose manifest does not hold, or that a trainer cannot, or must
-            not, read.
-        ValueError: if `asked` is True, and there are checkpoints of which none is whole; or if a newer version of this
-            package wrote one of them.
-    """
-    if not asked:
-        return asked
-    folder = Path(args.output_dir)
-    remove_interrupted(folder)
-    if asked is True:
-        found, passed_over = newest_whole(folder)
-        if found is None and passed_over:
-            raise ValueError(
-                f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
-                f"{_reasons(passed_over)}); remove what is there, and train from the start"
-            )
-        if found is None:
-            return True
-        for each in passed_over:
-            if not each.is_interrupted:
-                logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
-    else:
-        found = Path(asked)
-        check_whole(found)
-    renamed = set_aside_interrupted(folder) if args.should_save else ""
-    if renamed:
-        logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
-    _say_what_is_missing(found)
-    return str(found)
-
-
-def _reasons(passed_over: Sequence[PassedOver]) -> str:
-    interrupted = [each.folder.name for each in passed_over if each.is_interrupted]
-    others = [f"in {each.folder.name} {each.reason}" for each in passed_over if not each.is_interrupted]
-    return "; ".join([*([f"saving was interrupted in {', '.join(interrupted)}"] if interrupted else []), *others])
-
-
-def _say_what_is_missing(checkpoint: Path) -> None:
-    """Warn of what a resumed training begins anew: transformers does so without a word."""
-    if not checkpoint.is_dir():
-        return
-    state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
-    for name, what in (
-        (OPTIMIZER_NAME, state),
-        (SCHEDULER_NAME, state),
-        (_RNG, "random numbers begin anew"),
-        (MANIFEST, "whether its files are as they were saved is not known"),
-    ):
-        if not (checkpoint / name).exists():
-            logger.warning(f"{checkpoint} has no {name}: {what}")
-
-
-def set_aside_interrupted(folder: Path) -> str:
-    """Rename the checkpoints in `folder` that a Trainer has not finished, so that they count as none any more.
-
-    Returns what a warning says of it; "" where nothing was renamed.
-    """
-    renamed = []
-    for path in checkpoints_in(folder):
-        if (path / MANIFEST).exists() or is_finished(path):
-            continue
-        target, number = folder / f"interrupted-{path.name}", 1
-        while target.exists():
-            number += 1
-            target = folder / f"interrupted-{path.name}-{number}"
-        renamed.append((path.name, path.rename(target).name))
-    return ", ".join(f"{old} (renamed to {new})" for old, new in renamed)
 
 
 def save_generator(checkpoint: Path, device: torch.device) -> None:
@@ -148,6 +67,13 @@ def _file(checkpoint: Path, device: torch.device) -> Path:
     return checkpoint / f"rng_state_{device.type}.pth"
 
 
+def _log_error(kind: object, error: BaseException | None, traceback: object) -> bool:
+    """Log an error instead of raising it; for an `ExitStack`."""
+    if isinstance(error, Exception):
+        logger.error(str(error) or type(error).__name__)
+    return isinstance(error, Exception)
+
+
 class _WithoutState:
     """Stands for an optimizer whose state is saved by other means."""
 
@@ -160,6 +86,7 @@ class CheckpointsMixin(ResumingMixin):
 
     model: Any
     _asked_config: Callable[[], L2LConfig]
+    _l2l_config: Callable[[], L2LConfig]
     _streams: Callable[[], bool]
     optimizer: Any
     _l2l_plan: TrainerPlan
@@ -167,6 +94,8 @@ class CheckpointsMixin(ResumingMixin):
     """Where a checkpoint is written now."""
     _l2l_run: str | None = None
     """Names the training in the manifests of its checkpoints."""
+    _l2l_in_loop = False
+    """Whether the training loop logs, evaluates or saves now."""
     _l2l_reserved: ReservedFiles | None = None
     """The files of the checkpoint that is begun now, if it is written in the background."""
     _l2l_saving: tuple[BackgroundSave, Callable[[], None]] | None = None
@@ -187,10 +116,29 @@ class CheckpointsMixin(ResumingMixin):
         finally:
             self.model = masters
 
-    def _begin_run(self, checkpoint: str | bool | None) -> None:
-        """A training begins, or goes on from a checkpoint, in whose manifest it is named."""
-        manifest = read_manifest(Path(checkpoint)) if isinstance(checkpoint, str) else None
-        self._l2l_run = uuid.uuid4().hex if manifest is None else manifest.run
+    def _init_training_state(
+        self, max_steps: int, steps_of_epoch: int, epochs: int, checkpoint: str | None, trial: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Overridden because each attempt of `auto_find_batch_size` begins here."""
+        self._finish_saving()
+        # A training that goes on from a checkpoint is named in its manifest; one that goes back to it is another one.
+        manifest = None if checkpoint is None else read_manifest(Path(checkpoint))
+        goes_on = manifest is not None and is_last_of_run(manifest, Path(self._get_output_dir(trial)))
+        self._l2l_run = manifest.run if manifest is not None and goes_on else uuid.uuid4().hex
+        found: tuple[int, int] = super()._init_training_state(
+            max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
+        )
+        return found
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden because only checkpoints of the training loop are written in the background: others, such as
+        those before the end of a job (`enable_jit_checkpoint`), are in their place when the call returns."""
+        self._l2l_in_loop = True
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._l2l_in_loop = False
+            self.callback_handler.__dict__.pop("on_save", None)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Overridden so that a checkpoint is written beside its place."""
@@ -208,7 +156,7 @@ class CheckpointsMixin(ResumingMixin):
         attached = attachment_of(self.model)
         if attached is not None:
             attached.eps.synchronize()  # a failed update raises before anything is written
-        if not self.args.should_save:
+        if not self.args.should_save or self.args.world_size > 1:  # several processes: a model without layers
             super()._save_checkpoint(model, trial)
             return
         run = Path(self._get_output_dir(trial))
@@ -218,7 +166,8 @@ class CheckpointsMixin(ResumingMixin):
         self._check_room(run)
         with ExitStack() as stack:
             staging = stack.enter_context(staged(target))
-            reserved = ReservedFiles() if attached is not None and own_option(self.args, "l2l_async_save") else None
+            waits = self._l2l_in_loop and attached is not None and own_option(self.args, "l2l_async_save")
+            reserved = ReservedFiles() if waits else None
             best = self._write_files(model, trial, staging, reserved)
             commit = partial(self._commit, staging, self.state.global_step, self._l2l_run or "", self._saved_with())
             saving = None
@@ -242,7 +191,7 @@ class CheckpointsMixin(ResumingMixin):
             super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
             run, number = staging.target.parent, self.state.best_global_step
             best = run / f"{PREFIX_CHECKPOINT_DIR}-{number}"
-            known = bool(number) and (best == staging.target or best.exists())
+            known = bool(number) and (best == staging.target or is_of_run(best, self._l2l_run))
             self.state.best_model_checkpoint = str(best) if known else before
             if known:  # transformers looks for it beside the one that it writes
                 self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
@@ -264,14 +213,14 @@ class CheckpointsMixin(ResumingMixin):
         rotate(checkpoint.parent, self.args.save_total_limit, None if best is None else Path(best))
         if state is not None:
             state.best_model_checkpoint = best
-            self.control = self.callback_handler.on_save(self.args, state, self.control)
+            # The handler's own `on_save` may be the one that waits.
+            self.control = type(self.callback_handler).on_save(self.callback_handler, self.args, state, self.control)
 
     def _let_callbacks_wait(self) -> None:
         """Have the next `on_save`, which transformers calls when this returns, called by `_after_saving` instead."""
         handler = self.callback_handler
 
         def on_save(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            del handler.on_save
             control.should_save = False
             return control
 
@@ -299,15 +248,23 @@ class CheckpointsMixin(ResumingMixin):
 
     def _finish_after_error(self) -> None:
         """`_finish_saving` when an exception ends the training, which is not replaced by another one."""
-        try:
+        with ExitStack() as stack:
+            stack.push(_log_error)
             self._finish_saving()
-        except CheckpointSaveError as error:
-            logger.error(str(error))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because the last checkpoint may be the best one, which is loaded here."""
+        """Overridden because the last checkpoint may be the best one, which is loaded here; and because, with
+        `save_total_limit=1`, transformers deletes the checkpoints of others, too."""
         self._finish_saving()
-        return super()._finalize_training(*args, **kwargs)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            found = super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        best: str | None = self.state.best_model_checkpoint
+        if limit == 1 and best is not None and self.args.should_save:
+            keep_only(Path(best))
+        return found
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Overridden to have the values of the optimizer's state written later."""
@@ -330,6 +287,8 @@ class CheckpointsMixin(ResumingMixin):
     def _check_room(self, run: Path) -> None:
         """Raise CheckpointSaveError unless the disk has room for weights and optimizer state."""
         tensors = {*self.model.parameters(), *self.model.buffers()}
+        if hasattr(self.model, "peft_config") or getattr(self.model, "_hf_peft_config_loaded", False):
+            tensors = {p for p in self.model.parameters() if p.requires_grad}  # adapters are saved, and no base
         if not self.args.save_only_model and self.optimizer is not None:
             states = (value for state in self.optimizer.state.values() for value in state.values())
             tensors |= {value for value in states if isinstance(value, torch.Tensor)}
@@ -345,7 +304,18 @@ class CheckpointsMixin(ResumingMixin):
     def _saved_with(self) -> dict[str, Any]:
         """What the manifest tells people of the training."""
         versions = {"transformers": transformers.__version__, "accelerate": accelerate.__version__}
-        return {"trainer": type(self).__name__, "torch": torch.__version__, **versions}
+        options = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in vars(self._l2l_config()).items()
+            if value is not None
+        }
+        return {
+            "trainer": type(self).__name__,
+            "hf_l2l": __version__,
+            "torch": torch.__version__,
+            **versions,
+            "options": options,
+        }
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""

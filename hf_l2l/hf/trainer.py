@@ -24,10 +24,11 @@ from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.accumulation.folding import Folding
 from hf_l2l.accumulation.step import Step, step_of
 from hf_l2l.budget.trainer_plan import Purpose, TrainerPlan
+from hf_l2l.checkpoint.finding import checkpoint_to_resume
 from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import Attachment, attach_with_losses, attachment_of, check_attachable, detach_l2l
-from hf_l2l.hf.checkpoints import CheckpointsMixin, checkpoint_to_resume
+from hf_l2l.hf.checkpoints import CheckpointsMixin
 from hf_l2l.hf.placement import bind_companions, leave_models_where_they_are
 from hf_l2l.hf.preparation import (
     losses_that_train,
@@ -292,7 +293,6 @@ class L2LTrainerMixin(CheckpointsMixin):
         """Overridden to finish the last update, to stop recording stall times, and to resume from the newest whole
         checkpoint; see `checkpoint_to_resume` for its errors."""
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
-        self._begin_run(resume_from_checkpoint)
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainingArguments
 
+from hf_l2l.checkpoint import reserved
 from hf_l2l.config import (
     BoundaryPlace,
     ChunkedLoss,
@@ -207,6 +208,11 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     if not isinstance(async_save, bool):
         raise ValueError(
             f"l2l_async_save must be True or False (got {async_save!r}); True writes checkpoints in the background"
+        )
+    if async_save and not reserved.can_write_places():
+        raise ValueError(
+            "l2l_async_save=True needs a system that writes to places in a file (got one without os.pwrite); leave it "
+            "out"
         )
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -117,6 +118,23 @@ class _State:
             return unraised
 
 
+class OwnWork:
+    """Work of a function of the program."""
+
+    def __init__(self, what: str, frame: FrameType) -> None:
+        """`what` names the work in errors; `frame` is that of the function, which runs in this thread now."""
+        self.what = what
+        self._frame, self._thread = frame, threading.get_ident()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the function has neither returned nor raised: its frame is on the stack of its thread."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
 class Worker:
     """A few threads, started by the first task and ended by `close` or with the last reference to the worker.
 
@@ -133,9 +151,7 @@ class Worker:
         self._end: weakref.finalize[..., Worker] | None = None
         self._flushes = False
         self._process = os.getpid()
-        self.own_work: str | None = None
-        """Work that the program does itself, in the place of tasks, until it has ended. If something else comes before
-        that, it has failed."""
+        self._own_work: OwnWork | None = None
 
     @property
     def lives(self) -> bool:
@@ -150,11 +166,19 @@ class Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a task has raised, `own_work` has not ended, or `fail` was called."""
-        if self.own_work is not None:
-            self.fail(RuntimeError(f"{self.own_work} did not finish"))
-            self.own_work = None
+        """Whether a task has raised, work of the program did not finish, or `fail` was called."""
+        if self._own_work is not None and not self._own_work.runs:
+            self.fail(RuntimeError(f"{self._own_work.what} did not finish"))
+            self._own_work = None
         return self._state.failure is not None
+
+    def begin_own_work(self, work: OwnWork) -> None:
+        """The program does work itself, in the place of tasks; unless `end_own_work` follows, it has failed."""
+        self._own_work = work
+
+    def end_own_work(self) -> None:
+        """It has finished, or changes nothing that is not checked otherwise."""
+        self._own_work = None
 
     def submit(self, task: Task, run: Callable[[], None], modes: Modes | None = None) -> None:
         """Let a thread call `run` under `modes` (None: the current ones) after the tasks submitted before.

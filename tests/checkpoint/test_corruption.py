@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_l2l.checkpoint.finding import check_whole
+from hf_l2l.checkpoint.finding import check_whole, checkpoint_to_resume
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
-from hf_l2l.hf.checkpoints import checkpoint_to_resume
 from training import SAVING, assert_same_run, l2l_trainer, plain_trainer, tiny_bert
 
 OURS = (

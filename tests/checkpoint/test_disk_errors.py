@@ -57,7 +57,7 @@ def looked_at(trainer: hf.Trainer) -> tuple[list[str], int, int]:
 def last_save(calls: list[str]) -> list[int]:
     """The numbers of the calls from where the folder is made that is written to, to where it is in its place. A folder
     that is there may be made again: no error comes of that."""
-    made = [call.startswith("mkdir .l2l-saving-") for call in calls].index(True)
+    made = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
     in_place = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
     assert calls[in_place].startswith("fsync")
     of_save = range(made + 1, in_place + 2)

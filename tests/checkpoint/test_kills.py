@@ -110,7 +110,7 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     assert not (interrupted / "checkpoint-6").exists()
     shutil.copytree(interrupted, tmp_path / "again")
     calls = finished(tmp_path / "again").calls
-    saved = [call.startswith("mkdir .l2l-saving-") for call in calls].index(True)
+    saved = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
     assert saved >= 10
     faults = changed_before(calls[:saved])
     for number, fault in enumerate([*faults[:2], *faults[2:-1:4], faults[-1]]):
@@ -133,7 +133,7 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     shutil.copytree(before, tmp_path / "new")
     unbroken = finished(tmp_path / "new", **new, resumes=False)
     assert unbroken.digest != old_digest
-    first = [call.startswith("mkdir .l2l-saving-checkpoint-4") for call in unbroken.calls].index(True)
+    first = [call.startswith("mkdir _l2l-saving-checkpoint-4") for call in unbroken.calls].index(True)
     calls = unbroken.calls[:first]
     of_commit = [at for at, call in enumerate(calls, 1) if call.split(" ")[0] in ("rename", "rmdir")]
     ended = set()

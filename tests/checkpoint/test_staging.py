@@ -12,6 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from hf_l2l.checkpoint import staging
+from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 
 
@@ -36,6 +37,7 @@ def test_a_commit_puts_it_in_place(tmp_path):
 def test_another_one_is_replaced_whole(tmp_path):
     write(tmp_path / "checkpoint-2", "old")
     (tmp_path / "checkpoint-2" / "more").write_text("old")
+    write_manifest(tmp_path / "checkpoint-2", 2, "before", {})
     with staged(tmp_path / "checkpoint-2") as each:
         write(each.folder, "new")
         each.commit()
@@ -140,10 +142,10 @@ def test_what_another_program_is_writing_stays(tmp_path):
 
 def test_folders_of_others_stay(tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    kept = [".l2l-saving-other-abcdefgh", ".l2l-saving-checkpoint-2-abc", "checkpoint-2", ".hidden"]
+    kept = ["_l2l-saving-other-abcdefgh", "_l2l-saving-checkpoint-2-abc", "checkpoint-2", ".hidden"]
     for name in kept:
         (tmp_path / name).mkdir()
-    link = tmp_path / ".l2l-saving-checkpoint-3-abcdefgh"
+    link = tmp_path / "_l2l-saving-checkpoint-3-abcdefgh"
     link.symlink_to(tmp_path / "elsewhere")
     remove_interrupted(tmp_path)
     remove_interrupted(tmp_path / "no")
@@ -152,6 +154,6 @@ def test_folders_of_others_stay(tmp_path):
 
 def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "fcntl", None)
-    (tmp_path / ".l2l-saving-checkpoint-3-abcdefgh").mkdir()
+    (tmp_path / "_l2l-saving-checkpoint-3-abcdefgh").mkdir()
     remove_interrupted(tmp_path)
-    assert names(tmp_path) == [".l2l-saving-checkpoint-3-abcdefgh"]
+    assert names(tmp_path) == ["_l2l-saving-checkpoint-3-abcdefgh"]

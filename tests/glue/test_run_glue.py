@@ -263,7 +263,7 @@ def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, cap
     caplog.clear()
     assert (tmp_path / "half" / "out" / "checkpoint-6").is_dir()  # until training goes on
     run_glue_l2l.main([*half(resume_from_checkpoint=True), "--trainer", "hf"])
-    passed_over = ", ".join(f"checkpoint-{step} (renamed to interrupted-checkpoint-{step})" for step in (5, 6))
+    passed_over = ", ".join(f"checkpoint-{step} (renamed to _interrupted-checkpoint-{step})" for step in (5, 6))
     assert f"saving was interrupted in {passed_over}: training resumes from {resumed}" in caplog.text
     assert not (tmp_path / "half" / "out" / "checkpoint-6").exists()
 

@@ -12,6 +12,7 @@ import transformers as hf
 from accelerate import ParallelismConfig
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainerMixin, L2LTrainingArguments, make_l2l_arguments, make_l2l_trainer
+from hf_l2l.checkpoint import reserved
 from hf_l2l.config import argument
 from hf_l2l.hf.training_args import L2LArgumentsMixin
 from refusals import Act, Case, Prepare, Scene
@@ -146,6 +147,11 @@ def _trained(**options: Any) -> Case:
     return Case(shown(options), _with_model(**options))
 
 
+def _no_places(scene: Scene) -> Act:
+    scene.patch.setattr(reserved, "can_write_places", lambda: False)
+    return _with_model(l2l_async_save=True)(scene)
+
+
 def _set(**options: Any) -> Case:
     return Case(shown(options), _with_model(options))
 
@@ -201,6 +207,7 @@ WITH_THE_TRAINER = [
     _trained(bf16_full_eval=True),
     _trained(optim="galore_adamw_layerwise", optim_target_modules=["attention"]),
     _trained(optim="lomo"),
+    Case("`l2l_async_save=True`, on Windows", _no_places),
     Case("`accelerate launch --mixed_precision fp16`", _launched("ACCELERATE_MIXED_PRECISION", "fp16")),
     Case(
         "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`",

@@ -62,8 +62,8 @@ def test_no_further_step_is_made(tmp_path, caplog, first, then, steps):
     again = l2l_trainer(tmp_path, model=tiny_bert(), callbacks=[events], **SAVING, **then)
     with caplog.at_level("WARNING", "transformers.hf_l2l"):
         result = again.train(resume_from_checkpoint=True)
-    said = [record.message for record in caplog.records if record.name == "transformers.hf_l2l"]
-    assert said == [
+    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert [each.message for each in warnings if each.name == "transformers.hf_l2l"] == [
         f"the training is finished, and no further step is made: {checkpoint} has made {made} steps of {steps}. Raise "
         "max_steps or num_train_epochs to train on"
     ]

@@ -133,20 +133,20 @@ def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
     with caplog.at_level("WARNING", "transformers.hf_l2l"):
         resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, whole)
-    said = "saving was interrupted in checkpoint-3 (renamed to interrupted-checkpoint-3): training resumes from"
+    said = "saving was interrupted in checkpoint-3 (renamed to _interrupted-checkpoint-3): training resumes from"
     assert said in caplog.text
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["the last one", "by its folder"])
 def test_what_was_interrupted_takes_no_place_among_the_checkpoints_that_are_kept(tmp_path, named):
     checkpoint = stopped_at_two(l2l_trainer, tmp_path)
-    for name in ("checkpoint-3", "checkpoint-9", "interrupted-checkpoint-9"):
+    for name in ("checkpoint-3", "checkpoint-9", "_interrupted-checkpoint-9"):
         (tmp_path / name).mkdir()
     resumed = l2l_trainer(tmp_path, **SAVING, save_total_limit=2)
     resumed.train(resume_from_checkpoint=checkpoint if named else True)
     assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
+        *("_interrupted-checkpoint-3", "_interrupted-checkpoint-9", "_interrupted-checkpoint-9-2"),
         *("checkpoint-2", "checkpoint-4"),
-        *("interrupted-checkpoint-3", "interrupted-checkpoint-9", "interrupted-checkpoint-9-2"),
     ]
 
 
