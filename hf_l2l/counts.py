@@ -21,6 +21,8 @@ class OptionNames:
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Raise TypeError, as any call of a function does, for an option that `__init__` does not take."""
+        if options.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():  # `signature` takes long
+            return super().__new__(cls)
         known = signature(cls.__init__).parameters
         takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in known.values())
         for name in () if takes_all else options.keys() - known.keys():

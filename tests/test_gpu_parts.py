@@ -74,6 +74,7 @@ def test_the_tests_are_rehearsed(tmp_path):
     assert len(outcomes) == len(rows) == written >= 25
 
 
+@pytest.mark.slow
 def test_the_bench_is_rehearsed(tmp_path):
     rows = rehearsed("bench", tmp_path)
     assert {row["failure"] for row in rows} == {None}

@@ -138,8 +138,10 @@ def test_the_device_batch_costs_its_ids(make, cmp):
     assert found < 0.15, f"{found:.2f} layer outputs per row"
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
-@pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}, {"resident": "shell"}], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    combined(["serial", "deferred", "eager"], [{}, {"cmp": "bf16"}, {"resident": "shell"}], one_in=3),
+)
 def test_embeddings_by_micro_batches_are_trained(mode, options):
     """Three steps, against a boundary on the device: the gradient of the tables is summed in another order."""
     same = {"ubatch_size": 3, "stash": "host", "count": 3, "eps_update": mode, "clips": mode != "eager", **options}
@@ -148,9 +150,13 @@ def test_embeddings_by_micro_batches_are_trained(mode, options):
     assert relative_error(found, expected) < (2e-2 if "cmp" in options else 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize(
-    "options", [{}, {"cmp": "bf16", "resident": "shell"}, {"accumulation": 2, "grad_dtype": "16bit"}], ids=str
+    ("mode", "options"),
+    combined(
+        ["serial", "deferred", "eager"],
+        [{}, {"cmp": "bf16", "resident": "shell"}, {"accumulation": 2, "grad_dtype": "16bit"}],
+        one_in=3,
+    ),
 )
 def test_a_final_norm_and_a_tied_head_by_micro_batches_are_trained(mode, options, monkeypatch):
     monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)
@@ -184,8 +190,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(("name", "trains"), combined(USES, [True, False], one_in=2))
 def test_a_large_weight_beside_rows_on_the_host_is_uploaded_first(name, trains, monkeypatch):
     monkeypatch.setattr(masters, "LARGE", WIDTH)
     found = []

@@ -291,8 +291,7 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("places", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.slow), PLACES[2]], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "places"), combined(MODELS, PLACES, one_in=2))
 def test_the_first_step_needs_no_more_than_later_ones(model, places):
     """Although it does not know the order of the layers, tries how to split its inputs, and allocates the slots."""
     run = Run(MODELS[model](), **places)

@@ -18,6 +18,7 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.testing import sim_copies, sim_stream
 from memory_switches import land_the_rest, poisoned_releases
+from tiers import combined
 from training import tiny_bert, weights_after
 from update_cases import raw_loop
 
@@ -150,7 +151,7 @@ def everything() -> None:
     stop_half_way(tiny_bert(layers=3))
 
 
-@pytest.mark.parametrize("why", WAITS)
+@pytest.mark.parametrize("why", combined(WAITS, one_in=2))
 def test_every_wait_is_needed(why, monkeypatch):
     waits = Waits(monkeypatch, without=why)
     with pytest.raises((RuntimeError, AssertionError), match="sim stream|not close|not finite"):

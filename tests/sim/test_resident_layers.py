@@ -275,7 +275,11 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("streamed", "first"), ("first", "all"), ("all", "streamed"), ("all", "first"), ("all", "all")]
+    ("first", "then"),
+    [
+        *(("streamed", "first"), ("first", "all"), ("all", "streamed")),
+        *(pytest.param("all", then, marks=pytest.mark.slow) for then in ("first", "all")),
+    ],
 )
 def test_a_checkpoint_resumes_under_any_plan(tmp_path, first, then):
     saving = {**SAVING, "max_grad_norm": 0.5}
