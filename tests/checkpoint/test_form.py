@@ -311,6 +311,7 @@ def test_a_manifest_of_any_values_is_read_or_refused(checkpoint, data):
         assert "a checkpoint must be" in str(error)
 
 
+@pytest.mark.one_in(2)
 @SETTINGS
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", INDEXES[0]]

@@ -81,6 +81,7 @@ def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         assert all(torch.equal(states[0]["state"][index][key], value) for key, value in state.items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [

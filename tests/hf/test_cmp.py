@@ -24,6 +24,7 @@ FP16: dict[str, Any] = {"cmp": "fp16", "l2l_loss_scale_init": 2.0**22, "learning
 SHORT: dict[str, Any] = {"l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16", "l2l_host_copies": "per_sweep"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", [pytest.param("serial", marks=pytest.mark.slow), "deferred"])
 @pytest.mark.parametrize("options", [FP16, {"cmp": "bf16"}, {**FP16, **SHORT}], ids=["fp16", "bf16", "fp16 short"])
 def test_going_on_is_never_having_stopped(tmp_path, options, mode):

@@ -126,6 +126,7 @@ FAST = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some steps", "each step"])
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
 def test_options(tmp_path, case, each):
@@ -198,6 +199,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("first", "then"), combined(range(len(OTHERS)), range(len(OTHERS)), one_in=5))
 def test_with_other_options(tmp_path, first, then):
     same = {"max_grad_norm": 0.0}

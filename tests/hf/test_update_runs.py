@@ -63,6 +63,7 @@ def test_a_checkpoint_at_any_step_is_the_one_that_serial_saves(tmp_path, mode):
     assert_same_run(runs[mode], runs["serial"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("deferred", "serial"), ("serial", "deferred"), ("eager", "deferred"), ("deferred", "eager"), ("plain", "eager")],

@@ -215,6 +215,7 @@ def test_depth_costs_nothing():
     assert peak(32, layers=8, boundary="host") == peak(32, layers=4, boundary="host")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "mode"),
     combined(

@@ -101,9 +101,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 FAST = {
     "bert": ("host boundary", "resident layers", "autocast, host boundary"),
-    "gpt2": ("accumulation", "autocast, host stash"),
-    "llama": ("bf16", "LoRA", "autocast, kept graphs"),
-    "t5": ("autocast, all logits",),
+    "gpt2": ("accumulation",),
+    "llama": ("bf16", "LoRA"),
+    "t5": ("autocast",),
     "vit": ("autocast, all resident",),
     "mixtral": ("autocast",),
 }

@@ -34,6 +34,7 @@ def assert_as_streamed(found: Run, expected: Run) -> None:
     assert_same(Run(*(on_host(part) for part in found)), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mode", "options"),
     combined(
@@ -97,6 +98,7 @@ def test_many_plans_train_as_streamed(plan, program):
     check_plan(plan, program)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "kept"),
     combined(FAMILIES, [{"kept_weights": 1}, {"kept_graphs": 1}, {"resident": "all", "kept_graphs": 2}], one_in=3),
@@ -131,6 +133,7 @@ def frozen_but_for_adapters(model: nn.Module) -> None:
         layer.output.dense.weight.requires_grad_(True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept", [WEIGHTS, GRAPHS, BOTH, {"resident": "all", "kept_graphs": 4}], ids=str)
 def test_a_model_with_frozen_weights(kept):
     runs = []
@@ -148,6 +151,7 @@ def test_a_model_with_frozen_weights(kept):
     assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept", [0, 1, 2, 4])
 def test_kept_weights_are_uploaded_once(kept, monkeypatch):
     """2 N - 2 - kept layers are uploaded in a step: without any, the last two stay for the backward anyway."""
@@ -241,6 +245,7 @@ def test_the_backward_frees_the_graph_though_the_loss_lives():
         loss.backward()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept", [WEIGHTS, GRAPHS, ALL], ids=str)
 def test_several_graphs(kept):
     """Two forwards before a backward, graphs that are kept, a backward that fails, parts of the graph, evaluations."""

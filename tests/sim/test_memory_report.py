@@ -82,6 +82,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("options", "family"), combined(OPTIONS, [wide_bert, llama, FAMILIES["t5"]], one_in=3))
 def test_every_byte_has_a_name(family, options):
     """At each point of a training step, and after an evaluation."""
@@ -333,6 +334,7 @@ def layer_outputs(places: dict[str, Any], layers: int, trains: bool) -> float:
     return (found[1] - found[0]) / 64 / A
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("places", "trains", "expected"),
     [

@@ -44,6 +44,7 @@ def steps(model: nn.Module, batches: list[dict[str, Any]], after_each: Callable[
     eps.synchronize()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options", [{}, {"eps_update": "eager"}, {"stash": "host", "ubatch_size": 4}, {"cmp": "bf16"}]
 )

@@ -41,6 +41,7 @@ def places(model: nn.Module) -> dict[str, torch.device]:
     return {name: p.device for name, p in model.named_parameters()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("optimizer", "mode", "accumulation"), combined(OPTIMIZERS, CLIPS, [1, 2], one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode, accumulation):
     same = {"steps": 4, "accumulation": accumulation, "max_norm": CLIPS[mode]}
@@ -48,6 +49,7 @@ def test_they_train_as_streamed_ones(optimizer, mode, accumulation):
     assert_same(run_on_host(raw_loop("sim", mode, optimizer, resident="shell", **same)), streamed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -296,6 +298,7 @@ def test_a_parameter_that_a_graph_has_saved_stays_there_with_a_warning():
     del penalty
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("optimizer", "mode"), [("AdamW", "deferred"), ("LAMB", "eager"), ("SGD", "serial")])
 def test_the_trainer_trains_as_with_streamed_ones(tmp_path, optimizer, mode):
     same = {"steps": 3, "max_norm": CLIPS[mode], "accumulation": 2, "ubatch_size": 2}
@@ -311,6 +314,7 @@ def weights_of(trainer: hf.Trainer) -> dict[str, torch.Tensor]:
 RESIDENT, STREAMED = {"l2l_resident": "shell"}, {"l2l_resident": "none"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("first", "then"), [(RESIDENT, RESIDENT), (RESIDENT, STREAMED), (STREAMED, RESIDENT)])
 def test_a_checkpoint_resumes_resident_or_not(tmp_path, first, then):
     saving = {**SAVING, "max_grad_norm": 0.5}

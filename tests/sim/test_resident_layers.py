@@ -38,6 +38,7 @@ def places(model: nn.Module) -> dict[str, str]:
     return {name: p.device.type for name, p in model.named_parameters()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("optimizer", "mode"), combined(OPTIMIZERS, CLIPS, one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode):
     same = {"steps": 5, "accumulation": 2, "max_norm": CLIPS[mode]}
@@ -46,6 +47,7 @@ def test_they_train_as_streamed_ones(optimizer, mode):
         assert_as_streamed(raw_loop("sim", mode, optimizer, **same, **options), streamed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -94,6 +96,7 @@ def test_every_family_has_the_gradients_of_streamed_layers(family, options):
     optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("resident", [0, 1, 2, 4])
 def test_nothing_of_them_travels(resident, monkeypatch):
     model = tiny_bert(layers=4)
@@ -293,6 +296,7 @@ def test_a_checkpoint_resumes_under_any_plan(tmp_path, first, then):
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(resumed).items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_plain_trainer_resumes_and_is_resumed(tmp_path, plan):
     l2l_trainer(tmp_path / "begun", **SAVING, **PLANS[plan]).train()

@@ -387,6 +387,7 @@ def test_equal_batches_use_the_same_rooms_again():
     assert all(room.is_free for room in relay_of(model).stash.tiers._host._rooms)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "lengths",
     [[2, 5, 9, 15], [15, 9, 5, 2], [2, 15, 2, 15], [9, 2, 15, 3, 9]],
@@ -482,6 +483,7 @@ def test_the_gradient_of_an_intermediate_is_that_of_plain_torch():
     assert torch.equal(*found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("use", USES)
 def test_no_use_of_a_graph_takes_more_and_more(use):
     model = bert_on_sim(layers=3, stash="host").train()

@@ -58,6 +58,7 @@ def delayed_updates(delay: Callable[[], float]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_the_worker_runs_changes_no_bit(seed, mode):
