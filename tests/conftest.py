@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import zlib
 from collections.abc import Iterator
@@ -46,9 +47,11 @@ def _fresh() -> Iterator[None]:
     process, transformers how much it tells, and a model that has not been collected its trace."""
     torch.manual_seed(0)
     OBSERVERS.clear()
-    verbosity = transformers.logging.get_verbosity()  # `log_level` of a Trainer's arguments sets it
+    loggers = [logging.getLogger(name) for name in ("transformers", "transformers.hf_l2l", "hf_l2l")]
+    levels = [logger.level for logger in loggers]  # which the script, and `log_level` of a Trainer's arguments, set
     yield
-    transformers.logging.set_verbosity(verbosity)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

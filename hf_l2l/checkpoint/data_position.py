@@ -160,10 +160,14 @@ class BatchFeed:
         self._step = step
         self._of_step = self._batches, grad_norm, learning_rate
 
-    def position(self, *, stops: bool, options: Mapping[str, Any], loss: float, logged_at: int) -> DataPosition | None:
-        """Where it is; None between the batches of a step. `stops`: whether the epoch is ended here, whatever is left;
-        the others are fields."""
+    def position(
+        self, *, step: int, stops: bool, options: Mapping[str, Any], loss: float, logged_at: int
+    ) -> DataPosition | None:
+        """Where it is after `step` steps; None between the batches of a step. `stops`: whether the epoch is ended
+        here, whatever is left; the others are fields."""
         used, grad_norm, learning_rate = self._of_step
+        if step == self._step + 1:  # it has been made, and is told of soon
+            used, grad_norm, learning_rate = self._batches, None, None
         if used != self._batches:
             return None
         is_complete = stops or self._is_exhausted or self._batches == _length(self.loader)
@@ -171,7 +175,7 @@ class BatchFeed:
             self.epoch,
             self._batches,
             is_complete,
-            is_complete and self._is_after_steps,
+            is_complete and self._is_after_steps and step == self._step,
             self._began,
             self._ahead,
             options,

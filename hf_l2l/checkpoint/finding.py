@@ -12,7 +12,15 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from hf_l2l.checkpoint.form import check_form
-from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files, read_manifest
+from hf_l2l.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    Manifest,
+    check_files,
+    is_file,
+    is_of_weights,
+    read_manifest,
+)
 from hf_l2l.checkpoint.staging import remove, remove_interrupted
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
@@ -65,10 +73,21 @@ def check_whole(checkpoint: Path) -> Manifest | None:
         ValueError: if a newer version of this package wrote it.
     """
     manifest = read_manifest(checkpoint)
-    if manifest is not None:
+    if manifest is None:
+        check_form(checkpoint, is_known=False)
+    else:
         check_files(checkpoint, manifest)
-    check_form(checkpoint, is_known=manifest is not None)
+        # Of what was added, nothing is loaded, if it is no link that leads elsewhere.
+        check_form(checkpoint, is_known=True, of=lambda name: name in manifest.files or not is_file(checkpoint / name))
     return manifest
+
+
+def check_weights(checkpoint: Path) -> None:
+    """`check_whole` of weights alone, which may be loaded whatever has become of the rest."""
+    manifest = read_manifest(checkpoint)
+    if manifest is not None:
+        check_files(checkpoint, manifest, of=is_of_weights)
+    check_form(checkpoint, is_known=True, of=is_of_weights)
 
 
 def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tuple[Path | None, list[PassedOver]]:
@@ -97,6 +116,9 @@ def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tu
 
 def _newest_first(run: Path, passed_over: list[PassedOver]) -> Iterator[tuple[Path, Manifest | None]]:
     found: list[tuple[Path, Manifest | None]] = []
+    for link in run.glob("checkpoint-*"):
+        if link.is_symlink() and _NAME.fullmatch(link.name):
+            passed_over.append(PassedOver(link, "it is a link", is_interrupted=False))
     for folder in checkpoints_in(run):
         try:
             found.append((folder, read_manifest(folder)))
@@ -135,16 +157,20 @@ def rotate(run: Path, limit: int | None, keep: Path | None) -> None:
         remove(folder)
 
 
-def keep_only(checkpoint: Path) -> None:
-    """Delete all other checkpoints with a manifest that are beside `checkpoint`."""
-    for folder, _ in _ours(checkpoint.parent):
-        if folder.resolve() != checkpoint.resolve():
-            remove(folder)
+def keep_only(run: Path, keep: Path) -> None:
+    """Delete all checkpoints with a manifest in `run` but `keep`, which must be there."""
+    if keep.is_dir():
+        for folder, _ in _ours(run):
+            if folder.resolve() != keep.resolve():
+                remove(folder)
 
 
-def is_of_run(checkpoint: Path, run: str | None) -> bool:
-    """Whether `checkpoint` has a manifest of the training that is named `run`."""
-    return any(folder == checkpoint and manifest.run == run for folder, manifest in _ours(checkpoint.parent))
+def run_of(checkpoint: Path) -> str | None:
+    """The name of the training that wrote `checkpoint`; "" of one of transformers' Trainer, and None without one."""
+    found = next((manifest for folder, manifest in _ours(checkpoint.parent) if folder == checkpoint), None)
+    if found is not None:
+        return found.run
+    return "" if is_finished(checkpoint) and not (checkpoint / MANIFEST).exists() else None
 
 
 def is_last_of_run(manifest: Manifest, run: Path) -> bool:
@@ -190,7 +216,8 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
         if found is None and passed_over:
             raise ValueError(
                 f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
-                f"{_reasons(passed_over)}); remove what is there, and train from the start"
+                f"{_reasons(passed_over)}); name the one to resume from (resume_from_checkpoint='folder'), or train "
+                "from the start in another folder"
             )
         if found is None:
             return True
@@ -199,8 +226,13 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
                 logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
     else:
         found = Path(asked)
+        if not found.is_dir():
+            raise ValueError(
+                f"resume_from_checkpoint must be True, or the folder of a checkpoint (got {asked!r}, which is no "
+                "folder); check its name"
+            )
         check_whole(found)
-    renamed = set_aside_interrupted(folder) if args.should_save else ""
+    renamed = set_aside_interrupted(folder, found) if args.should_save else ""
     if renamed:
         logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
     _say_what_is_missing(found)
@@ -228,14 +260,16 @@ def _say_what_is_missing(checkpoint: Path) -> None:
             logger.warning(f"{checkpoint} has no {name}: {what}")
 
 
-def set_aside_interrupted(folder: Path) -> str:
-    """Rename the checkpoints in `folder` that a Trainer has not finished, so that they count as none any more.
+def set_aside_interrupted(folder: Path, found: Path | None = None) -> str:
+    """Rename the checkpoints in `folder` that a Trainer has not finished, so that they count as none any more; if one
+    was `found` to resume from, those of later steps.
 
     Returns what a warning says of it; "" where nothing was renamed.
     """
     renamed = []
     for path in checkpoints_in(folder):
-        if (path / MANIFEST).exists() or is_finished(path):
+        is_earlier = found is not None and _NAME.fullmatch(found.name) and step_of(path) < step_of(found)
+        if is_earlier or (path / MANIFEST).exists() or is_finished(path):
             continue
         target, number = folder / f"_interrupted-{path.name}", 1
         while target.exists():

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_l2l.checkpoint.manifest import DamagedCheckpointError, files_in
+from hf_l2l.checkpoint.manifest import LINK, DamagedCheckpointError, files_in
 from hf_l2l.compat import RefusedPickleError
 
 _DAMAGE = (
@@ -31,24 +31,27 @@ _DAMAGE = (
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors", "adapter_model.bin")
 
 
-def check_form(checkpoint: Path, *, is_known: bool) -> None:
+def check_form(checkpoint: Path, *, is_known: bool, of: Callable[[str], bool] = lambda name: True) -> None:
     """Raise unless a trainer can read `checkpoint` to its end, and reads nothing that is elsewhere.
 
     Everything in it is a file or a folder. It has a state and weights, unless it `is_known` that nothing is missing.
     Its state, weights, indexes of weights and what `torch.save` wrote can be read: JSON, the headers of safetensors,
     and archives of which `weights_only=True` lets all pass. Their values are not read, so that large ones take no
-    longer. What no trainer reads, `training_args.bin` above all, is not opened.
+    longer. What no trainer reads, `training_args.bin` above all, is not opened. Only files whose names are `of` a kind
+    are looked at.
 
     Raises:
         DamagedCheckpointError: names the first file that is not so.
     """
-    names = list(files_in(checkpoint))
+    names = list(filter(of, files_in(checkpoint)))
     for name in names:
-        if not stat.S_ISREG((checkpoint / name).lstat().st_mode):
-            raise DamagedCheckpointError(checkpoint, name, "is neither a file nor a folder")
+        mode = (checkpoint / name).lstat().st_mode
+        if not stat.S_ISREG(mode):
+            raise DamagedCheckpointError(checkpoint, name, LINK if stat.S_ISLNK(mode) else "is no file or folder")
     needs: dict[str, tuple[str, ...]] = {"trainer_state.json": ("trainer_state.json",), "model.safetensors": _WEIGHTS}
     for needed, patterns in () if is_known else needs.items():
-        if not any(_is_named(name, patterns) for name in names):
+        # Weights may be in a folder, for a trainer that looks for them there.
+        if not any(fnmatchcase(name.rpartition("/")[2], pattern) for name in names for pattern in patterns):
             raise DamagedCheckpointError(checkpoint, needed, "is missing")
     for name in names:
         for patterns, read in _READ:

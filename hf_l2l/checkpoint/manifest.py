@@ -7,6 +7,7 @@ names of files, which must lie in the folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -14,8 +15,9 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -24,15 +26,22 @@ MANIFEST = "l2l_manifest.json"
 FORMAT = 1
 """Of the manifests that this version writes, and the newest that it reads."""
 
+LINK = "is a link, which is not followed (snapshot_download makes none with local_dir=...)"
+"""What is wrong with a file."""
+
 _MOST_BYTES = 2**24
 """Of a manifest that is read."""
 _READ_AT_ONCE = 2**18
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LOADED = re.compile(
     r"(.*\.index\.json|(pytorch_)?model.*\.(safetensors|bin)|(optimizer|scheduler|scaler)\.pt|rng_state.*\.pth|"
-    r"trainer_state\.json|config\.json|l2l_.*\.json|(.*/)?adapter_(config|model)\..*)"
+    r"trainer_state\.json|config\.json|l2l_.*\.json)"
 )
 """Names of files that a trainer looks for: one that was added would be loaded with the others, or in their place."""
+_ADAPTERS = re.compile(r"(.*/)?adapter_(config|model)\..*")
+"""The same, of a model that has adapters: Trainer loads those in a folder instead of those beside it."""
+_WEIGHTS = re.compile(r"(.*\.index\.json|(pytorch_)?model.*\.(safetensors|bin)|adapter_(config|model)\..*)")
+"""Names of files of weights."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -42,7 +51,7 @@ class DamagedCheckpointError(ValueError):
         """`file` is its name in `folder`."""
         super().__init__(
             f"a checkpoint must be as it was saved (got {folder}, where {file} {reason}); resume from another one, or "
-            "copy the folder again from where it is whole"
+            f"copy the folder again from where it is whole (without {MANIFEST}, its files are not compared)"
         )
         self.folder, self.file, self.reason = folder, file, reason
 
@@ -74,18 +83,22 @@ class Manifest:
     """What it was saved with, for people."""
 
 
-def write_manifest(folder: Path, step: int, run: str, configuration: Mapping[str, Any]) -> Manifest:
-    """Write the manifest of all files in `folder`, and have all of it on the disk, the folders, too.
+def write_manifest(
+    folder: Path, step: int, run: str, configuration: Mapping[str, Any], *, in_parallel: bool = True
+) -> Manifest:
+    """Write the manifest of all files in `folder`, and have all of it on the disk, the folders, too. Without
+    `in_parallel`, this starts no thread, which is impossible when the program is about to end.
 
     Raises:
         OSError: if a file cannot be read or written.
     """
     names = list(files_in(folder))
     for name in names:
-        if not stat.S_ISREG((folder / name).lstat().st_mode):
-            raise OSError(f"a checkpoint has files and folders only (got {folder / name})")
-    with ThreadPoolExecutor(_threads()) as pool:
-        digests = dict(zip(names, pool.map(lambda name: _digest(folder / name, sync=True), names), strict=True))
+        if not is_file(folder / name):
+            raise OSError(errno.EINVAL, "a checkpoint has files and folders only", str(folder / name))
+    with ExitStack() as stack:
+        each = stack.enter_context(ThreadPoolExecutor(_threads())).map if in_parallel else map
+        digests = dict(zip(names, each(lambda name: _digest(folder / name, sync=True), names), strict=True))
     found = Manifest(step, run, time.time(), digests, dict(configuration))
     content = _content(found)
     whole = {**content, "sha256": _of_content(content)}
@@ -110,6 +123,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         found = path.lstat()
     except OSError:
         return None
+    if stat.S_ISLNK(found.st_mode):
+        raise DamagedCheckpointError(folder, MANIFEST, LINK)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
         raise DamagedCheckpointError(folder, MANIFEST, "is no file of a manifest's size")
     try:
@@ -135,31 +150,44 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise DamagedCheckpointError(folder, MANIFEST, f"is damaged: {error}") from None
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Path, manifest: Manifest, of: Callable[[str], bool] = lambda name: True) -> None:
     """Raise unless all files of the manifest are in `folder`, as they were, and no other that a trainer would load.
-    Further ones, which the program has added, may be there.
+    Further ones, which the program has added, may be there. Only those whose names are `of` a kind are looked at.
 
     Raises:
         DamagedCheckpointError: names the first file that is not.
     """
-    for name, digest in manifest.files.items():
+    expected = {name: digest for name, digest in manifest.files.items() if of(name)}
+    for name, digest in expected.items():
         _check_place(folder, name)
         size = (folder / name).lstat().st_size
         if size != digest.num_bytes:
             raise DamagedCheckpointError(folder, name, f"has {size:,} bytes, and had {digest.num_bytes:,}")
+    has_adapters = any(map(_ADAPTERS.fullmatch, manifest.files))
     for name in files_in(folder):
-        if name not in manifest.files and would_be_loaded(name):
-            raise DamagedCheckpointError(folder, name, "was not saved with it")
+        if name not in manifest.files and of(name) and would_be_loaded(name, has_adapters=has_adapters):
+            raise DamagedCheckpointError(folder, name, "was not saved with it, and would be loaded")
     with ThreadPoolExecutor(_threads()) as pool:
-        found = pool.map(lambda name: _digest(folder / name).sha256, manifest.files)
-        for (name, digest), sha256 in zip(manifest.files.items(), found, strict=True):
+        found = pool.map(lambda name: _digest(folder / name).sha256, expected)
+        for (name, digest), sha256 in zip(expected.items(), found, strict=True):
             if sha256 != digest.sha256:
                 raise DamagedCheckpointError(folder, name, "has another content (SHA-256)")
 
 
-def would_be_loaded(name: str) -> bool:
-    """Whether a trainer loads a file of this name, with "/" between folders, if it is in a checkpoint."""
-    return _LOADED.fullmatch(name) is not None
+def would_be_loaded(name: str, *, has_adapters: bool = True) -> bool:
+    """Whether a trainer loads a file of this name, with "/" between folders, if it is in a checkpoint (of a model that
+    `has_adapters`)."""
+    return bool(_LOADED.fullmatch(name) or (has_adapters and _ADAPTERS.fullmatch(name)))
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file, and no link to one."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def is_of_weights(name: str) -> bool:
+    """Whether it is the name of a file of weights."""
+    return _WEIGHTS.fullmatch(name) is not None
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import skip_first_batches
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from hf_l2l.checkpoint.data_position import BatchFeed, DataPosition, saved_position
+from hf_l2l.runtime import compute_state, stream
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -19,6 +22,27 @@ if TYPE_CHECKING:
     from transformers import Trainer as _NextTrainer
 else:
     _NextTrainer = object  # the trainer that the mixin is combined with comes after it
+
+
+_SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
+"""Device types whose generators transformers itself saves."""
+
+
+def save_generator(checkpoint: Path, device: torch.device) -> None:
+    """Save the state of the generator of `device`, where transformers does not."""
+    if device.type not in _SAVED_BY_TRAINER and hasattr(stream.device_module(device), "get_rng_state"):
+        torch.save(compute_state.get_rng_state(device).device, _file(checkpoint, device))
+
+
+def load_generator(checkpoint: Path, device: torch.device) -> None:
+    """Put the generator of `device` into the state that was saved, if one was."""
+    if _file(checkpoint, device).is_file():
+        state = torch.load(_file(checkpoint, device), weights_only=True)
+        compute_state.set_rng_state(compute_state.RngState(torch.get_rng_state(), state), device)
+
+
+def _file(checkpoint: Path, device: torch.device) -> Path:
+    return checkpoint / f"rng_state_{device.type}.pth"
 
 
 class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
@@ -64,7 +88,13 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     def _data_options(self) -> dict[str, Any]:
         """The options that decide which batches there are, and what is drawn for them."""
         names = ("seed", "data_seed", "gradient_accumulation_steps", "dataloader_num_workers", "dataloader_drop_last")
-        return {"per_device_train_batch_size": self._train_batch_size, **{n: getattr(self.args, n) for n in names}}
+        rows = len(self.train_dataset) if has_length(self.train_dataset) else None
+        return {
+            "per_device_train_batch_size": self._train_batch_size,
+            "train_sampling_strategy": getattr(self.args, "train_sampling_strategy", None),
+            "rows of train_dataset": rows,
+            **{name: getattr(self.args, name) for name in names},
+        }
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Overridden to know which batches have been made, and to go on with what has not been logged yet."""
@@ -128,6 +158,7 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         if self._l2l_feed is None or self.args.world_size > 1:
             return
         position = self._l2l_feed.position(
+            step=self.state.global_step,
             stops=self.control.should_epoch_stop,
             options=self._data_options(),
             loss=float(self._tr_loss.item()),

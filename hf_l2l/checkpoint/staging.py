@@ -6,6 +6,7 @@ name that is no checkpoint's; the next program that saves or resumes here remove
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -34,6 +35,7 @@ _REMOVED = "_l2l-removing-"
 _NAME_REMOVED = re.compile(re.escape(_REMOVED) + r"checkpoint-[0-9]+-[0-9a-f]{8}")
 _OF_TORCH = ("inline_container.cc", "iostream error", "PytorchStreamWriter")
 """What the errors of `torch.save` name when it cannot write: its file's end may be elsewhere than it expects."""
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 _BEFORE = "before"
 """In a staging folder: what was in the place of the new one."""
 
@@ -67,11 +69,20 @@ def save_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        of_others = isinstance(error, RuntimeError) and not any(name in str(error) for name in _OF_TORCH)
-        if isinstance(error, CheckpointSaveError) or of_others:
+        if isinstance(error, CheckpointSaveError) or not _is_of_a_disk(error, checkpoint.parent):
             raise
         number = error.errno if isinstance(error, OSError) else None
         raise CheckpointSaveError(checkpoint, f"{error}{_free(checkpoint.parent)}", number) from error
+
+
+def _is_of_a_disk(error: OSError | RuntimeError | SafetensorError, run: Path) -> bool:
+    """Whether an error is one of writing in `run`, and not of a program that does something else, too."""
+    if isinstance(error, RuntimeError):
+        return any(name in str(error) for name in _OF_TORCH)
+    if isinstance(error, OSError):
+        file = error.filename
+        return error.errno in _OF_DISKS or (isinstance(file, str) and Path(file).is_relative_to(run))
+    return True
 
 
 def _free(folder: Path) -> str:

@@ -32,6 +32,11 @@ class EagerStep:
         self._used: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
         """Optimizer -> the hyper-parameters that its updates used."""
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether masters have been updated for a step that is not over."""
+        return bool(self._updated)
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, backwards are micro-steps that another one follows, so that no update is made."""

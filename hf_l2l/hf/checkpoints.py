@@ -11,8 +11,8 @@ import copy
 import errno
 import shutil
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,16 @@ from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
-from hf_l2l.checkpoint.finding import check_whole, is_last_of_run, is_of_run, keep_only, rotate
+from hf_l2l.checkpoint.finding import check_weights, is_last_of_run, keep_only, rotate, run_of
 from hf_l2l.checkpoint.manifest import read_manifest, write_manifest
-from hf_l2l.checkpoint.resuming import ResumingMixin
+from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import computing_dtype, copy_as
-from hf_l2l.runtime import compute_state, stream
+from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.version import __version__
 
@@ -45,26 +45,6 @@ logger = logging.get_logger("transformers.hf_l2l")
 
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
-
-_SAVED_BY_TRAINER = ("cuda", "hpu", "mlu", "musa", "npu", "xla")
-"""Device types whose generators transformers itself saves."""
-
-
-def save_generator(checkpoint: Path, device: torch.device) -> None:
-    """Save the state of the generator of `device`, where transformers does not."""
-    if device.type not in _SAVED_BY_TRAINER and hasattr(stream.device_module(device), "get_rng_state"):
-        torch.save(compute_state.get_rng_state(device).device, _file(checkpoint, device))
-
-
-def load_generator(checkpoint: Path, device: torch.device) -> None:
-    """Put the generator of `device` into the state that was saved, if one was."""
-    if _file(checkpoint, device).is_file():
-        state = torch.load(_file(checkpoint, device), weights_only=True)
-        compute_state.set_rng_state(compute_state.RngState(torch.get_rng_state(), state), device)
-
-
-def _file(checkpoint: Path, device: torch.device) -> Path:
-    return checkpoint / f"rng_state_{device.type}.pth"
 
 
 def _log_error(kind: object, error: BaseException | None, traceback: object) -> bool:
@@ -85,6 +65,7 @@ class CheckpointsMixin(ResumingMixin):
     """The part of `L2LTrainerMixin` that saves and loads."""
 
     model: Any
+    state: Any
     _asked_config: Callable[[], L2LConfig]
     _l2l_config: Callable[[], L2LConfig]
     _streams: Callable[[], bool]
@@ -94,6 +75,10 @@ class CheckpointsMixin(ResumingMixin):
     """Where a checkpoint is written now."""
     _l2l_run: str | None = None
     """Names the training in the manifests of its checkpoints."""
+    _l2l_resumed: tuple[str | None, int] = None, 0
+    """That of the training whose checkpoint was resumed from, as `run_of` has it, and the step of the checkpoint."""
+    _l2l_has_begun = False
+    """Whether this call of `train` has begun to train before, with another batch size."""
     _l2l_in_loop = False
     """Whether the training loop logs, evaluates or saves now."""
     _l2l_reserved: ReservedFiles | None = None
@@ -121,6 +106,9 @@ class CheckpointsMixin(ResumingMixin):
     ) -> tuple[int, int]:
         """Overridden because each attempt of `auto_find_batch_size` begins here."""
         self._finish_saving()
+        if self._l2l_has_begun:
+            self._begin_again(checkpoint)
+        self._l2l_has_begun = True
         # A training that goes on from a checkpoint is named in its manifest; one that goes back to it is another one.
         manifest = None if checkpoint is None else read_manifest(Path(checkpoint))
         goes_on = manifest is not None and is_last_of_run(manifest, Path(self._get_output_dir(trial)))
@@ -128,7 +116,19 @@ class CheckpointsMixin(ResumingMixin):
         found: tuple[int, int] = super()._init_training_state(
             max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
         )
+        self._l2l_resumed = (None if checkpoint is None else run_of(Path(checkpoint))), self.state.global_step
         return found
+
+    def _begin_again(self, checkpoint: str | None) -> None:
+        """The device was out of memory, and `auto_find_batch_size` tries again: with the weights of the beginning."""
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        elif self.state.global_step > 0:
+            logger.warning(
+                f"auto_find_batch_size=True begins again after {self.state.global_step} steps, with the weights that "
+                "they have made, since those of the beginning are not kept; train once more with the batch size that "
+                "is found, or resume from a checkpoint"
+            )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Overridden because only checkpoints of the training loop are written in the background: others, such as
@@ -154,6 +154,11 @@ class CheckpointsMixin(ResumingMixin):
         """
         self._finish_saving()
         attached = attachment_of(self.model)
+        if attached is not None and attached.eps.updates.eager.is_within_step:
+            raise RuntimeError(
+                "eps_update='eager' updates layers between backward and optimizer.step(), where no checkpoint can be "
+                "saved (got a save there); save it in on_step_end, or use eps_update='deferred'"
+            )
         if attached is not None:
             attached.eps.synchronize()  # a failed update raises before anything is written
         if not self.args.should_save or self.args.world_size > 1:  # several processes: a model without layers
@@ -172,7 +177,7 @@ class CheckpointsMixin(ResumingMixin):
             commit = partial(self._commit, staging, self.state.global_step, self._l2l_run or "", self._saved_with())
             saving = None
             if attached is None or reserved is None:
-                commit()
+                commit(in_parallel=True)
             else:
                 saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
         if saving is None:
@@ -187,34 +192,50 @@ class CheckpointsMixin(ResumingMixin):
         """Write the files of a checkpoint, perhaps without values; returns where the best one is, or will be."""
         before: str | None = self.state.best_model_checkpoint
         self._l2l_staging, self._l2l_reserved = staging, reserved
+        # What is pushed must be in its place, and stay there.
+        self.__dict__["_push_from_checkpoint"] = lambda folder: None
         try:
             super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
             run, number = staging.target.parent, self.state.best_global_step
             best = run / f"{PREFIX_CHECKPOINT_DIR}-{number}"
-            known = bool(number) and (best == staging.target or is_of_run(best, self._l2l_run))
+            known = bool(number) and (best == staging.target or self._is_ours(best, number))
             self.state.best_model_checkpoint = str(best) if known else before
             if known:  # transformers looks for it beside the one that it writes
                 self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
             return str(best) if known else before
         finally:
+            del self.__dict__["_push_from_checkpoint"]
             self._l2l_staging = self._l2l_reserved = None
             self.state.best_model_checkpoint = before  # until the checkpoint is in its place
 
+    def _is_ours(self, checkpoint: Path, step: int) -> bool:
+        """Whether this training has written the checkpoint of that step, or the one that it goes on from."""
+        run, (resumed, until) = run_of(checkpoint), self._l2l_resumed
+        return run is not None and (run == self._l2l_run or (run == resumed and step <= until))
+
     @staticmethod
-    def _commit(staging: Staging, step: int, run: str, configuration: dict[str, Any]) -> None:
-        write_manifest(staging.folder, step, run, configuration)
+    def _commit(
+        staging: Staging, step: int, run: str, configuration: dict[str, Any], *, in_parallel: bool = False
+    ) -> None:
+        write_manifest(staging.folder, step, run, configuration, in_parallel=in_parallel)
         staging.commit()
 
     def _after_saving(self, checkpoint: Path, best: str | None, state: Any = None) -> None:
-        """The checkpoint is in its place: push it, and delete old ones. Callbacks get `state`, if they have waited."""
+        """The checkpoint is in its place: push it, and delete old ones. If callbacks have waited, they get `state`."""
         self.state.best_model_checkpoint = best
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
+            now, self.state = self.state, self.state if state is None else state  # whose step the commit names
+            try:
+                self._push_from_checkpoint(str(checkpoint))
+            finally:
+                self.state = now
         rotate(checkpoint.parent, self.args.save_total_limit, None if best is None else Path(best))
         if state is not None:
             state.best_model_checkpoint = best
+            asked = self.control.should_save  # for another one, meanwhile
             # The handler's own `on_save` may be the one that waits.
             self.control = type(self.callback_handler).on_save(self.callback_handler, self.args, state, self.control)
+            self.control.should_save |= asked
 
     def _let_callbacks_wait(self) -> None:
         """Have the next `on_save`, which transformers calls when this returns, called by `_after_saving` instead."""
@@ -252,19 +273,34 @@ class CheckpointsMixin(ResumingMixin):
             stack.push(_log_error)
             self._finish_saving()
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """Overridden because the last checkpoint may be the best one, which is loaded here; and because, with
         `save_total_limit=1`, transformers deletes the checkpoints of others, too."""
         self._finish_saving()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        with ExitStack() as stack:
+            if self.args.save_total_limit == 1 and self.args.world_size == 1:
+                stack.enter_context(self._deleting_ours(Path(self._get_output_dir(trial))))
+            return super()._finalize_training(trial, *args, **kwargs)
+
+    @contextmanager
+    def _deleting_ours(self, run: Path) -> Iterator[None]:
+        """Inside, transformers deletes nothing before `on_train_end`, but all checkpoints of ours but the best one are
+        deleted there."""
+        handler, args = self.callback_handler, self.args
+
+        def at_train_end(*given: Any, **kwargs: Any) -> Any:
+            del handler.on_train_end
+            args.save_total_limit = 1
+            if args.should_save and self.state.best_model_checkpoint is not None:
+                keep_only(run, Path(self.state.best_model_checkpoint))
+            return handler.on_train_end(*given, **kwargs)
+
+        handler.on_train_end, args.save_total_limit = at_train_end, None
         try:
-            found = super()._finalize_training(*args, **kwargs)
+            yield
         finally:
-            self.args.save_total_limit = limit
-        best: str | None = self.state.best_model_checkpoint
-        if limit == 1 and best is not None and self.args.should_save:
-            keep_only(Path(best))
-        return found
+            handler.__dict__.pop("on_train_end", None)
+            args.save_total_limit = 1
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Overridden to have the values of the optimizer's state written later."""
@@ -278,11 +314,6 @@ class CheckpointsMixin(ResumingMixin):
         finally:
             self.optimizer = optimizer
         reserved.save_torch(optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Overridden: what is pushed must stay where it is."""
-        if self._l2l_staging is None:
-            super()._push_from_checkpoint(checkpoint_folder)
 
     def _check_room(self, run: Path) -> None:
         """Raise CheckpointSaveError unless the disk has room for weights and optimizer state."""
@@ -333,10 +364,10 @@ class CheckpointsMixin(ResumingMixin):
         """Overridden to load no other weights than those that were saved.
 
         Raises:
-            DamagedCheckpointError: if the best checkpoint is not as it was saved.
+            DamagedCheckpointError: if the weights of the best checkpoint are not as they were saved.
         """
         if Path(self.state.best_model_checkpoint).is_dir():
-            check_whole(Path(self.state.best_model_checkpoint))
+            check_weights(Path(self.state.best_model_checkpoint))
         super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -293,6 +293,7 @@ class L2LTrainerMixin(CheckpointsMixin):
         """Overridden to finish the last update, to stop recording stall times, and to resume from the newest whole
         checkpoint; see `checkpoint_to_resume` for its errors."""
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
+        self._l2l_has_begun = False
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             attached = attachment_of(self.model)

@@ -209,6 +209,11 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         raise ValueError(
             f"l2l_async_save must be True or False (got {async_save!r}); True writes checkpoints in the background"
         )
+    if getattr(args, "enable_jit_checkpoint", False) and own_option(args, "eps_update") == "eager":
+        raise ValueError(
+            "enable_jit_checkpoint=True saves between backward and optimizer.step(), so it does not go with "
+            "eps_update='eager', which updates layers there (got both); use eps_update='deferred'"
+        )
     if async_save and not reserved.can_write_places():
         raise ValueError(
             "l2l_async_save=True needs a system that writes to places in a file (got one without os.pwrite); leave it "

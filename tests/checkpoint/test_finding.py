@@ -99,7 +99,8 @@ def test_what_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "checkpoint-3").write_text("a file")
     (tmp_path / "checkpoint-4").symlink_to(save(tmp_path / "elsewhere", 4))
-    assert newest(tmp_path) == (None, []) and newest(tmp_path / "no") == (None, [])
+    link = PassedOver(tmp_path / "checkpoint-4", "it is a link", is_interrupted=False)
+    assert newest(tmp_path) == (None, [link]) and newest(tmp_path / "no") == (None, [])
 
 
 def test_a_newer_version_is_told(tmp_path, monkeypatch):

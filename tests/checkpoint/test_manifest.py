@@ -199,3 +199,22 @@ def test_errors_pass_between_processes(folder):
     error = DamagedCheckpointError(folder, "optimizer.pt", "is missing")
     found = copy.copy(error)  # as pickle does it
     assert str(found) == str(error) and found.file == "optimizer.pt"
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "more/adapter_model.safetensors", "more/adapter_config.json"]
+)
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_adapters_that_were_added_count_for_a_model_that_has_some(folder, name, has_adapters):
+    """Trainer loads those in a folder instead of those beside it, and nobody else looks for them."""
+    if has_adapters:
+        (folder / "adapter_config.json").write_bytes(b"{}")
+        (folder / MANIFEST).unlink()
+        write_manifest(folder, 3, "a", {})
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"something else")
+    if has_adapters:
+        with pytest.raises(DamagedCheckpointError, match=f"{name} was not saved with it, and would be loaded"):
+            checked(folder)
+    else:
+        checked(folder)

@@ -207,6 +207,7 @@ WITH_THE_TRAINER = [
     _trained(bf16_full_eval=True),
     _trained(optim="galore_adamw_layerwise", optim_target_modules=["attention"]),
     _trained(optim="lomo"),
+    _trained(enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0),
     Case("`l2l_async_save=True`, on Windows", _no_places),
     Case("`accelerate launch --mixed_precision fp16`", _launched("ACCELERATE_MIXED_PRECISION", "fp16")),
     Case(

@@ -75,9 +75,7 @@ def test_what_a_callback_adds_to_a_checkpoint_stays(tmp_path, in_background):
     assert (tmp_path / "checkpoint-4" / "scores.json").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "model.safetensors.index.json", "more/adapter_model.safetensors", "scaler.pt"]
-)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors.index.json", "scaler.pt"])
 def test_what_a_trainer_would_load_must_have_been_saved(tmp_path, name):
     l2l_trainer(tmp_path, **{**EACH_STEP, "max_steps": 1}).train()
     added = tmp_path / "checkpoint-1" / name
@@ -125,9 +123,9 @@ def test_transformers_uploads_nothing_that_is_not_a_checkpoint(tmp_path):
     names: set[str] = set()
     original = checkpoints.write_manifest
 
-    def write(folder: Path, *args: Any) -> Any:
+    def write(folder: Path, *args: Any, **kwargs: Any) -> Any:
         names.update(path.name for path in folder.parent.parent.iterdir())
-        return original(folder, *args)
+        return original(folder, *args, **kwargs)
 
     interrupted = tmp_path / "checkpoint-9"
     interrupted.mkdir()

@@ -163,7 +163,7 @@ def test_without_a_complete_checkpoint_nothing_is_gone_on_from(tmp_path):
         l2l_trainer(tmp_path).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"epoch": 1.', encoding="utf-8")
-    with pytest.raises(ValueError, match="interrupted in checkpoint-3.; remove"):
+    with pytest.raises(ValueError, match="interrupted in checkpoint-3.; name the one"):
         l2l_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 

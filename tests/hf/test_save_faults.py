@@ -70,10 +70,10 @@ def in_values(patch: pytest.MonkeyPatch, error: Exception, layer: int, made: Any
 def in_manifest(patch: pytest.MonkeyPatch, error: Exception, layer: int, made: Any) -> None:
     write = checkpoints.write_manifest
 
-    def broken(folder: Path, step: int, *rest: Any) -> None:
+    def broken(folder: Path, step: int, *rest: Any, **options: Any) -> None:
         if step == 3:
             raise error
-        write(folder, step, *rest)
+        write(folder, step, *rest, **options)
 
     patch.setattr(checkpoints, "write_manifest", broken)
 
