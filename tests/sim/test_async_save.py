@@ -46,5 +46,6 @@ def test_copies_of_layers_are_in_the_memory_report(tmp_path, monkeypatch):
     made = l2l_trainer(tmp_path, **EACH_STEP, l2l_async_save=True)
     made.train()
     assert made.eps is not None
-    assert disk.copied_bytes > 0
-    assert made.eps.memory_report()["host"]["layers being saved"] == {"now": 0, "peak": disk.copied_bytes}
+    found = made.eps.memory_report()["host"]["layers being saved"]
+    # What the disk has seen when it waited; there may be more copies between its waits.
+    assert found["now"] == 0 and found["peak"] >= disk.copied_bytes > 0
