@@ -187,6 +187,7 @@ while True:
         pytest.param("eager", 0.5, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow  # test_signals.py has one of each in the normal tier
 def test_a_signal_ends_the_program(mode, seconds, sent):
     """Also while an update takes for ever."""
     root = Path(__file__).parents[2]

@@ -80,6 +80,7 @@ def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
     assert page_locked_bytes() == locked
 
 
+@pytest.mark.slow
 def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
     """All three ways, with a document; a second call measures what the first one has left out."""
     files = {name: tmp_path / f"memory.{name}" for name in ("rows", "out")}

@@ -377,7 +377,8 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("budget", [pytest.param("900KiB", marks=SLOW), "2600KiB", pytest.param("auto", marks=SLOW)])
+@pytest.mark.parametrize("budget", ["900KiB", "2600KiB", "auto"])
+@SLOW
 def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget):
     """They run as one where their weights would travel longer than their rows, and not where little travels."""
     limit = {"900KiB": 900 * KIB, "2600KiB": 2600 * KIB, "auto": int(0.9 * 2**23)}[budget]
