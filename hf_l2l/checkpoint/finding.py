@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,33 +101,34 @@ def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tu
         ValueError: if a newer version of this package wrote one of them.
     """
     passed_over: list[PassedOver] = []
-    for folder, manifest in _newest_first(run, passed_over):
-        if manifest is None and not is_finished(folder):
+    for folder, manifest, reason in _newest_first(run):
+        if reason is None and manifest is None and not is_finished(folder):
             passed_over.append(PassedOver(folder, "saving was interrupted", is_interrupted=True))
             continue
         try:
-            check(folder)
+            if reason is None:
+                check(folder)
         except DamagedCheckpointError as error:
-            passed_over.append(PassedOver(folder, f"{error.file} {error.reason}", is_interrupted=False))
-            continue
-        return folder, passed_over
+            reason = f"{error.file} {error.reason}"
+        if reason is None:
+            return folder, passed_over
+        passed_over.append(PassedOver(folder, reason, is_interrupted=False))
     return None, passed_over
 
 
-def _newest_first(run: Path, passed_over: list[PassedOver]) -> Iterator[tuple[Path, Manifest | None]]:
-    found: list[tuple[Path, Manifest | None]] = []
-    for link in run.glob("checkpoint-*"):
-        if link.is_symlink() and _NAME.fullmatch(link.name):
-            passed_over.append(PassedOver(link, "it is a link", is_interrupted=False))
+def _newest_first(run: Path) -> list[tuple[Path, Manifest | None, str | None]]:
+    """The checkpoints in `run`, their manifests, and why one that has no readable manifest is not to be looked at."""
+    links = [path for path in run.glob("checkpoint-*") if path.is_symlink() and _NAME.fullmatch(path.name)]
+    found: list[tuple[Path, Manifest | None, str | None]] = [(link, None, "it is a link") for link in links]
     for folder in checkpoints_in(run):
         try:
-            found.append((folder, read_manifest(folder)))
+            found.append((folder, read_manifest(folder), None))
         except DamagedCheckpointError as error:
-            passed_over.append(PassedOver(folder, f"{error.file} {error.reason}", is_interrupted=False))
-    last = max((manifest for _, manifest in found if manifest is not None), key=lambda m: m.saved_at, default=None)
+            found.append((folder, None, f"{error.file} {error.reason}"))
+    last = max((m for _, m, _ in found if m is not None), key=lambda m: m.saved_at, default=None)
 
-    def order(each: tuple[Path, Manifest | None]) -> tuple[bool, float, int]:
-        folder, manifest = each
+    def order(each: tuple[Path, Manifest | None, str | None]) -> tuple[bool, float, int]:
+        folder, manifest, _ = each
         saved_at = _written_at(folder) if manifest is None else manifest.saved_at
         if last is None or manifest is None:
             is_of_last = last is None or saved_at > last.saved_at
@@ -135,13 +136,13 @@ def _newest_first(run: Path, passed_over: list[PassedOver]) -> Iterator[tuple[Pa
             is_of_last = manifest.run == last.run
         return is_of_last, 0.0 if is_of_last else saved_at, step_of(folder) if manifest is None else manifest.step
 
-    return iter(sorted(found, key=order, reverse=True))
+    return sorted(found, key=order, reverse=True)
 
 
 def _written_at(checkpoint: Path) -> float:
     """When a Trainer wrote its last file, or what it wrote of the folder, in seconds since 1970."""
     state = checkpoint / STATE
-    return (state if state.exists() else checkpoint).stat().st_mtime
+    return (state if state.exists() else checkpoint).lstat().st_mtime
 
 
 def rotate(run: Path, limit: int | None, keep: Path | None) -> None:

@@ -103,6 +103,19 @@ def test_what_is_no_checkpoint(tmp_path):
     assert newest(tmp_path) == (None, [link]) and newest(tmp_path / "no") == (None, [])
 
 
+def test_what_is_older_than_the_newest_whole_one_is_not_told_of(tmp_path):
+    """A link to one, and one whose manifest is damaged."""
+    (save(tmp_path, 2) / MANIFEST).write_text("other")
+    (tmp_path / "checkpoint-3").symlink_to(save(tmp_path / "elsewhere", 3))
+    for name in ("checkpoint-2/trainer_state.json", "checkpoint-3"):
+        os.utime(tmp_path / name, (0, 0), follow_symlinks=False)
+    os.utime(tmp_path / "elsewhere" / "checkpoint-3" / "trainer_state.json", (0, 0))
+    found, passed_over = newest(tmp_path)
+    assert found is None and [each.folder.name for each in passed_over] == ["checkpoint-3", "checkpoint-2"]
+    save(tmp_path, 1)
+    assert newest(tmp_path) == (tmp_path / "checkpoint-1", [])
+
+
 def test_a_newer_version_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "FORMAT", 2)
     save(tmp_path, 1)
