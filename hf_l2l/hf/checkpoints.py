@@ -370,13 +370,13 @@ class CheckpointsMixin(ResumingMixin):
             check_weights(Path(self.state.best_model_checkpoint))
         super()._load_best_model()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32."""
         config = self._asked_config()
         trains_in_16_bits = computing_dtype(config.cmp, stream.execution_device(config.device)) is not None
         if trains_in_16_bits and attachment_of(self.model) is None and self._streams():
             make_masters_fp32(self.model)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""

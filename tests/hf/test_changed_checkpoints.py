@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from hf_l2l import L2LTrainer
+from hf_l2l import L2LTrainer, L2LTrainerMixin
 from hf_l2l.checkpoint.data_position import FILE
 from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, newest_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError
@@ -345,3 +345,25 @@ def test_a_second_ctrl_c_does_not_throw_the_checkpoint_away(tmp_path):
     )
     assert "KeyboardInterrupt" in ended.stderr, ended.stderr
     assert check_whole(tmp_path / "run" / "checkpoint-2") is not None, ended.stderr
+
+
+class _TakesFolders(hf.Trainer):
+    """As those of sentence-transformers, whose function to load takes a folder alone."""
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        super()._load_from_checkpoint(checkpoint_path)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+class _Layered(L2LTrainerMixin, _TakesFolders):
+    pass
+
+
+def test_another_trainer_may_load_in_its_own_way(tmp_path):
+    made = l2l_trainer(tmp_path, **EACH_STEP, **best_of())
+    made.__class__ = _Layered
+    made.train()
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(value.equal(saved[name]) for name, value in made.model.state_dict().items())
