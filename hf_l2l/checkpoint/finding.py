@@ -248,8 +248,6 @@ def _reasons(passed_over: Sequence[PassedOver]) -> str:
 
 def _say_what_is_missing(checkpoint: Path) -> None:
     """Warn of what a resumed training begins anew: transformers does so without a word."""
-    if not checkpoint.is_dir():
-        return
     state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
     for name, what in (
         (OPTIMIZER_NAME, state),

@@ -1,5 +1,5 @@
-"""Checkpoints of transformers' Trainer: whole or absent, found again if they hold, and with what it does not save:
-generators of other devices, and the plan for the device memory.
+"""Checkpoints of transformers' Trainer: whole or absent, written at once or while training goes on, and with what it
+does not save: generators of other devices, and the plan for the device memory.
 
 A Trainer that is interrupted while it saves leaves a folder without its last file, `trainer_state.json`. Ours writes
 beside, and adds a manifest (see `hf_l2l.checkpoint`).
