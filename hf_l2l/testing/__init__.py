@@ -38,24 +38,34 @@ __all__ = [
 ]
 
 
-def enable_simulated_accelerator(capacity: int | str | None = None) -> torch.device:
-    """Make "sim" the accelerator of this process, and return its device.
+def enable_simulated_accelerator(capacity: int | str | None = None, *, devices: int = 1) -> torch.device:
+    """Make "sim" the accelerator of this process, and return its first device.
 
     Call it before the first backward of the process (torch then fixes which devices have an autograd thread) and
     before `TrainingArguments` or `Accelerator` are made; both pick "sim" from then on, until the process ends.
-    Calling it again only changes the capacity.
+    Calling it again only changes the capacity, and how many devices the program sees.
 
     Args:
-        capacity: bytes the device holds, as an integer or as "8GiB" or "500MB"; None for no limit.
+        capacity: bytes each device holds, as an integer or as "8GiB" or "500MB"; None for no limit.
+        devices: how many there are, "sim:0" and so on; at most 8. Each has memory, streams, links and a generator.
 
     Raises:
-        ValueError: the capacity is not a positive number of bytes.
+        ValueError: the capacity is not a positive number of bytes, or so many devices cannot be.
         RuntimeError: another accelerator is in use, or a backward has run already.
     """
-    from hf_l2l.testing.sim_memory import ACCOUNT, parse_bytes
+    from hf_l2l.testing.sim_devices import Visible
+    from hf_l2l.testing.sim_memory import ACCOUNTS, parse_bytes
     from hf_l2l.testing.sim_setup import set_up_once
 
     limit = None if capacity is None else parse_bytes(capacity)
+    if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= len(ACCOUNTS):
+        raise ValueError(f"devices must be a whole number from 1 to {len(ACCOUNTS)} (got {devices!r}); use 1")
     device = set_up_once()
-    ACCOUNT.capacity = limit
+    if devices > 1 and not Visible.counted:
+        raise RuntimeError(
+            f"devices={devices} needs the headers of torch, which this installation does not have; leave it out"
+        )
+    Visible.count = devices
+    for account in ACCOUNTS:
+        account.capacity = limit
     return device

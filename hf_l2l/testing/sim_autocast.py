@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from hf_l2l.testing.sim_tensor import NAME, operation
+from hf_l2l.testing.sim_devices import NAME
+from hf_l2l.testing.sim_tensor import operation
 
 _LOWER = """addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
 conv_transpose2d.input conv_transpose3d.input convolution einsum linalg_multi_dot linalg_vecdot linear matmul mm mv

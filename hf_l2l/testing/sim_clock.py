@@ -2,7 +2,8 @@
 
 Nothing is measured. While the clock runs, every kernel and copy that is issued to a stream of "sim" gets a start and
 an end in virtual seconds. It starts after the operations before it on its stream, after the events that its stream has
-waited for, and not before its issue on the host; it takes the time that `Costs` gives. Launches cost the host no time.
+waited for, and not before its issue on the host; it takes the time that `Costs` gives. Launches cost the host
+`launch_s`, which is nothing unless it is given.
 The host waits where it would with CUDA: for blocking copies, for copies from and to memory that is not page-locked,
 for `.item()`, and where it synchronizes.
 
@@ -10,7 +11,8 @@ for `.item()`, and where it synchronizes.
   convolutions, attention). All others cost nothing, and kernels on different streams do not slow each other down.
 - Copies between host and device run one at a time in each direction, in the order in which they are ready; if several
   are ready at once, those of the stream made first run first. So a copy that was issued early and must wait does not
-  delay copies of other streams. Copies on the device cost nothing.
+  delay copies of other streams. Copies on the device cost nothing; those to other devices run one at a time for each
+  device that sends.
 - `torch.optim.Optimizer.step` costs the host the bytes of the host tensors it reads and writes: per parameter that has
   a gradient, the gradient once, and the parameter and its state, except single numbers, twice.
 
@@ -60,12 +62,13 @@ class VirtualClock:
 
     @property
     def tasks(self) -> list[Task]:
-        """The tasks of the lanes "compute", "upload", "download" and "host" by start, except those without length."""
+        """The tasks of all lanes by start, except those without length."""
         with LOCK:
             return self._recorder.schedule.tasks()
 
-    def busy(self, lane: str, start: float = 0.0, end: float = math.inf) -> float:
-        """Return the time between `start` and `end` during which `lane` was busy; simultaneous tasks count once.
+    def busy(self, lane: str, start: float = 0.0, end: float = math.inf, *, device: int = 0) -> float:
+        """Return the time between `start` and `end` during which `lane` of a device was busy; simultaneous tasks count
+        once.
 
         Raises:
             ValueError: there is no such lane.
@@ -74,7 +77,7 @@ class VirtualClock:
             raise ValueError(f"lane must be one of {', '.join(LANES)} (got {lane!r}); name one of them")
         total, reached = 0.0, start
         for task in self.tasks:
-            if task.lane == lane:
+            if task.lane == lane and task.device == device:
                 total += max(0.0, min(task.end, end) - max(task.start, reached))
                 reached = max(reached, task.end)
         return total

@@ -16,10 +16,9 @@ import torch
 
 from hf_l2l.testing import sim_host
 from hf_l2l.testing.sim_host import overlap
-from hf_l2l.testing.sim_memory import ACCOUNT, Block
+from hf_l2l.testing.sim_memory import Block, MemoryAccount
 from hf_l2l.testing.sim_race import (
     CURRENT,
-    DEFAULT_LINE,
     FREED,
     LOCK,
     ORDER,
@@ -28,6 +27,7 @@ from hf_l2l.testing.sim_race import (
     Touch,
     check,
     check_host_reads,
+    merge,
     range_of,
 )
 from hf_l2l.testing.sim_recorder import Running
@@ -93,15 +93,15 @@ class QueuedCopy:
 LANDING = Landing()
 _queue: list[QueuedCopy] = []  # in the order of issue, which every order that waits can ask for respects
 # Bytes of blocks that were freed, and the copies that were queued then on the streams recorded on them.
-_held: list[tuple[int, list[Ticket]]] = []
+_held: list[tuple[MemoryAccount, int, list[Ticket]]] = []
 
 
 @contextlib.contextmanager
-def in_order(name: str, touches: list[Touch], host_follows: bool = False) -> Iterator[None]:
-    """Run the block as a kernel of the current stream: after the copies that this has waited for, and checked for
-    races."""
+def in_order(name: str, touches: list[Touch], device: int, host_follows: bool = False) -> Iterator[None]:
+    """Run the block as a kernel of the current stream of the device: after the copies that this has waited for, and
+    checked for races."""
     with LOCK:
-        line = CURRENT.line
+        line = CURRENT.lines[device]
         line.advance(name)
         check(line, touches)
         land(line.clock)
@@ -155,31 +155,46 @@ def host_waits(clock: Clock) -> None:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, views: tuple[torch.Tensor, ...], non_blocking: bool) -> None:
-    """Copy `source` to `target`, one or both on "sim", on the current stream; `views` are both as host tensors."""
+    """Copy `source` to `target`, one or both on "sim", on the current stream; `views` are both as host tensors.
+
+    Between devices, the copy runs on the stream of the source's device, after what the current stream of the other one
+    has been given, which waits for it, as with CUDA.
+    """
     with LOCK:
-        line, crosses = CURRENT.line, source.device != target.device
-        downloads = target.device.type == "cpu"
+        downloads, uploads = target.device.type == "cpu", source.device.type == "cpu"
+        line = CURRENT.lines[target.device.index if uploads else source.device.index]
+        crosses, other = downloads or uploads, None
         ORDER.activate()
+        if source.device != target.device and not crosses:
+            other = CURRENT.lines[target.device.index]
+            other.see_host()
+            merge(line.clock, other.clock)
+            if Running.recorder is not None:
+                Running.recorder.line_waits(line, Running.recorder.mark(other))
         line.advance("aten::copy_")
         # What a blocking copy does to host memory is done when it returns.
         check(
             line,
             [
-                Touch(source, True, False, remember=non_blocking or source.device.type != "cpu"),
+                Touch(source, True, False, remember=non_blocking or not uploads),
                 Touch(target, False, True, remember=non_blocking or not downloads),
             ],
         )
-        if crosses and source.device.type == "cpu" and not source.is_contiguous():
+        if uploads and not source.is_contiguous():
             check_host_reads(source)
-        if crosses and Running.recorder is not None:
+        if (crosses or other is not None) and Running.recorder is not None:
             Running.recorder.copy(line, source, target, non_blocking)
-        if non_blocking and (downloads or line is not DEFAULT_LINE):
+        if other is not None:
+            merge(other.clock, line.clock)
+            if Running.recorder is not None:
+                Running.recorder.line_waits(other, Running.recorder.mark(line))
+        if non_blocking and (downloads or not line.is_default):
             _issue(QueuedCopy(line, source, target, views))
             return
         land(line.clock)
         with torch.inference_mode():
             _do(*views)
-            if non_blocking and source.device.type == "cpu":
+            if non_blocking and uploads:
                 sim_host.watch(views[0], line, line.clock[line.id])
         if crosses and not non_blocking:
             host_waits(line.clock)
@@ -248,14 +263,14 @@ def free(block: Block) -> None:
         FREED[block.stream].extend(a for a in block.history.accesses if a.stream not in safe)
     queued = [c.ticket for c in list(_queue) if c.ticket.waiting and c.line.id in block.recorded]
     if queued:
-        _held.append((block.nbytes, queued))
+        _held.append((block.account, block.nbytes, queued))
     else:
-        ACCOUNT.give_back(block.nbytes)
+        block.account.give_back(block.nbytes)
 
 
 def _give_back_held() -> None:
     for held in list(_held):
-        nbytes, tickets = held
+        account, nbytes, tickets = held
         if not any(t.waiting for t in tickets):
             _held.remove(held)
-            ACCOUNT.give_back(nbytes)
+            account.give_back(nbytes)

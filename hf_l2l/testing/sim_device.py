@@ -11,18 +11,19 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_l2l.testing.sim_devices import GENERATORS, Visible, index_of
+from hf_l2l.testing.sim_devices import current_device as _made_current
 from hf_l2l.testing.sim_host import kept_bytes
-from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_memory import ACCOUNTS
 from hf_l2l.testing.sim_pages import CudaRuntime
-from hf_l2l.testing.sim_random import GENERATOR
+from hf_l2l.testing.sim_race import CURRENT
 from hf_l2l.testing.sim_stream import Event as Event
 from hf_l2l.testing.sim_stream import Stream as Stream
 from hf_l2l.testing.sim_stream import current_stream as current_stream
 from hf_l2l.testing.sim_stream import default_stream as default_stream
-from hf_l2l.testing.sim_stream import device_checked as _check
 from hf_l2l.testing.sim_stream import set_stream as set_stream
 from hf_l2l.testing.sim_stream import stream as stream
-from hf_l2l.testing.sim_stream import synchronize_all
+from hf_l2l.testing.sim_stream import synchronize_device
 
 _Device = torch.device | str | int | None
 
@@ -53,37 +54,36 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """Return 1."""
-    return 1
+    """Return the number of devices that the program sees."""
+    return Visible.count
 
 
 def current_device() -> int:
-    """Return 0."""
-    return 0
+    """Return the index of the current device of this thread."""
+    return CURRENT.device
 
 
 def set_device(device: _Device) -> None:
-    """Accept the only device."""
-    _check(device)
+    """Make a device the current one of this thread."""
+    CURRENT.device = index_of(device)
 
 
 def get_device_name(device: _Device = None) -> str:
     """Return a name for reports."""
-    _check(device)
+    index_of(device)
     return "simulated accelerator"
 
 
 @contextlib.contextmanager
 def device(index: _Device) -> Iterator[None]:
-    """Make `index` the current device; there is only one."""
-    _check(index)
-    yield
+    """Make `index` the current device inside; None changes nothing."""
+    with _made_current(index_of(index)):
+        yield
 
 
 def synchronize(device: _Device = None) -> None:
-    """Make the host wait for every stream."""
-    _check(device)
-    synchronize_all()
+    """Make the host wait for every stream of a device."""
+    synchronize_device(index_of(device))
 
 
 def cudart() -> type[CudaRuntime]:
@@ -97,14 +97,12 @@ def empty_cache() -> None:
 
 def memory_allocated(device: _Device = None) -> int:
     """Return the bytes that live storages hold."""
-    _check(device)
-    return ACCOUNT.live()
+    return ACCOUNTS[index_of(device)].live()
 
 
 def max_memory_allocated(device: _Device = None) -> int:
     """Return the most bytes held at once since `reset_peak_memory_stats`."""
-    _check(device)
-    return ACCOUNT.peak()
+    return ACCOUNTS[index_of(device)].peak()
 
 
 # Nothing is kept between allocations, so what is reserved is what is allocated.
@@ -114,77 +112,79 @@ max_memory_reserved = max_memory_allocated
 
 def reset_peak_memory_stats(device: _Device = None) -> None:
     """Reset the peak to the bytes held now."""
-    _check(device)
-    ACCOUNT.reset_peak()
+    ACCOUNTS[index_of(device)].reset_peak()
 
 
 def memory_stats(device: _Device = None) -> dict[str, int]:
     """Return live and peak bytes under the names that CUDA uses."""
-    _check(device)
-    live, peak = ACCOUNT.live(), ACCOUNT.peak()
+    account = ACCOUNTS[index_of(device)]
+    live, peak = account.live(), account.peak()
     kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")
     return {f"{k}.all.{when}": n for k in kinds for when, n in (("current", live), ("peak", peak))}
 
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
     """Return free and total bytes; without a capacity both are the number of bytes that can be addressed."""
-    _check(device)
-    total = sys.maxsize if ACCOUNT.capacity is None else ACCOUNT.capacity
-    return total - ACCOUNT.live(), total
+    account = ACCOUNTS[index_of(device)]
+    total = sys.maxsize if account.capacity is None else account.capacity
+    return total - account.live(), total
 
 
 def simulated_bytes() -> tuple[int, int]:
     """Return the bytes of host memory that the simulation takes, now and at most.
 
-    They are the device's memory, and the values of downloads that the host may not see yet: a real device would have
+    They are the devices' memory, and the values of downloads that the host may not see yet: a real device would have
     written them where they go.
     """
     now, most = kept_bytes()
-    return ACCOUNT.live() + now, ACCOUNT.peak() + most
+    return sum(a.live() for a in ACCOUNTS) + now, sum(a.peak() for a in ACCOUNTS) + most
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the device's random generator."""
-    GENERATOR.manual_seed(int(seed))
+    """Seed the random generator of the current device."""
+    GENERATORS[CURRENT.device].manual_seed(int(seed))
 
 
-manual_seed_all = manual_seed
+def manual_seed_all(seed: int) -> None:
+    """Seed the random generators of all devices alike."""
+    for generator in GENERATORS:
+        generator.manual_seed(int(seed))
 
 
 def seed() -> None:
-    """Seed the device's random generator from the system's randomness."""
-    GENERATOR.seed()
+    """Seed the random generator of the current device from the system's randomness."""
+    GENERATORS[CURRENT.device].seed()
 
 
-seed_all = seed
+def seed_all() -> None:
+    """Seed the random generators of all devices alike, from the system's randomness."""
+    manual_seed_all(GENERATORS[0].seed())
 
 
 def initial_seed() -> int:
-    """Return the seed given last."""
-    return GENERATOR.initial_seed()
+    """Return the seed given last to the current device."""
+    return GENERATORS[CURRENT.device].initial_seed()
 
 
 def get_rng_state(device: _Device = None) -> torch.Tensor:
     """Return the state of the device's random generator, on the host."""
-    _check(device)
-    return GENERATOR.get_state()
+    return GENERATORS[index_of(device)].get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
     """Set the state of the device's random generator."""
-    _check(device)
-    GENERATOR.set_state(new_state)
+    GENERATORS[index_of(device)].set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the states of the generators of all devices; there is one device."""
-    return [get_rng_state()]
+    """Return the states of the generators of all devices."""
+    return [get_rng_state(index) for index in range(Visible.count)]
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Set the states of the generators of all devices; there is one device."""
-    for state in new_states:
-        set_rng_state(state)
+    """Set the states of the generators of all devices."""
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:

@@ -16,15 +16,13 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from hf_l2l.testing import sim_copies
-from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_devices import GENERATORS, NAME, index_of
+from hf_l2l.testing.sim_memory import ACCOUNTS
 from hf_l2l.testing.sim_pages import made_pinned
 from hf_l2l.testing.sim_race import ORDER, Touch
-from hf_l2l.testing.sim_random import GENERATOR
 from hf_l2l.testing.sim_tensor import (
-    DEVICE_INDEX,
     HOST,
     HOST_KERNELS,
-    NAME,
     host_view,
     is_sim,
     on_sim,
@@ -71,13 +69,15 @@ def _run_without_host_kernel(op: torch._ops.OpOverload, *args: Any, **kwargs: An
         raise NotImplementedError(f"{op} is not available on {NAME}: the host has no kernel for it") from error
 
 
-def _checked_dtype(size: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> torch.dtype:
-    """Return the dtype of a tensor to be made, after checking that its device exists and has memory for it."""
-    if device is not None and device.index not in (None, DEVICE_INDEX):
-        raise RuntimeError(f"invalid device {device}: there is one simulated accelerator, {NAME}:{DEVICE_INDEX}")
+def _checked(size: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> tuple[torch.dtype, int]:
+    """Return the dtype and the device of a tensor to be made, which exists and has memory for it."""
+    try:
+        index = index_of(device)
+    except ValueError as error:
+        raise RuntimeError(f"invalid device {device}: {error}") from None
     dtype = dtype or torch.get_default_dtype()
-    ACCOUNT.refuse_past_capacity(math.prod(size) * dtype.itemsize)
-    return dtype
+    ACCOUNTS[index].refuse_past_capacity(math.prod(size) * dtype.itemsize)
+    return dtype, index
 
 
 def _empty(
@@ -89,9 +89,9 @@ def _empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    dtype = _checked_dtype(size, dtype, device)
+    dtype, index = _checked(size, dtype, device)
     memory_format = memory_format or torch.contiguous_format
-    return on_sim(torch.empty(size, dtype=dtype, device=HOST, memory_format=memory_format))
+    return on_sim(torch.empty(size, dtype=dtype, device=HOST, memory_format=memory_format), index)
 
 
 def _empty_strided(
@@ -103,8 +103,8 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
-    dtype = _checked_dtype(size, dtype, device)
-    return on_sim(torch.empty_strided(size, stride, dtype=dtype, device=HOST))
+    dtype, index = _checked(size, dtype, device)
+    return on_sim(torch.empty_strided(size, stride, dtype=dtype, device=HOST), index)
 
 
 def _resize_(
@@ -116,7 +116,7 @@ def _resize_(
     if math.prod(size) <= room:
         strides = torch.empty(size, device="meta").stride()
         return point_at(tensor, old.as_strided(size, strides))
-    ACCOUNT.refuse_past_capacity(math.prod(size) * old.itemsize)
+    ACCOUNTS[tensor.device.index].refuse_past_capacity(math.prod(size) * old.itemsize)
     grown = torch.empty(size, dtype=old.dtype, device=HOST)
     with _reading(tensor, "aten::resize_"):
         grown.view(-1)[:room].copy_(old.as_strided((room,), (1,)))
@@ -125,7 +125,9 @@ def _resize_(
 
 def _reading(tensor: torch.Tensor, name: str) -> contextlib.AbstractContextManager[None]:
     """Return a context that runs a kernel that reads `tensor` on the current stream."""
-    return sim_copies.in_order(name, [Touch(tensor, True, False)]) if ORDER.active else contextlib.nullcontext()
+    if not ORDER.active:
+        return contextlib.nullcontext()
+    return sim_copies.in_order(name, [Touch(tensor, True, False)], tensor.device.index)
 
 
 def _set_from_storage(tensor: torch.Tensor, source: torch.UntypedStorage, *place: Any) -> torch.Tensor:
@@ -178,10 +180,10 @@ def _to_copy(
         if not x.is_cpu and device == HOST:
             return host_view(x).to(dtype or x.dtype, copy=True)
         if not x.is_cpu and (device is None or device == x.device):
-            return on_sim(host_view(x).to(dtype or x.dtype, copy=True))
+            return on_sim(host_view(x).to(dtype or x.dtype, copy=True), x.device.index)
         if x.is_cpu and x.layout is torch.strided and not (x.is_conj() or x.is_neg()):
-            dtype = _checked_dtype(x.size(), dtype or x.dtype, device)
-            return on_sim(x.to(dtype, copy=True))
+            dtype, index = _checked(x.size(), dtype or x.dtype, device)
+            return on_sim(x.to(dtype, copy=True), index)
     elif non_blocking and device == HOST:
         result = made_pinned(torch.empty_like(x, dtype=dtype, device=device, memory_format=memory_format))
         return result.copy_(x, non_blocking=True)
@@ -199,12 +201,12 @@ def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply dropout as the host does, but with the device's generator, which this host operation cannot take."""
-    host = host_view(x)
+    host, device = host_view(x), x.device.index
     with _reading(x, "aten::native_dropout"):
         if train is False:
-            return on_sim(host.clone()), on_sim(torch.ones_like(host, dtype=torch.bool))
-        kept = torch.empty_like(host, dtype=torch.bool).bernoulli_(1.0 - p, generator=GENERATOR)
-        return on_sim(host.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p))), on_sim(kept)
+            return on_sim(host.clone(), device), on_sim(torch.ones_like(host, dtype=torch.bool), device)
+        kept = torch.empty_like(host, dtype=torch.bool).bernoulli_(1.0 - p, generator=GENERATORS[device])
+        return on_sim(host.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), device), on_sim(kept, device)
 
 
 def _attention(

@@ -1,4 +1,4 @@
-"""Memory account of the simulated accelerator: blocks, bytes in use, and capacity.
+"""Memory accounts of the simulated accelerators: blocks, bytes in use, and capacity.
 
 Each storage on "sim" has one `Block` of the same lifetime, so views are counted once, and bytes are freed with the
 last tensor over them.
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+
+from hf_l2l.testing.sim_race import DEFAULT_LINES, MOST_DEVICES
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -42,7 +44,8 @@ class MemoryAccount:
     takes no lock and only queues its bytes, which are subtracted before the account is read or changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
         self.capacity: int | None = None
         self._lock = threading.Lock()
         self._freed: collections.deque[int] = collections.deque()
@@ -86,8 +89,9 @@ class MemoryAccount:
         self._settle()
         if self.capacity is not None and self._live + nbytes > self.capacity:
             raise torch.OutOfMemoryError(
-                f"the simulated accelerator is out of memory. {nbytes} bytes asked, {self._live} bytes live, "
-                f"capacity {self.capacity} bytes; use a smaller batch or model, or enable it with a larger capacity"
+                f"the simulated accelerator is out of memory. {nbytes} bytes asked, {self._live} bytes live on "
+                f"sim:{self.device}, capacity {self.capacity} bytes; use a smaller batch or model, or enable it with "
+                "a larger capacity"
             )
 
     def _settle(self) -> None:
@@ -95,7 +99,7 @@ class MemoryAccount:
             self._live -= self._freed.popleft()
 
 
-ACCOUNT = MemoryAccount()
+ACCOUNTS = tuple(MemoryAccount(device) for device in range(MOST_DEVICES))
 
 
 def storage_at(pointer: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -103,8 +107,8 @@ def storage_at(pointer: int, nbytes: int, device: torch.device) -> torch.Untyped
     return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(pointer, device, nbytes))
 
 
-def _give_back_at_once(block: Block, give_back: Callable[[int], None] = ACCOUNT.give_back) -> None:
-    give_back(block.nbytes)
+def _give_back_at_once(block: Block) -> None:
+    block.account.give_back(block.nbytes)
 
 
 class Block:
@@ -114,18 +118,20 @@ class Block:
     pointer in the device's storage stays valid.
     """
 
-    __slots__ = ("copies", "history", "host", "nbytes", "on_free", "owner", "recorded", "stream")
+    __slots__ = ("account", "copies", "device", "history", "host", "nbytes", "on_free", "owner", "recorded", "stream")
 
-    def __init__(self, owner: torch.UntypedStorage) -> None:
+    def __init__(self, owner: torch.UntypedStorage, device: int = 0) -> None:
+        self.device = device
         self.nbytes = 0  # nothing to give back if `take` refuses
         # Held by the instance, as module globals may go before the last storage does, when the interpreter ends.
         self.on_free: Callable[[Block], None] = _give_back_at_once
+        self.account = ACCOUNTS[device]
         self.owner = owner
-        ACCOUNT.take(owner.nbytes())
+        self.account.take(owner.nbytes())
         self.nbytes = owner.nbytes()
         self.host: torch.UntypedStorage = self.storage_on(torch.device("cpu"))
         # What streams need to know, see `sim_race` and `sim_copies`.
-        self.stream = 0  # the one it was handed out on
+        self.stream = DEFAULT_LINES[device].id  # the one it was handed out on
         self.history: Any = None
         self.copies: list[Any] = []
         self.recorded: frozenset[int] = frozenset()

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from hf_l2l.testing import sim_device
-from hf_l2l.testing.sim_memory import ACCOUNT
+from hf_l2l.testing.sim_devices import NAME, index_of
+from hf_l2l.testing.sim_memory import ACCOUNTS
 from hf_l2l.testing.sim_pages import is_page_locked, made_pinned
-from hf_l2l.testing.sim_tensor import NAME, sim_storage
+from hf_l2l.testing.sim_tensor import sim_storage
 
 # accelerate, and through it transformers, knows no device called "sim" but takes the one named here.
 DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
@@ -62,8 +63,9 @@ def _make_storages_by_size() -> None:
             return original(cls, *args, **kwargs)
         if kwargs or not all(isinstance(a, int) for a in args):
             raise RuntimeError(f"a storage on {NAME} is made from a number of bytes only; copy into it afterwards")
-        ACCOUNT.refuse_past_capacity(sum(args))
-        return sim_storage(torch.UntypedStorage(*args))
+        index = index_of(device)
+        ACCOUNTS[index].refuse_past_capacity(sum(args))
+        return sim_storage(torch.UntypedStorage(*args), index)
 
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]  # the patch
 
@@ -113,6 +115,10 @@ def _answer_for_torch_accelerator() -> None:
     for module in (torch.accelerator, torch.accelerator.memory):
         setattr(module, "get_memory_info", sim_device.mem_get_info)  # noqa: B010  # absent from older torch
         setattr(module, "synchronize", sim_device.synchronize)  # noqa: B010
+    # torch would count the devices that there may be, and knows no current one.
+    torch.accelerator.device_count = sim_device.device_count
+    torch.accelerator.current_device_index = sim_device.current_device
+    torch.accelerator.set_device_index = sim_device.set_device
 
 
 def _let_transformers_train_in_bf16() -> None:

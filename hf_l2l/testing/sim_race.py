@@ -21,6 +21,7 @@ import torch
 Clock = dict[int, int]  # by stream, the count of its operations up to which something has waited
 
 DEFAULT = 0
+MOST_DEVICES = 8
 
 # Held while an operation is issued and run, so that threads cannot come between its checks and its effect.
 LOCK = threading.RLock()
@@ -72,14 +73,16 @@ def _covers(new: Access, old: Access) -> bool:
 class Line:
     """The operations of one stream, in order: their number, and the clock of the next one."""
 
-    def __init__(self, name: str | None = None) -> None:
-        self.id = next(_ids)
-        self.name = name or (f"sim stream {self.id}" if self.id != DEFAULT else "the default stream")
+    def __init__(self, name: str | None = None, device: int = 0, *, number: int | None = None) -> None:
+        self.id = next(_ids) if number is None else number
+        self.device = device
+        self.is_default = number is not None
+        self.name = name or f"sim stream {self.id}"
         self.clock: Clock = {self.id: 0}
         self.operation = "an operation"  # the name of the last one
         self.running = False  # whether that one is still at work, so that memory handed out is its result's
         self._host_seen = -1
-        ORDER.names[self.id] = self.name
+        ORDER.names[self.id], ORDER.devices[self.id] = self.name, device
         ORDER.issued[self.id] = self.clock[self.id]
 
     def advance(self, name: str) -> int:
@@ -111,12 +114,14 @@ class Order:
         self.host_version = 0
         self.issued: Clock = {}
         self.names: dict[int, str] = {}
+        self.devices: dict[int, int] = {}
 
     def activate(self) -> None:
         """Check every operation from now on."""
         if not self.active:
             self.active = True
-            self.before = DEFAULT_LINE.advance("an operation")
+            for line in DEFAULT_LINES:
+                self.before = line.advance("an operation")
 
     def host_waits(self, clock: Clock) -> None:
         """Order everything that is issued from now on after `clock`."""
@@ -134,17 +139,31 @@ def merge(clock: Clock, other: Clock) -> None:
 # By stream, the uses by other streams of memory that was freed to it.
 FREED: collections.defaultdict[int, collections.deque[Access]] = collections.defaultdict(collections.deque)
 
-_ids = itertools.count(DEFAULT)
+_ids = itertools.count(DEFAULT + 1)
 ORDER = Order()
-DEFAULT_LINE = Line()
+# Their numbers are below those of others.
+DEFAULT_LINES = tuple(
+    Line("the default stream" + (f" of sim:{device}" if device else ""), device, number=-2 * device)
+    for device in range(MOST_DEVICES)
+)
 
 
 class _Current(threading.local):
-    line: Line = DEFAULT_LINE
-    stream: torch.Stream | None = None  # the public object for `line`, None for the default stream
+    """The device of a thread, and its stream on each device; every thread starts on default streams, on the first."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.lines = list(DEFAULT_LINES)
+        self.streams: list[torch.Stream | None] = [None] * MOST_DEVICES
+        """The public objects for `lines`, None for default streams."""
+
+    @property
+    def line(self) -> Line:
+        """The stream of the current device."""
+        return self.lines[self.device]
 
 
-CURRENT = _Current()  # every thread starts on the default stream
+CURRENT = _Current()
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -156,8 +175,9 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     return low, low + (last + 1) * tensor.element_size()
 
 
-def creation(low: int, nbytes: int) -> tuple[int, History]:
-    """Return the current stream and the history of the memory at address `low` that is allocated on it now.
+def creation(low: int, nbytes: int, device: int) -> tuple[int, History]:
+    """Return the current stream of the device and the history of the memory at address `low` that is allocated on it
+    now.
 
     The memory may have been in use until now, so an allocation counts as a write.
 
@@ -165,7 +185,7 @@ def creation(low: int, nbytes: int) -> tuple[int, History]:
         RuntimeError: memory that was freed to this stream, and may be allocated again, is used by another stream.
     """
     with LOCK:
-        line = CURRENT.line
+        line = CURRENT.lines[device]
         if not line.running:
             line.advance("the allocation")
         while FREED[line.id]:
@@ -192,7 +212,8 @@ def history_of(tensor: torch.Tensor, make: bool = True) -> History | None:
         return None
     if block.history is None:
         before = "an operation before the first stream was made"
-        block.history = History(Access(0, sys.maxsize, DEFAULT, ORDER.before, True, before))
+        line = DEFAULT_LINES[block.device]
+        block.history = History(Access(0, sys.maxsize, line.id, ORDER.before, True, before))
     known: History = block.history
     return known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -10,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from hf_l2l.testing.sim_pages import is_page_locked
-from hf_l2l.testing.sim_race import LOCK, Line
+from hf_l2l.testing.sim_race import LOCK, ORDER, Line
 from hf_l2l.testing.sim_schedule import START, Schedule
 
 
@@ -28,11 +29,17 @@ class Costs:
     """Rate of kernels on the device."""
     host_bytes_per_s: float
     """Bandwidth of host memory, for reads and writes together."""
+    peer_bytes_per_s: float = math.inf
+    """What a device sends to others."""
+    launch_s: float = 0.0
+    """Seconds for which the host is busy with each kernel and copy that it launches."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.launch_s < math.inf:
+            raise ValueError(f"launch_s must be a number of seconds (got {self.launch_s}); 0 makes launches free")
         for field in fields(self):
             rate = getattr(self, field.name)
-            if not rate > 0:
+            if field.name != "launch_s" and not rate > 0:
                 raise ValueError(
                     f"{field.name} must be positive (got {rate}); give the rate per second that the machine reaches, "
                     f"or math.inf for work that takes no time"
@@ -92,10 +99,14 @@ class Recorder:
         self._issue(line, "compute", name, flops / self.costs.flop_per_s)
 
     def copy(self, line: Line, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-        """Issue a copy between host and device; the host waits unless it is non-blocking, with page-locked memory."""
-        lane, host = ("upload", source) if source.device.type == "cpu" else ("download", target)
+        """Issue a copy between host and device; the host waits unless it is non-blocking, with page-locked memory. Or
+        between two devices, for which it never waits."""
         # What travels has the target's type and is not a view that repeats elements, as with CUDA.
         num_bytes = target.numel() * target.element_size()
+        if "cpu" not in (source.device.type, target.device.type):
+            self._issue(line, "peer", "aten::copy_", num_bytes / self.costs.peer_bytes_per_s)
+            return
+        lane, host = ("upload", source) if source.device.type == "cpu" else ("download", target)
         self._issue(line, lane, "aten::copy_", num_bytes / self.costs.link_bytes_per_s)
         if not (non_blocking and is_page_locked(host)):
             self.host_waits_for(line)
@@ -121,10 +132,11 @@ class Recorder:
         """Make the host wait for all work issued to `line` so far."""
         self._move_host(self._tail(line))
 
-    def host_waits_for_all(self) -> None:
-        """Make the host wait for all streams."""
-        for node in list(self._tails.values()):
-            self._move_host(node)
+    def host_waits_for_device(self, index: int) -> None:
+        """Make the host wait for all streams of a device."""
+        for line, node in list(self._tails.items()):
+            if ORDER.devices[line] == index:
+                self._move_host(node)
 
     def host_work(self, name: str, seconds: float) -> None:
         """Keep the host busy."""
@@ -138,10 +150,28 @@ class Recorder:
 
     def _issue(self, line: Line, lane: str, name: str, seconds: float) -> None:
         with LOCK:
+            if self.costs.launch_s:
+                host = self.host
+                host.node = self.schedule.add(
+                    *(host.node, host.node),
+                    seconds=self.costs.launch_s,
+                    lane="launch",
+                    name=name,
+                    stream=host.name,
+                    rank=(0, host.name),
+                )
             after = self._tail(line), self.host.node
             if seconds > 0:
                 rank = (line.id, "")
-                node = self.schedule.add(*after, seconds=seconds, lane=lane, name=name, stream=line.name, rank=rank)
+                node = self.schedule.add(
+                    *after,
+                    seconds=seconds,
+                    lane=lane,
+                    name=name,
+                    stream=line.name,
+                    rank=rank,
+                    device=line.device,
+                )
             else:
                 node = self.schedule.join(*after)
             self._tails[line.id] = node

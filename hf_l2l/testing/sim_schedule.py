@@ -10,8 +10,8 @@ import collections
 import heapq
 from typing import NamedTuple
 
-ONE_AT_A_TIME = frozenset({"upload", "download", "host"})  # the link, each way, and the host's memory
-LANES = ("compute", *sorted(ONE_AT_A_TIME))
+ONE_AT_A_TIME = frozenset({"upload", "download", "peer", "host"})  # the links of a device, and the host's memory
+LANES = ("compute", "launch", *sorted(ONE_AT_A_TIME))
 
 START = 0  # the node that stands for the time 0
 
@@ -23,12 +23,13 @@ class Task(NamedTuple):
     """A span of work on a lane, in virtual seconds."""
 
     lane: str
-    """ "compute", "upload", "download" or "host"."""
+    """ "compute", "upload", "download" and "peer" of a device; "host", for its memory, and "launch"."""
     name: str
     start: float
     end: float
     stream: str
     """The name of the stream, or of the host's time ("host" for the time that threads share)."""
+    device: int = 0
 
 
 class _Node(NamedTuple):
@@ -38,6 +39,7 @@ class _Node(NamedTuple):
     name: str = ""
     stream: str = ""
     rank: Rank = (0, "")
+    device: int = 0
 
 
 class Schedule:
@@ -47,13 +49,24 @@ class Schedule:
         self._nodes = [_Node(())]
         self._forget_times()
 
-    def add(self, first: int, second: int, *, seconds: float, lane: str, name: str, stream: str, rank: Rank) -> int:
+    def add(
+        self,
+        first: int,
+        second: int,
+        *,
+        seconds: float,
+        lane: str,
+        name: str,
+        stream: str,
+        rank: Rank,
+        device: int = 0,
+    ) -> int:
         """Record a task that comes after two nodes, and return its number.
 
         If tasks are ready at once on a lane that runs one at a time, the task with the lowest `rank` runs first; among
         tasks of equal rank, the one recorded first.
         """
-        self._nodes.append(_Node(_distinct(first, second), seconds, lane, name, stream, rank))
+        self._nodes.append(_Node(_distinct(first, second), seconds, lane, name, stream, rank, device))
         return len(self._nodes) - 1
 
     def join(self, first: int, second: int) -> int:
@@ -78,7 +91,7 @@ class Schedule:
         """Return all tasks, by start."""
         self._place()
         placed = [
-            Task(node.lane, node.name, self._starts[i], self._ends[i], node.stream)
+            Task(node.lane, node.name, self._starts[i], self._ends[i], node.stream, node.device)
             for i, node in enumerate(self._nodes)
             if node.lane
         ]
@@ -87,8 +100,9 @@ class Schedule:
     def _forget_times(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
-        self._free = dict.fromkeys(ONE_AT_A_TIME, 0.0)
-        self._last: dict[str, _Turn] = {}
+        self._free: dict[tuple[str, int], float] = {}
+        """By lane and device, when it is free."""
+        self._last: dict[tuple[str, int], _Turn] = {}
 
     def _place(self) -> None:
         """Compute times of tasks recorded since the last call; of all tasks if a new one comes before earlier ones."""
@@ -124,11 +138,12 @@ class Schedule:
                 turn = heapq.heappop(turns)
                 i = turn[2]
                 node = self._nodes[i]
-                if turn < self._last.get(node.lane, turn):
+                place = node.lane, node.device
+                if turn < self._last.get(place, turn):
                     return False
-                self._last[node.lane] = turn
-                start = max(turn[0], self._free[node.lane])
-                self._free[node.lane] = start + node.seconds
+                self._last[place] = turn
+                start = max(turn[0], self._free.get(place, 0.0))
+                self._free[place] = start + node.seconds
             self._starts[i], self._ends[i] = start, start + node.seconds
             for j in followers[i]:
                 missing[j] -= 1

@@ -9,7 +9,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hf_l2l.testing import sim_autocast, sim_backward, sim_device, sim_kernels, sim_patches
-from hf_l2l.testing.sim_tensor import DEVICE_INDEX, NAME
+from hf_l2l.testing.sim_devices import NAME, count_several
 
 _once = threading.Lock()
 _started = threading.Event()  # not set where the first backward came too early: every further call then says so too
@@ -23,18 +23,19 @@ def set_up_once() -> torch.device:
             _refuse_other_accelerator()
             guard = sim_backward.DeviceGuard()
             _setup_privateuseone_for_python_backend(NAME, backend_module=sim_device, device_guard=guard)
+            count_several()
             sim_backward.let_exceptions_through()
             library, anything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
             _libraries.extend((library, anything))
             sim_kernels.register(library, anything)
             sim_autocast.register(library, anything)
             sim_patches.apply(library)
-            sim_device.manual_seed(torch.initial_seed())
+            sim_device.manual_seed_all(torch.initial_seed())
         if not _started.is_set():
             _refuse_late_start()
             _started.set()
-        os.environ[sim_patches.DEVICE_VARIABLE] = f"{NAME}:{DEVICE_INDEX}"
-    return torch.device(NAME, DEVICE_INDEX)
+        os.environ[sim_patches.DEVICE_VARIABLE] = f"{NAME}:0"
+    return torch.device(NAME, 0)
 
 
 def _refuse_other_accelerator() -> None:
@@ -51,7 +52,7 @@ def _refuse_late_start() -> None:
     """Run one backward on the device, which also fixes its autograd thread for the process."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            x = torch.ones((), device=torch.device(NAME, DEVICE_INDEX), requires_grad=True)
+            x = torch.ones((), device=torch.device(NAME, 0), requires_grad=True)
             (x * 2).backward()
     except RuntimeError as error:
         raise RuntimeError(

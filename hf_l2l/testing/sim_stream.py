@@ -22,19 +22,11 @@ from typing import Any
 import torch
 
 from hf_l2l.testing import sim_copies
-from hf_l2l.testing.sim_race import CURRENT, DEFAULT_LINE, LOCK, ORDER, Clock, Line, merge
+from hf_l2l.testing.sim_devices import index_of
+from hf_l2l.testing.sim_race import CURRENT, DEFAULT_LINES, LOCK, ORDER, Clock, Line, merge
 from hf_l2l.testing.sim_recorder import Moment, Running
 
 _Device = torch.device | str | int | None
-
-
-def device_checked(device: Any) -> None:
-    """Raise ValueError for a device that is not the simulated one."""
-    if isinstance(device, str):
-        device = torch.device(device)
-    index = device.index if isinstance(device, torch.device) else device
-    if index not in (None, -1, 0) or (isinstance(device, torch.device) and device.type != "sim"):
-        raise ValueError(f"device must be 'sim', 'sim:0', 0 or None, the only one (got {device})")
 
 
 class Event:
@@ -65,7 +57,7 @@ class Event:
             with LOCK:
                 line = _line(stream)
                 merge(line.clock, self._clock)
-                if line is DEFAULT_LINE:  # its kernels run at once
+                if line.is_default:  # its kernels run at once
                     sim_copies.land(line.clock)
                 if Running.recorder is not None:
                     Running.recorder.line_waits(line, self._moment)
@@ -121,7 +113,7 @@ class Stream(torch.Stream):
     """A stream: its operations run in order, and in no order with those of other streams, except after waits.
 
     Args:
-        device: "sim", or None.
+        device: one of the simulated ones; None is the current one.
         priority: ignored.
         name: the name of the stream in errors; by default "sim stream 2" and so on.
     """
@@ -130,14 +122,14 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: _Device = None, priority: int = 0, *, name: str | None = None, **known: Any) -> Stream:
         """Make a new stream; `known` is for the default stream."""
-        device_checked(device)
+        index = index_of(device)
         with LOCK:
             line: Line | None = known.get("line")
             if line is None:
                 ORDER.activate()
-                line = Line(name)
+                line = Line(name, index)
         kind = torch._C._autograd.DeviceType.PrivateUse1.value
-        stream: Stream = super().__new__(cls, stream_id=line.id, device_index=0, device_type=kind)
+        stream: Stream = super().__new__(cls, stream_id=line.id, device_index=line.device, device_type=kind)
         stream._line = line
         return stream
 
@@ -172,14 +164,16 @@ class Stream(torch.Stream):
         return self.record_event().query()
 
     def __enter__(self) -> Stream:
-        """Make this the current stream of the thread."""
-        _entered.before.append(current_stream())
+        """Make this the current stream of the thread, and its device the current one."""
+        _entered.before.append((CURRENT.device, current_stream(self._line.device)))
         set_stream(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Make the previous stream of the thread current again."""
-        set_stream(_entered.before.pop())
+        device, stream = _entered.before.pop()
+        set_stream(stream)
+        CURRENT.device = device
 
     def __repr__(self) -> str:
         return f"<torch.sim.Stream {self.name!r}>"
@@ -187,54 +181,56 @@ class Stream(torch.Stream):
 
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.before: list[Stream] = []
+        self.before: list[tuple[int, Stream]] = []
 
 
 _entered = _Entered()
-_default: list[Stream] = []  # made when first asked for: torch must know the device by then
+_default: dict[int, Stream] = {}  # made when first asked for: torch must know the device by then
 
 
 def default_stream(device: _Device = None) -> Stream:
     """Return the stream on which every thread starts."""
-    device_checked(device)
+    index = index_of(device)
     with LOCK:
-        if not _default:
-            _default.append(Stream(line=DEFAULT_LINE))
-    return _default[0]
+        if index not in _default:
+            _default[index] = Stream(line=DEFAULT_LINES[index])
+    return _default[index]
 
 
 def current_stream(device: _Device = None) -> Stream:
-    """Return the stream to which this thread issues its operations."""
-    device_checked(device)
-    current = CURRENT.stream
-    return current if isinstance(current, Stream) else default_stream()
+    """Return the stream to which this thread issues its operations on a device."""
+    index = index_of(device)
+    current = CURRENT.streams[index]
+    return current if isinstance(current, Stream) else default_stream(index)
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make `stream` the current one of this thread; None changes nothing."""
+    """Make `stream` the current one of this thread, and its device, too; None changes nothing."""
     if stream is not None:
-        CURRENT.line, CURRENT.stream = stream._line, stream
+        device = CURRENT.device = stream._line.device
+        CURRENT.lines[device], CURRENT.streams[device] = stream._line, stream
 
 
 @contextlib.contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
     """Make `stream` the current one of this thread inside; None changes nothing."""
-    before = current_stream()
-    set_stream(stream)
-    try:
+    if stream is None:
         yield
-    finally:
-        set_stream(before)
+        return
+    with stream:
+        yield
 
 
-def synchronize_all() -> None:
-    """Make the host wait for every stream."""
+def synchronize_device(index: int) -> None:
+    """Make the host wait for every stream of a device."""
     if ORDER.active:
         with LOCK:
-            sim_copies.host_waits(ORDER.issued)
-            ORDER.issued.clear()
+            of_device = {line: count for line, count in ORDER.issued.items() if ORDER.devices[line] == index}
+            sim_copies.host_waits(of_device)
+            for line in of_device:
+                del ORDER.issued[line]
             if Running.recorder is not None:
-                Running.recorder.host_waits_for_all()
+                Running.recorder.host_waits_for_device(index)
 
 
 @contextlib.contextmanager

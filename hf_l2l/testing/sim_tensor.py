@@ -16,14 +16,12 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from hf_l2l.testing.sim_copies import free, in_order
+from hf_l2l.testing.sim_devices import GENERATORS, NAME, empty_on, index_of
 from hf_l2l.testing.sim_flops import flops_of
 from hf_l2l.testing.sim_memory import Block, storage_at
 from hf_l2l.testing.sim_race import CURRENT, ORDER, Touch, creation
-from hf_l2l.testing.sim_random import GENERATOR
 from hf_l2l.testing.sim_recorder import Running
 
-NAME = "sim"
-DEVICE_INDEX = 0
 HOST = torch.device("cpu")
 HOST_KERNELS = DispatchKeySet(DispatchKey.CPU)
 # A kernel runs below the autocast of "sim"; the host's own autocast must not cast inside it either.
@@ -105,47 +103,62 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(view) if tensor.is_neg() else view
 
 
-def sim_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return the storage on "sim" over the memory of `host`; the same one as long as it lives."""
+def sim_storage(host: torch.UntypedStorage, device: int) -> torch.UntypedStorage:
+    """Return the storage on a device over the memory of `host`; the same one as long as it lives."""
     known: weakref.ref[torch.UntypedStorage] | None = getattr(host, "_sim", None)
     storage = known() if known is not None else None
     if storage is None:
-        block = Block(host)
+        block = Block(host, device)
         if ORDER.active:
             block.on_free = free
-            block.stream, block.history = creation(host.data_ptr(), host.nbytes())
-        storage = block.storage_on(torch.device(NAME, DEVICE_INDEX))
+            block.stream, block.history = creation(host.data_ptr(), host.nbytes(), device)
+        storage = block.storage_on(torch.device(NAME, device))
         # The storage keeps its Python object, and with it the block, for as long as any tensor uses it.
         storage._block = block  # type: ignore[attr-defined]  # storages take attributes
         block.host._sim = weakref.ref(storage)  # type: ignore[attr-defined]  # found again when an output is a view
     return storage
 
 
-def on_sim(host: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on "sim" over the memory of the host tensor `host`."""
+def on_sim(host: torch.Tensor, device: int) -> torch.Tensor:
+    """Return a tensor on a device over the memory of the host tensor `host`."""
     host = host.resolve_conj().resolve_neg()
-    tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)
-    return point_at(tensor, host)
+    return point_at(empty_on(device, host.dtype), host)
 
 
 def point_at(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
     """Give `tensor`, which is on "sim", the memory and the shape of `host`."""
-    storage = sim_storage(host.untyped_storage())
+    storage = sim_storage(host.untyped_storage(), tensor.device.index)
     place = (host.storage_offset(), host.size(), host.stride())
     result: torch.Tensor = _set_storage.redispatch(HOST_KERNELS, tensor, storage, *place)
     return result
 
 
 def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run `op`, which has tensors on "sim", by the host's kernel, on the current stream."""
+    """Run `op`, which has tensors on "sim", by the host's kernel, on the current stream of their device."""
     facts = facts_of(op)
+    touches = list(_touches(facts, args, kwargs))
+    device = _device_of(facts, touches, kwargs)
     if not ORDER.active:
-        return _run(op, facts, args, kwargs)
-    with in_order(facts.name, list(_touches(facts, args, kwargs)), facts.tells_host):
-        out = _run(op, facts, args, kwargs)
+        return _run(op, facts, args, kwargs, device)
+    with in_order(facts.name, touches, device, facts.tells_host):
+        out = _run(op, facts, args, kwargs, device)
         if Running.recorder is not None:
-            Running.recorder.kernel(CURRENT.line, facts.name, flops_of(op, args, kwargs, out))
+            Running.recorder.kernel(CURRENT.lines[device], facts.name, flops_of(op, args, kwargs, out))
         return out
+
+
+def _device_of(facts: Facts, touches: Sequence[Touch], kwargs: dict[str, Any]) -> int:
+    """Return the index of the device of all tensors, or of the one that is asked for."""
+    if not touches:
+        return index_of(kwargs.get("device"))
+    device: int = touches[0].tensor.device.index
+    for touch in touches:
+        if touch.tensor.device.index != device:
+            raise RuntimeError(
+                f"{facts.name}: expected all tensors to be on the same device, but found {NAME}:{device} and "
+                f"{touch.tensor.device}; move one of them first"
+            )
+    return device
 
 
 def _touches(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Touch]:
@@ -159,7 +172,7 @@ def _touches(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Itera
                 yield Touch(tensor, reads, writes)
 
 
-def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], device: int) -> Any:
     to_host = functools.partial(_to_host, facts=facts)
     host_args = [to_host(a) for a in args]
     host_kwargs = {name: to_host(a) for name, a in kwargs.items()}
@@ -168,24 +181,24 @@ def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs:
     if facts.resizes:
         host_kwargs.update({k: torch.empty(0, dtype=t.dtype, device=HOST) for k, t in _unshaped(facts, kwargs)})
     with torch._C._ExcludeDispatchKeyGuard(_HOST_AUTOCAST):
-        out = _call(op, facts, host_args, host_kwargs)
+        out = _call(op, facts, host_args, host_kwargs, device)
     if facts.resizes:
         for place in facts.writes:
             _follow_resize(_argument(place, args, kwargs), _argument(place, host_args, host_kwargs))
     if len(facts.returns) == 1:
         place_of_result = facts.returns[0]
-        return _from_host(out) if place_of_result is None else _argument(place_of_result, args, kwargs)
+        return _from_host(out, device) if place_of_result is None else _argument(place_of_result, args, kwargs)
     if not facts.returns:
         return None
     return tuple(
-        _from_host(x) if place is None else _argument(place, args, kwargs)
+        _from_host(x, device) if place is None else _argument(place, args, kwargs)
         for x, place in zip(out, facts.returns, strict=True)
     )
 
 
-def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict[str, Any], device: int) -> Any:
     if facts.generator is not None:
-        _give_generator(facts, args, kwargs)
+        _give_generator(facts, args, kwargs, GENERATORS[device])
     elif facts.rounds_once and args[0].dtype in _HALVES:
         dtype = args[0].dtype
         wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in _HALVES else a for a in args]
@@ -196,7 +209,7 @@ def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict
     return op(*args, **kwargs)
 
 
-def _give_generator(facts: Facts, args: list[Any], kwargs: dict[str, Any]) -> None:
+def _give_generator(facts: Facts, args: list[Any], kwargs: dict[str, Any], generator: torch.Generator) -> None:
     place = facts.generator
     given = _argument(place, args, kwargs)
     if given is not None:
@@ -205,9 +218,9 @@ def _give_generator(facts: Facts, args: list[Any], kwargs: dict[str, Any]) -> No
             f"torch.{NAME}, or draw on the host and move the result"
         )
     if isinstance(place, int) and place < len(args):
-        args[place] = GENERATOR
+        args[place] = generator
     else:
-        kwargs["generator"] = GENERATOR
+        kwargs["generator"] = generator
 
 
 def _argument(place: Place | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -256,8 +269,8 @@ def _follow_resize(target: Any, host: Any) -> None:
         point_at(target, host)
 
 
-def _from_host(x: Any) -> Any:
-    return _each_tensor(on_sim, x)
+def _from_host(x: Any, device: int) -> Any:
+    return _each_tensor(functools.partial(on_sim, device=device), x)
 
 
 def _each_tensor(fn: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:

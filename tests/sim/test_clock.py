@@ -663,7 +663,7 @@ def test_busy_counts_within_an_interval_and_once():
     assert clock.busy("compute", 2, 2.5) == 0.5
     assert clock.busy("host", end=4) == 4
     assert clock.busy("upload") == 0
-    with pytest.raises(ValueError, match="compute, download, host, upload"):
+    with pytest.raises(ValueError, match="compute, launch, download, host, peer, upload"):
         clock.busy("link")
 
 
@@ -718,7 +718,7 @@ def test_without_a_clock_nothing_is_counted(monkeypatch):
     def forbidden(*args: object) -> None:
         raise AssertionError("counted")
 
-    for name in ("kernel", "copy", "mark", "line_waits", "host_waits", "host_waits_for", "host_waits_for_all"):
+    for name in ("kernel", "copy", "mark", "line_waits", "host_waits", "host_waits_for", "host_waits_for_device"):
         monkeypatch.setattr(sim_recorder.Recorder, name, forbidden)
     monkeypatch.setattr(sim_tensor, "flops_of", forbidden)
     side, target = torch.sim.Stream(), device_bytes()

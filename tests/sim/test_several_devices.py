@@ -1,0 +1,242 @@
+"""Several simulated accelerators: each has memory, streams, links and a generator. Peer copies have CUDA's order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock
+
+N = 64
+
+
+@pytest.fixture(autouse=True)
+def _four() -> Iterator[None]:
+    enable_simulated_accelerator(devices=4)
+    yield
+    torch.sim.set_device(0)
+    enable_simulated_accelerator()
+
+
+def square(device: str) -> torch.Tensor:
+    return torch.ones(N, N, device=device)
+
+
+def test_a_tensor_is_where_it_was_asked_for():
+    for index in range(4):
+        made = [
+            torch.zeros(3, device=f"sim:{index}"),
+            torch.arange(3, device=f"sim:{index}"),
+            torch.randn(2).to(index),
+        ]
+        assert {t.device for t in made} == {torch.device("sim", index)}
+        assert (made[0] + 1).device == made[0].new_empty(5).device == made[0].bool().device == made[0].device
+    with torch.sim.device(2):
+        assert torch.empty(1, device="sim").device.index == torch.sim.current_device() == 2
+    assert torch.empty(1, device="sim").device.index == 0
+    assert torch.sim.device_count() == torch.accelerator.device_count() == 4
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+)
+def test_every_dtype_is_on_every_device(dtype):
+    source = torch.tensor([0, 1, 1]).to(dtype)
+    moved = source.to("sim:1").to("sim:3")
+    assert moved.device == torch.device("sim:3") and moved.cpu().equal(source)
+
+
+@pytest.mark.parametrize("device", ["sim:4", "sim:7"])
+def test_a_device_that_is_not_seen_is_refused(device):
+    with pytest.raises(RuntimeError, match=f"invalid device {device}.* an index below 4"):
+        torch.empty(1, device=device)
+    with pytest.raises(ValueError, match="an index below 4"):
+        torch.sim.synchronize(device)
+
+
+@pytest.mark.parametrize("devices", [0, 9, 1.0, True, "2"])
+def test_so_many_devices_cannot_be(devices):
+    with pytest.raises(ValueError, match="devices must be a whole number from 1 to 8"):
+        enable_simulated_accelerator(devices=devices)
+
+
+def test_an_operation_does_not_mix_devices():
+    with pytest.raises(RuntimeError, match="aten::add.*: expected all tensors to be on the same device.*sim:0.*sim:1"):
+        square("sim:0") + square("sim:1")
+    with pytest.raises(RuntimeError, match="same device"):
+        square("sim:0") + torch.ones((), device="sim:1")  # only a number of the host may be anywhere
+    assert (square("sim:1") + torch.ones(())).device.index == 1
+
+
+def test_gradients_go_back_through_devices_each_in_its_thread():
+    threads: dict[int, str] = {}
+
+    def noted(gradient: torch.Tensor) -> None:
+        threads[gradient.device.index] = threading.current_thread().name
+
+    leaf = torch.randn(N, N, device="sim:0", requires_grad=True)
+    value = leaf
+    for index in (1, 2, 3):
+        value = value.to(f"sim:{index}") * 2
+        value.register_hook(noted)
+    value.sum().backward()
+    assert leaf.grad is not None and leaf.grad.device == leaf.device and leaf.grad.cpu().eq(8).all()
+    assert set(threads) == {1, 2, 3} and len(set(threads.values())) == 3
+
+
+def test_memory_is_counted_for_each():
+    before = [torch.sim.memory_allocated(index) for index in range(4)]
+    kept = torch.ones(1000, device="sim:2")
+    assert [torch.sim.memory_allocated(index) - n for index, n in enumerate(before)] == [0, 0, 4000, 0]
+    free = torch.sim.mem_get_info(1)[0]
+    enable_simulated_accelerator(20_000, devices=4)
+    with pytest.raises(torch.OutOfMemoryError, match="live on sim:1"):
+        torch.empty(6000, device="sim:1")
+    assert free > torch.sim.mem_get_info(1)[0] and torch.empty(3000, device="sim:3").nbytes == 12_000
+    del kept
+    assert torch.sim.memory_allocated(2) == before[2]
+
+
+def test_each_draws_of_its_own_generator():
+    torch.sim.manual_seed_all(5)
+    first, again = (torch.rand(4, device=f"sim:{index}").cpu() for index in (0, 3))
+    assert first.equal(again)
+    state = torch.sim.get_rng_state(1)
+    torch.rand(4, device="sim:0")
+    assert torch.sim.get_rng_state(1).equal(state)
+    torch.nn.functional.dropout(square("sim:1"))
+    assert not torch.sim.get_rng_state(1).equal(state)
+    assert len(torch.sim.get_rng_state_all()) == 4
+
+
+def test_a_module_moves_from_one_to_another():
+    module = torch.nn.Linear(3, 3).to("sim:1")
+    weight = module.weight
+    assert module.to("sim:3").weight is weight and weight.device.index == 3
+
+
+# ---- streams
+
+
+def test_a_stream_has_a_device_which_becomes_the_current_one():
+    side = torch.sim.Stream(device="sim:1", name="one")
+    with side:
+        assert torch.sim.current_device() == 1 and torch.sim.current_stream() == side
+        assert torch.sim.current_stream("sim:0") == torch.sim.default_stream("sim:0")
+    assert torch.sim.current_device() == 0
+    assert torch.sim.default_stream("sim:1") != torch.sim.default_stream("sim:0")
+
+
+def test_kernels_run_on_the_stream_of_the_device_of_their_tensors():
+    side = torch.sim.Stream(device="sim:1", name="side of one")
+    value = square("sim:1")
+    side.wait_stream(torch.sim.default_stream("sim:1"))
+    with side, torch.sim.device(0):
+        value.add_(1)  # the current device is another one
+    with pytest.raises(
+        RuntimeError, match="aten::sum on the default stream of sim:1: read-after-write race.* side of one"
+    ):
+        value.sum()
+    torch.sim.synchronize("sim:0")  # waits for no other device
+    with pytest.raises(RuntimeError, match="read-after-write race"):
+        value.sum()
+    torch.sim.synchronize("sim:1")
+    assert value.sum().item() == 2 * N * N
+
+
+def test_a_peer_copy_follows_and_is_followed_by_the_current_streams_of_both():
+    source = square("sim:0")
+    target = torch.zeros(N, N, device="sim:1")
+    target.add_(1)
+    target.copy_(source, non_blocking=True)
+    assert target.sum().item() == N * N
+    source.zero_()  # the copy has read it
+
+
+def test_a_peer_copy_on_a_side_stream_is_late_and_must_be_waited_for():
+    source, target = square("sim:0"), torch.zeros(N, N, device="sim:1")
+    side, other = torch.sim.Stream(device="sim:0", name="out"), torch.sim.Stream(device="sim:1", name="in")
+    side.wait_stream(torch.sim.default_stream("sim:0"))
+    other.wait_stream(torch.sim.default_stream("sim:1"))
+    before = torch.sim.current_device()
+    with side, other:
+        target.copy_(source, non_blocking=True)
+    assert torch.sim.current_device() == before
+    with pytest.raises(RuntimeError, match="write-after-read race.* out"):
+        source.zero_()
+    with pytest.raises(RuntimeError, match="read-after-write race.* out"):
+        target.sum()
+    torch.sim.default_stream("sim:1").wait_stream(other)  # which has waited for the copy
+    total = target.sum()
+    with pytest.raises(RuntimeError, match="write-after-read race"):
+        source.zero_()
+    torch.sim.default_stream("sim:0").wait_stream(side)
+    source.zero_()
+    assert total.item() == N * N
+
+
+def test_memory_of_one_is_not_used_again_while_another_reads_it():
+    source = square("sim:0")
+    target = torch.empty(N, N, device="sim:1")
+    side = torch.sim.Stream(device="sim:0", name="out")
+    side.wait_stream(torch.sim.default_stream("sim:0"))
+    with side:
+        target.copy_(source, non_blocking=True)
+    del source
+    with pytest.raises(RuntimeError, match="used memory that was freed before it landed"):
+        torch.sim.synchronize("sim:0")
+
+
+# ---- the virtual clock
+
+
+def costs(**options: Any) -> Costs:
+    known = {"link_bytes_per_s": 4.0 * N * N, "flop_per_s": 2.0 * N**3, "host_bytes_per_s": 1e12}
+    return Costs(**{**known, **options})
+
+
+def test_devices_compute_at_the_same_time():
+    values = [square(f"sim:{index}") for index in range(4)]
+    with virtual_clock(costs()) as clock:
+        for value in values:
+            value @ value
+        assert clock.end == 1
+        assert [clock.busy("compute", device=index) for index in range(4)] == [1, 1, 1, 1]
+
+
+def test_each_has_a_link():
+    host = [torch.ones(N, N).pin_memory() for _ in range(2)]
+    with virtual_clock(costs()) as clock:
+        for index, value in enumerate(host):
+            with torch.sim.Stream(device=index):
+                value.to(f"sim:{index}", non_blocking=True)
+        assert clock.end == 1
+        assert [clock.busy("upload", device=index) for index in range(3)] == [1, 1, 0]
+        torch.sim.synchronize("sim:0")
+        torch.sim.synchronize("sim:1")
+
+
+def test_a_peer_copy_takes_the_time_of_its_bytes():
+    value = square("sim:0")
+    with virtual_clock(costs(peer_bytes_per_s=2.0 * N * N)) as clock:
+        squared = value @ value
+        first, second = squared.to("sim:1"), squared.to("sim:2")  # one after the other: one device sends both
+        first @ first
+        second @ second
+        assert clock.end == 1 + 4 + 1
+        assert clock.busy("peer") == 4 and clock.busy("peer", device=1) == 0
+        assert clock.now == 0, "the host waits for none of it"
+
+
+def test_launches_take_time_of_the_host():
+    value = square("sim:0")
+    with virtual_clock(costs(launch_s=0.25, flop_per_s=1e30)) as clock:
+        for _ in range(8):
+            value @ value
+        assert clock.now == 2 and clock.busy("launch") == 2
+    with pytest.raises(ValueError, match="launch_s must be a number of seconds"):
+        costs(launch_s=-1.0)
