@@ -35,6 +35,7 @@ FLOORS: dict[str, set[str]] = {
     "report": TORCH,
     "eps": TORCH,
     "stash": TORCH,
+    "pipeline": set(),
     "engine": TORCH,
     "shapes": TORCH,
     "plan": TORCH,

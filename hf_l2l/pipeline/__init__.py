@@ -1,0 +1,1 @@
+"""Several devices in one process: the modular pipeline of layered gradient accumulation, over streamed layers."""
