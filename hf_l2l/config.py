@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import Field, dataclass, field, fields
@@ -183,9 +183,11 @@ class L2LConfig(OptionNames):
         "`kept_graphs`, `device_stash`), from one layer at a time to the whole model. Options that are set stay as "
         'they are. None, or "off", chooses nothing. Where layers run on the CPU, it changes nothing.',
     )
-    device: torch.device | str | None = _described(
+    device: torch.device | str | None | Sequence[torch.device | str] = _described(
         None,
-        "The execution device, of any torch device type. None takes the current accelerator, or the CPU without one.",
+        "The execution device, of any torch device type. None takes the current accelerator, or the CPU without one. "
+        "Of several, each executes the layers in turn, with all micro-batches of a layer (modular pipeline; "
+        "arXiv:2106.02679, section 4), and the first one what is not in a layer.",
     )
     prefetch: bool = _described(
         True,
@@ -248,8 +250,16 @@ class L2LConfig(OptionNames):
         check_budget(self.device_memory_budget, option("device_memory_budget"))
         if self.device_memory_budget == "off":
             object.__setattr__(self, "device_memory_budget", None)
-        if self.device is not None:
-            stream.check_device_name(self.device)
+        if isinstance(self.device, list | tuple):
+            object.__setattr__(self, "device", tuple(self.device))  # so that equal ones are equal
+            if not self.device:
+                raise ValueError(
+                    f"{option('device')} must name at least one device (got none); leave it out for the current "
+                    "accelerator"
+                )
+        for each in self.device if isinstance(self.device, tuple) else (self.device,):
+            if each is not None:
+                stream.check_device_name(each)
         if self.layer_classes is not None:
             check_layer_classes(self.layer_classes, option("layer_classes"))
             object.__setattr__(self, "layer_classes", tuple(self.layer_classes))

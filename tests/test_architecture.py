@@ -36,6 +36,7 @@ FLOORS: dict[str, set[str]] = {
     "eps": TORCH,
     "stash": TORCH,
     "pipeline": set(),
+    "device": TORCH,
     "engine": TORCH,
     "shapes": TORCH,
     "plan": TORCH,

@@ -20,14 +20,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hf_l2l.engine.device_weights import uploaded
+from hf_l2l.device.device_weights import uploaded
+from hf_l2l.device.layer_device import LayerDevice
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
-from hf_l2l.rows.host_rows import Passing, host_of, uploaded_rows
-from hf_l2l.runtime import compute_state
+from hf_l2l.rows.host_rows import Passing, host_of
+from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
 
@@ -45,12 +46,17 @@ class LayerCall:
     """The arguments, flattened; tensors are replaced by None."""
     tensor_positions: list[int]
     spec: pytree.TreeSpec
-    device: torch.device
+    at: LayerDevice
+    """The device that it runs on, and what belongs to it."""
     autocast: AutocastState
     copies: Copies
     input_shapes: list[torch.Size]
+    needed: list[bool]
+    """Per tensor argument, whether it requires a gradient."""
     before: LayerCall | None = None
     """The previous call, which is the next one of the backward sweep."""
+    before_here: LayerCall | None = None
+    """The previous call on this device."""
     fetched_in_forward: MasterUnit | None = None
     """The layer that is uploaded while this one computes in the forward sweep."""
     fetched_in_backward: MasterUnit | None = None
@@ -74,7 +80,9 @@ class LayerCall:
     """The graph of its forward, until the node of the call takes it."""
     captured_keys: tuple[str, ...] | None = None
     passing: Passing | None = None
-    """How its output passes through host memory; None: it stays on the device."""
+    """How its output passes through host memory; None: it stays on a device."""
+    way: tuple[torch.device, Passing | None] | None = None
+    """With several devices, the one that computes what comes next, to which the output passes, and how."""
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
     """The outputs, flattened; tensors are replaced by None."""
@@ -89,14 +97,21 @@ class LayerCall:
         forward: Callable[..., Any],
         arguments: list[Any],
         spec: pytree.TreeSpec,
-        device: torch.device,
+        at: LayerDevice,
         copies: Copies,
     ) -> LayerCall:
         """Record a call with these flattened arguments, under the current autocast settings."""
         positions = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments]
         shapes = [arguments[i].shape for i in positions]
-        return cls(unit, forward, static, positions, spec, device, AutocastState.current(device), copies, shapes)
+        needed = [arguments[i].requires_grad for i in positions]
+        autocast = AutocastState.current(at.device)
+        return cls(unit, forward, static, positions, spec, at, autocast, copies, shapes, needed)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it runs on."""
+        return self.at.device
 
     @property
     def layer(self) -> nn.Module:
@@ -163,17 +178,45 @@ class LayerCall:
         rows = self.input_rows(tensors, self.ubatches[turn])
         return rows if turn == 0 else [t for t, dim in zip(rows, self.input_dims, strict=True) if dim is not None]
 
-    def passes_on(self, split: Split, number: int, out: torch.Tensor, ubatch: Ubatch) -> bool:
-        """Whether output `number`, of which `out` has the rows of `ubatch`, passes to the next layer through host
-        memory: it has rows along its first dimension, and is like a tensor that this layer was given."""
-        if self.passing is None or split.outputs.dims[number] != 0:
-            return False
-        whole = torch.Size(split.all_rows(out, number, ubatch))
-        if whole.numel() * out.element_size() < self.passing.fewest_bytes:
-            return False
-        return any(
-            dim == 0 and shape == whole for dim, shape in zip(split.inputs.dims, self.input_shapes, strict=True)
-        )
+    def way_of(
+        self, split: Split, number: int, shape: Sequence[int], itemsize: int
+    ) -> tuple[torch.device | None, Passing | None]:
+        """Where output `number`, with rows and of this `shape`, goes, None if it stays on the device, and how.
+
+        It passes to the next layer, through host memory or directly, if its rows are along the first dimension, and it
+        is like a tensor that this layer was given. Other outputs are for the code of the model.
+        """
+        dims, whole = split.inputs.dims, torch.Size(shape)
+        pairs = zip(dims, self.input_shapes, strict=True)
+        passes = split.outputs.dims[number] == 0 and any(dim == 0 and each == whole for dim, each in pairs)
+        if passes and self.passing is not None and whole.numel() * itemsize >= self.passing.fewest_bytes:
+            return stream.HOST, self.passing
+        if self.way is None:
+            return None, None
+        return self.way if passes else (self.at.first, None)
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Its tensor arguments, with all rows, where its device finds them."""
+        return [self.at.given(t, self.cut_input(number)) for number, t in enumerate(tensors)]
+
+    def given_back(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of its outputs, with all rows, where its device finds them."""
+        found = enumerate(gradients)
+        return [None if t is None else self.at.given(t, self.cut_output(number)) for number, t in found]
+
+    def cut_input(self, number: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+        """What cuts something like tensor argument `number` into ubatches."""
+        split = self.split
+        if split is None or split.inputs.dims[number] is None:
+            return lambda tensor: [tensor]
+        return lambda tensor: [split.rows_of_input(tensor, number, each) for each in split.ubatches]
+
+    def cut_output(self, number: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+        """What cuts something like output `number` into ubatches."""
+        split = self.split
+        if split is None or split.outputs.dims[number] is None:
+            return lambda tensor: [tensor]
+        return lambda tensor: [split.rows_of_output(tensor, number, each) for each in split.ubatches]
 
     def gradient_rows(self, gradient: torch.Tensor, number: int, ubatch: Ubatch | None) -> torch.Tensor | None:
         """The rows `ubatch` of the gradient of output `number`, where they are; None if it gets none."""
@@ -186,6 +229,11 @@ class LayerCall:
         The layer runs in its own mode, without dropout, so that rows that influence each other in training only are
         found; in evaluation mode if it draws random numbers all the same, which would make equal results differ.
         """
+        with self.at.joined():
+            given = [t.to(self.device) for t in tensors]
+            return [t.to(self.at.first) for t in self._execute_once(given)]
+
+    def _execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
         with (
             torch.no_grad(),
@@ -232,7 +280,7 @@ class LayerCall:
         else:
             yield
 
-    def learn_what_it_keeps(self, tensors: Sequence[torch.Tensor]) -> None:
+    def learn_what_it_keeps(self, sources: Sequence[torch.Tensor]) -> None:
         """Find out which attributes its first forward that trains has written tensors to.
 
         Raises:
@@ -247,8 +295,8 @@ class LayerCall:
         is_read = not self.leaves_tensors_only
         before = KeptState(self.unit.modules)
         if not is_read:
-            some = self.input_rows([host_of(t) for t in tensors], self.ubatches[-1])  # what it has left is of these
-            rows = [uploaded_rows(t, of) for t, of in zip(some, tensors, strict=True)]
+            some = self.input_rows(sources, self.ubatches[-1])  # what it has left is of these
+            rows = [self.at.stash.fetch(t) for t in some]
             found = self.execute_once(rows)
             left.put_back(written)  # as the next call would find it; the program finds it, too
             is_read = not same_results(found, self.execute_once(rows))

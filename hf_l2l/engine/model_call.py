@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import in_whole_backward, without_interception
-from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.device.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.model.batch_dims import NoConsistentSplit

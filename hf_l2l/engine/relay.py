@@ -21,11 +21,12 @@ from torch import nn
 
 from hf_l2l.compat import graph_is_retained, in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
-from hf_l2l.engine.device_weights import DeviceWeights, uploaded
+from hf_l2l.device.device_weights import DeviceWeights, uploaded
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.shell import Shell
-from hf_l2l.engine.slots import GradientSlots, LayerSums, WeightSlots, fetched_in_backward, fetched_in_forward
+from hf_l2l.device.layer_device import LayerDevice, layer_devices
+from hf_l2l.device.slots import LayerSums, WeightSlots, fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.sweeps import InputGradients, KeptGraph, Tensors, backward_of_graph, backward_sweep, forward_sweep
 from hf_l2l.eps.masters import MasterUnit
@@ -35,12 +36,11 @@ from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import BOUNDARY, KEPT_GRAPHS, KEPT_WEIGHTS, MASK, RESIDENT, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
-from hf_l2l.rows.host_rows import HostRows, host_of, made_real
+from hf_l2l.rows.host_rows import HostRows, made_real
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
 from hf_l2l.stash.boundary import Boundary
-from hf_l2l.stash.stash import Stash
 from hf_l2l.stash.tiers import Tiers
 
 
@@ -56,17 +56,19 @@ class _RelayNode(torch.autograd.Function):
         ctx: Any, call: LayerCall, relay: Relay, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.from_host = [host_of(t) is not t for t in tensors]
+        ctx.places = [call.at.gradient_place(t) for t in tensors]
         ctx.call, ctx.relay = call, relay
-        with relay.stashing(call, tensors) as kept:
+        sources = call.given(tensors)
+        with call.at.running(draws=False), relay.stashing(call, sources) as kept:
             call.remember(kept)
             relay.eps.ledger.on_device.holds(STASH, made_real(kept))
             ctx.save_for_backward(*kept)
             relay.eps.expect(call.unit)
             # Autograd itself finds out changes of arguments that get a gradient.
-            given = [t for t in tensors if t.is_floating_point() and not t.requires_grad]
+            pairs = zip(sources, call.needed, strict=True)
+            given = [t for t, needed in pairs if t.is_floating_point() and not needed]
             before = _versions(given)
-            outputs = relay.forward(call, tensors, for_backward=True)
+            outputs = relay.forward(call, sources, for_backward=True)
             ctx.graph, call.graph = call.graph, None
             ctx.has_changed_arguments = _versions(given) != before
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
@@ -89,30 +91,32 @@ class _RelayNode(torch.autograd.Function):
                     f"the changed ones (got a {type(ctx.call.layer).__name__} that does); make it change a copy, or "
                     "train this model without L2L"
                 )
-            inputs = InputGradients(
-                ctx.call, ctx.relay.stash, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.from_host, gradients
-            )
+            there = ctx.call.given_back(gradients)
+            inputs = InputGradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.places, there)
             graph = ctx.graph
             ctx.graph = graph if graph_is_retained() else None
-            ctx.relay.backward(ctx.call, inputs, gradients, graph)
-            memory.holds(BOUNDARY, made_real(inputs.total))
-        return None, None, None, *inputs.total
+            found = ctx.relay.backward(ctx.call, inputs, there, graph)
+            memory.holds(BOUNDARY, made_real(found))
+        return None, None, None, *found
 
 
 class Relay:
     """Runs the layers of one model, each call through all its ubatches."""
 
-    def __init__(self, config: L2LConfig, device: torch.device, eps: EagerParamServer, shell: Shell) -> None:
-        self.device = device
+    def __init__(
+        self, config: L2LConfig, devices: Sequence[torch.device], eps: EagerParamServer, shell: Shell
+    ) -> None:
+        """Layers run on `devices` in turn; the first one runs the non-layer modules, too."""
+        device = self.device = devices[0]
         self.eps = eps
         self.shell = shell
         self.prefetch = config.prefetch
         stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
         tiers = Tiers(config, device, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
-        self.stash = Stash(tiers, device)
+        self.devices = layer_devices(config, devices, eps, tiers, shell.lane)
+        self.stash = self.devices[0].stash
         self.boundary = Boundary(config, device)
-        self._slots: WeightSlots | None = None
-        self._gradient_slots = GradientSlots(device, config.gradient_slots, eps.masters)
+        shell.runs_plainly = len(devices) == 1
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""
         self.cuts = shell.cuts
@@ -121,7 +125,7 @@ class Relay:
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
         eps.ledger.on_device.finds(KEPT_WEIGHTS, self._kept_memory)
         eps.ledger.on_device.finds(RESIDENT, self._copy_memory)
-        eps.ledger.counts(HOST_STASH, self.stash.tiers.host_bytes)
+        eps.ledger.counts(HOST_STASH, tiers.host_bytes)
         eps.ledger.counts(COPIES, self._staged_bytes)
         eps.backwards.call(at_end=self.settle, at_failure=self.settle)
 
@@ -139,7 +143,9 @@ class Relay:
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
-        call = LayerCall.of(self.eps.masters.unit(layer), forward, arguments, spec, self.device, self.eps.copies)
+        unit = self.eps.masters.unit(layer)
+        at = self._device_of(unit, len(root.layer_calls))
+        call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
@@ -167,67 +173,81 @@ class Relay:
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         number, called = len(root.layer_calls), root.layer_calls
+        count = len(self.devices)
         call.fetched_in_forward = self._fetched_after(self._last_time.get(root.module, ()), number, call.layer)
         call.before = called[-1] if called else None
-        if torch.is_grad_enabled():
-            order = self._last_time.get(root.module, self.eps.masters.layers)
-            # What the program does with the last output is a use like those of the model.
-            after = fetched_in_forward(order, number, call.layer)
-            if after is None or not self.eps.masters.unit(after).place.keeps_input:
-                call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
+        call.before_here = next((each for each in reversed(called[-count:]) if each.at is call.at), None)
+        order = self._last_time.get(root.module, self.eps.masters.layers)
+        # What the program does with the last output is a use like those of the model.
+        after = fetched_in_forward(order, number, call.layer)
+        following = None if after is None else self.eps.masters.unit(after)
+        if torch.is_grad_enabled() and (following is None or not following.place.keeps_input):
+            call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
+        if count > 1:
+            next_one = self.devices[0] if following is None else self._device_of(following, number + 1)
+            is_between = self.is_in_forward if following is not None else lambda: False
+            call.way = next_one.device, self.boundary.between_devices(call.layer, is_between)
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
                 tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
-            return self.forward(call, tensors, for_backward=False)
+            return self.forward(call, call.given(tensors), for_backward=False)
         # No backward reaches a layer below the lowest one that trains.
         lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
-        below = fetched_in_backward(called, number, lowest, lambda each: each.unit.place.is_fetched_in_backward)
+        below = fetched_in_backward(called, number, lowest, lambda each: each.unit.place.is_fetched_in_backward, count)
         call.fetched_in_backward = None if below is None else below.unit
         # An output must require a gradient even if no input does (frozen embeddings, LoRA), hence the anchor as input.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
-    def stashing(self, call: LayerCall, tensors: Tensors) -> AbstractContextManager[list[torch.Tensor]]:
+    def stashing(self, call: LayerCall, sources: Tensors) -> AbstractContextManager[list[torch.Tensor]]:
         """Stash the tensor arguments of a call in the block; yields what is stashed, nothing if the graph is kept."""
         if call.unit.place.keeps_input:
-            return nullcontext([] if call.unit.place.keeps_graph else [host_of(t) for t in tensors])
+            return nullcontext([] if call.unit.place.keeps_graph else list(sources))
         # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
-        return self.stash.keeping(tensors, has_rows)
+        return call.at.stash.keeping(sources, has_rows)
+
+    def _device_of(self, unit: MasterUnit, number: int) -> LayerDevice:
+        """The device that runs call number `number`, of `unit`: in turn, but where what stays of the unit is."""
+        stays = unit.place.is_resident or unit.place.keeps_weights
+        return self.devices[(unit.place.number if stays else number) % len(self.devices)]
 
     def is_in_forward(self) -> bool:
         """Whether the model is running, and not the program."""
         return self.shell.call is not None and not self.shell.is_leaving
 
-    def forward(self, call: LayerCall, tensors: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
-        """Run the forward of one layer, overlapped with the upload of the next one."""
+    def forward(self, call: LayerCall, sources: Tensors, *, for_backward: bool) -> list[torch.Tensor]:
+        """Run the forward of one layer, whose tensor arguments are `sources`, overlapped with the upload of the next
+        one of its device."""
         keeps_graph = for_backward and call.unit.place.keeps_graph
         as_recomputed = for_backward and call.draws and not keeps_graph
         with (
             self.shell.one_thread.in_layer(),
-            self._weights(call.unit, requires_grad=as_recomputed or keeps_graph) as weights,
-            self._prefetching(call.fetched_in_forward),
+            call.at.running(draws=True),
+            self._weights(call, requires_grad=as_recomputed or keeps_graph) as weights,
+            self._prefetching(call.at, call.fetched_in_forward),
             self.eps.timeline.computes("forward", call.unit.module),
         ):
             if keeps_graph:
                 call.graph = KeptGraph(weights)
-                outputs = forward_sweep(call, tensors, weights, self.stash, for_backward=True, graph=call.graph)
+                outputs = forward_sweep(call, sources, weights, for_backward=True, graph=call.graph)
                 self.eps.ledger.on_device.enter(KEPT_GRAPHS)
             elif for_backward and not as_recomputed:
-                outputs = self._forward_that_may_draw(call, tensors, weights)
+                outputs = self._forward_that_may_draw(call, sources, weights)
             else:
                 outputs = forward_sweep(
-                    call, tensors, weights, self.stash, for_backward=for_backward, as_recomputed=as_recomputed
+                    call, sources, weights, for_backward=for_backward, as_recomputed=as_recomputed
                 )
+        self._prefetch_late()
         if for_backward and call.unit.keeps.places is None:
-            call.learn_what_it_keeps(tensors)
+            call.learn_what_it_keeps(sources)
         if keeps_graph and call.unit.keeps.places:
             call.warn_of_what_it_keeps()
         return outputs
 
-    def _forward_that_may_draw(self, call: LayerCall, tensors: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:
+    def _forward_that_may_draw(self, call: LayerCall, sources: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:
         """The forward of a layer that has drawn no random numbers so far: under `no_grad`, which takes the least time.
 
         If it draws some now, the sweep is repeated in grad mode, as the recompute runs, and so are all later ones of
@@ -235,21 +255,19 @@ class Relay:
         kernel makes another dropout mask from the same generator state. That a layer draws can be seen from outside;
         which of its functions choose in this way cannot.
         """
-        before = _versions(tensors)
-        outputs = forward_sweep(call, tensors, weights, self.stash, for_backward=True)
+        before = _versions(sources)
+        outputs = forward_sweep(call, sources, weights, for_backward=True)
         drew = next((state for state in call.rng if state is not None), None)
         if drew is None:
             return outputs
         call.unit.drawing_modes.add(call.layer.training)
-        if _versions(tensors) != before:
+        if _versions(sources) != before:
             return outputs  # the layer has written into its arguments, so that this call cannot be repeated
         del outputs  # so that the device holds the outputs of one sweep at a time
-        compute_state.set_rng_state(drew, self.device)  # as at the start: ubatches before it drew nothing
-        with self._weights(call.unit, requires_grad=True) as leaves:
+        compute_state.set_rng_state(drew, call.device)  # as at the start: ubatches before it drew nothing
+        with self._weights(call, requires_grad=True) as leaves:
             # The first sweep has made the writes to buffers.
-            return forward_sweep(
-                call, tensors, leaves, self.stash, for_backward=True, as_recomputed=True, keep_buffers=False
-            )
+            return forward_sweep(call, sources, leaves, for_backward=True, as_recomputed=True, keep_buffers=False)
 
     def backward(
         self,
@@ -257,17 +275,19 @@ class Relay:
         inputs: InputGradients,
         gradients: Sequence[torch.Tensor | None],
         graph: KeptGraph | None,
-    ) -> None:
+    ) -> list[torch.Tensor | None]:
         """Run the backward of one layer, overlapped with the upload of a layer before, and with the download of the
-        gradients of the following one; through `graph` if the layer has kept it."""
+        gradients of the following one; through `graph` if the layer has kept it. Returns the gradients of the layer's
+        tensor arguments."""
         call.check_weights_unchanged()
         # A backward to an intermediate result ends above the layer before.
         fetched = call.fetched_in_backward if any(inputs.needed) else None
         with (
             self.shell.one_thread.in_layer(),
-            self._weights(call.unit, requires_grad=True, graph=graph) as weights,
-            self._prefetching(fetched),
-            self._summing(weights) as sums,
+            call.at.running(draws=False),
+            self._weights(call, requires_grad=True, graph=graph) as weights,
+            self._prefetching(call.at, fetched),
+            self._summing(call, weights) as sums,
             self.eps.timeline.computes("backward", call.unit.module),
         ):
             if graph is None:
@@ -278,62 +298,80 @@ class Relay:
             pairs = zip(call.unit.masters, sums.totals, strict=False)
             summed = [(master, total) for master, total in pairs if total is not None]
             received = [*summed, *weights.take_gradients()]
+            found = inputs.complete()
         # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
-            with RaisedIn("the download of", call.unit.name):
+            with RaisedIn("the download of", call.unit.name), call.at.running(draws=False):
                 with without_interception():  # as in plain torch, what was frozen after the forward gets no gradient
                     received = [(m, total) for m, total in received if m.parameter.requires_grad]
                 # Sums that are in the slot, of every parameter that trains.
                 in_slot = len(received) == len(summed) == len(call.unit.trained)
                 self.eps.receive(received, call.unit, sums.flat if in_slot else None)
-            if summed and sums.flat is not None:
-                self._gradient_slots.leave(self.eps.lane)
+                if summed and sums.flat is not None:
+                    call.at.gradient_slots.leave(self.eps.gradients.lane_of(call.device))
+        return found
 
     def _start_forward(self, root: ModelCall) -> None:
         """Begin the uploads that the call needs first: of its first layer, and of modules before that."""
         root.at_end = self._end_forward
-        self.stash.start_forward()
+        self._settle_copies()
+        for at in self.devices:
+            at.start_forward()
         root.weights.upload_first()
-        units = map(self.eps.masters.unit, self._last_time.get(root.module, ()))
-        first = next((unit for unit in units if not unit.place.is_resident), None)
-        if self._slots is not None:
-            self._slots.forget(self.eps.masters.layer_units)
-            if self.prefetch and first is not None and not first.is_updating:
-                with RaisedIn("the upload of", first.name):
-                    self._slots.prefetch(first)
+        units = [self.eps.masters.unit(layer) for layer in self._last_time.get(root.module, ())]
+        for number, at in enumerate(self.devices):
+            first = next((unit for unit in units[number :: len(self.devices)] if not unit.place.is_resident), None)
+            if at.weight_slots is not None:
+                at.weight_slots.forget(self.eps.masters.layer_units)
+                if self.prefetch and first is not None and not first.is_updating:
+                    with RaisedIn("the upload of", first.name):
+                        at.weight_slots.prefetch(first)
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
         self.settle()
-        if self._slots is not None and self.eps.masters.is_changed_for_call:
-            self._slots.forget(self.eps.masters.layer_units)
+        for at in self.devices:
+            at.forget_given()
+            if at.weight_slots is not None and self.eps.masters.is_changed_for_call:
+                at.weight_slots.forget(self.eps.masters.layer_units)
 
     def _slot_memory(self) -> list[torch.Tensor]:
         """The memory of all slots."""
-        weights = [] if self._slots is None else self._slots.slots
-        return [slot.memory for slot in (*weights, *self._gradient_slots.slots)]
+        found = [slot for at in self.devices for slot in at.gradient_slots.slots]
+        return [slot.memory for slot in (*(slot for each in self._weight_slots() for slot in each.slots), *found)]
+
+    def _weight_slots(self) -> list[WeightSlots]:
+        return [at.weight_slots for at in self.devices if at.weight_slots is not None]
 
     def _staged_bytes(self) -> int:
-        return 0 if self._slots is None else self._slots.staged_bytes
+        return sum(each.staged_bytes for each in self._weight_slots())
 
     def _kept_memory(self) -> list[torch.Tensor]:
-        return [] if self._slots is None else self._slots.kept_memory(copies=False)
+        return [memory for each in self._weight_slots() for memory in each.kept_memory(copies=False)]
 
     def _copy_memory(self) -> list[torch.Tensor]:
-        return [] if self._slots is None else self._slots.kept_memory(copies=True)
+        return [memory for each in self._weight_slots() for memory in each.kept_memory(copies=True)]
 
     def settle(self) -> None:
         """Make the host wait until all copies of layers, and of what passes between them, have finished."""
-        self.stash.settle()
-        if self._slots is not None:
-            self._slots.settle()
+        self._settle_copies()
+        for each in self._weight_slots():
+            each.settle()
+
+    def _settle_copies(self) -> None:
+        for at in self.devices:
+            with at.running(draws=False):
+                at.stash.settle()
+        self.stash.transit.arrivals.settle()
 
     def _fetched_after(self, order: Sequence[nn.Module], number: int, layer: nn.Module) -> MasterUnit | None:
         """The layer to upload while `layer` computes in a forward sweep. It may be updated as long as resident layers
         compute: only the last one before it waits for the update."""
         unit = self.eps.masters.unit
-        fetched = fetched_in_forward(order, number, layer, lambda each: not unit(each).place.is_resident)
-        if fetched is None or (unit(fetched).is_updating and fetched_in_forward(order, number, layer) is not fetched):
+        count = len(self.devices)
+        fetched = fetched_in_forward(order, number, layer, lambda each: not unit(each).place.is_resident, count)
+        direct = fetched_in_forward(order, number, layer, devices=count)
+        if fetched is None or (unit(fetched).is_updating and direct is not fetched):
             return None
         return unit(fetched)
 
@@ -341,34 +379,38 @@ class Relay:
         """Whether the masters of `unit` are where it runs: nothing of it travels."""
         return unit.place.is_resident or stream.shares_host_memory(self.device)
 
-    def _summing(self, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
+    def _summing(self, call: LayerCall, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
         stays = self._stays(weights.unit)
         if stays and not self.eps.copies.precision.is_mixed:
             # Autograd sums the gradients in the leaves, which are where the masters are.
             return nullcontext(LayerSums([], None))
-        return self._gradient_slots.summing(weights, in_slot=not stays)
+        return call.at.gradient_slots.summing(weights, in_slot=not stays)
 
     def _weights(
-        self, unit: MasterUnit, *, requires_grad: bool, graph: KeptGraph | None = None
+        self, call: LayerCall, *, requires_grad: bool, graph: KeptGraph | None = None
     ) -> AbstractContextManager[DeviceWeights]:
-        """The weights of `unit` on the device, in the block; those of a `graph` are leaves of it."""
-        copies = self.eps.copies
-        on_gradient = self._gradient_slots.add
+        """The weights of the layer on its device, in the block; those of a `graph` are leaves of it."""
+        copies, unit = self.eps.copies, call.unit
+        on_gradient = call.at.gradient_slots.add
         if self._stays(unit) and graph is not None:
             return nullcontext(graph.weights)
         if self._stays(unit):
             hook = on_gradient if copies.precision.is_mixed else None
-            weights = uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=hook)
+            weights = uploaded(unit, call.device, copies, requires_grad=requires_grad, on_gradient=hook)
             self.eps.ledger.on_device.holds(RESIDENT, weights.leaves)
             return nullcontext(weights)
-        if self._slots is None:
-            self._slots = WeightSlots(self.eps.masters, self.device, copies, on_gradient, self.shell.lane)
-        return self._slots.weights(unit, requires_grad=requires_grad)
+        return call.at.slots().weights(unit, requires_grad=requires_grad)
 
     @contextmanager
-    def _prefetching(self, unit: MasterUnit | None) -> Iterator[None]:
-        """Upload `unit`, overlapped with the work of another layer, which the block gives to the device."""
-        if self._slots is None or unit is None or not self.prefetch:
+    def _prefetching(self, at: LayerDevice, unit: MasterUnit | None) -> Iterator[None]:
+        """Upload `unit`, overlapped with the work of another layer, which the block gives to its device."""
+        slots, at.ahead = at.weight_slots, None
+        if slots is None or unit is None or not self.prefetch:
+            yield
+            return
+        if len(self.devices) > 1 and unit.is_updating:
+            # Other devices have layers to run whose weights are there: those are given their work first.
+            at.ahead = unit
             yield
             return
         # Inside the block, a layer may make the host wait for the device, so the upload is submitted first. But an
@@ -378,6 +420,15 @@ class Relay:
         if not first:
             yield
         with RaisedIn("the upload of", unit.name):
-            self._slots.prefetch(unit)
+            slots.prefetch(unit)
         if first:
             yield
+
+    def _prefetch_late(self) -> None:
+        """Begin the uploads of layers that were being updated when another layer of their device ran."""
+        for at in self.devices:
+            unit, slots = at.ahead, at.weight_slots
+            if unit is not None and slots is not None and not unit.is_updating:
+                at.ahead = None
+                with RaisedIn("the upload of", unit.name), at.running(draws=False):
+                    slots.prefetch(unit)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import is_compiled, tables_of, version_kept, without_interception
-from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_leaves, uploaded
+from hf_l2l.device.device_weights import DeviceWeights, OnGradient, as_leaves, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
 from hf_l2l.eps.masters import NON_LAYER, MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
@@ -212,6 +212,8 @@ class Shell:
         self.one_thread = OneThread(eps.backwards)
         self._at_start: weakref.WeakMethod[Callable[[ModelCall], None]] | None = None
         self._call: ModelCall | None = None
+        self.runs_plainly = True
+        """Whether a model whose weights are all resident runs as without L2L."""
         self.is_leaving = False
         """True while the return value for the program is made of what the model has returned."""
         self.outer: nn.Module | None = None
@@ -330,7 +332,7 @@ class Shell:
         """Whether a call with so many rows, None if they are not known, runs as without L2L: as one ubatch through
         resident weights, whose layers keep their graphs."""
         is_one = rows is None or len(self.cuts.of(rows)) < 2
-        return is_one and self.eps.masters.runs_plainly and not self.eps.masters.is_changed_for_call
+        return is_one and self.runs_plainly and self.eps.masters.runs_plainly and not self.eps.masters.is_changed_for_call
 
     def _plain_weights(self, module: nn.Module) -> DeviceWeights:
         """The parameters of the non-layer modules themselves, to which autograd adds gradients."""

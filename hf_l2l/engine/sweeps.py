@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from hf_l2l.engine.device_weights import DeviceWeights
+from hf_l2l.device.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.rows.host_rows import HostRows, host_of
@@ -23,9 +23,8 @@ Tensors = Sequence[torch.Tensor]
 
 def forward_sweep(
     call: LayerCall,
-    tensors: Tensors,
+    sources: Tensors,
     weights: DeviceWeights,
-    stash: Stash,
     *,
     for_backward: bool,
     as_recomputed: bool = False,
@@ -36,26 +35,24 @@ def forward_sweep(
 
     Args:
         call: the layer call.
-        tensors: its tensor arguments, with all rows, on the device or in host memory (`HostRows`).
+        sources: its tensor arguments, with all rows, where its device finds them.
         weights: the layer's weights, on the device.
-        stash: uploads rows from host memory, one ubatch ahead, and downloads outputs to it.
         for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
         as_recomputed: run in grad mode, with tensors that require gradients where those of the recompute do.
         keep_buffers: keep what the layer writes into its buffers.
         graph: takes the graph of each ubatch, for a layer that is not to be recomputed.
 
     Returns:
-        The layer's tensor outputs, with all rows; what passes to the next layer is in host memory if the call says so.
+        The layer's tensor outputs, with all rows; what passes to the next layer waits in the memory of the host or of
+        another device if the call says so.
 
     Raises:
         ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
     if for_backward:
         call.versions, call.rng = call.unit.versions(), []
-    joined = _Joined(call, stash)
+    joined, stash = _Joined(call), call.at.stash
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
-    needed = [t.requires_grad for t in tensors]
-    sources = [host_of(t).detach() for t in tensors]
     grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.set_grad_enabled(graph is not None)
     with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:
         for turn, ubatch in enumerate(call.ubatches):
@@ -63,7 +60,7 @@ def forward_sweep(
             rows = [stash.fetch(t) for t in call.input_rows(sources, ubatch)]
             stash.fetch_ahead(call.rows_of_turn(sources, turn + 1))
             if as_recomputed or graph is not None:
-                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, needed, strict=True)]
+                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, call.needed, strict=True)]
             if graph is not None:
                 rows = graph.leaves(rows, call.input_dims)
             outputs = call.execute(rows)
@@ -74,7 +71,7 @@ def forward_sweep(
             if before is not None:
                 call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
             if ubatch is None or call.split is None:
-                return outputs
+                return [joined.whole(out) for out in outputs]
             call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
             joined.add(call.split, outputs, ubatch)
     return joined.tensors
@@ -110,8 +107,8 @@ class KeptGraph:
 class _Joined:
     """The outputs of all ubatches of one call."""
 
-    def __init__(self, call: LayerCall, stash: Stash) -> None:
-        self._call, self._stash = call, stash
+    def __init__(self, call: LayerCall) -> None:
+        self._call, self._stash = call, call.at.stash
         self.tensors: list[torch.Tensor] = []
 
     def add(self, split: Split, outputs: Sequence[torch.Tensor], ubatch: Ubatch) -> None:
@@ -130,11 +127,17 @@ class _Joined:
     def _room(self, split: Split, number: int, out: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
         """An empty tensor for output `number` with all rows."""
         if split.outputs.dims[number] is None:
+            return self.whole(out)
+        shape = split.all_rows(out, number, ubatch)
+        place, passing = self._call.way_of(split, number, shape, out.element_size())
+        return out.new_empty(shape) if place is None else self._stash.room(out, shape, place, passing)
+
+    def whole(self, out: torch.Tensor) -> torch.Tensor:
+        """An output that is not made of rows of several ubatches."""
+        call = self._call
+        if call.way is None:
             return out
-        passing = self._call.passing
-        if passing is not None and self._call.passes_on(split, number, out, ubatch):
-            return self._stash.rows_like(out, split.all_rows(out, number, ubatch)[0], passing)
-        return out.new_empty(split.all_rows(out, number, ubatch))
+        return self._stash.pass_on(out, *(call.way if out.shape in call.input_shapes else (call.at.first, None)))
 
 
 def backward_sweep(
@@ -224,18 +227,17 @@ class InputGradients:
     def __init__(
         self,
         call: LayerCall,
-        stash: Stash,
         kept: Sequence[torch.Tensor],
         needed: Sequence[bool],
-        from_host: Sequence[bool],
+        places: Sequence[torch.device | None],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """`kept` are the tensor arguments in the stash (none of a call that keeps its graph), of which some are
-        `needed` and some came `from_host`, where their gradients go, too; `gradients` are those of the outputs."""
+        `needed`; their gradients go to these `places`, None for the device; `gradients` are those of the outputs."""
         self.call = call
-        self.from_host = from_host
+        self.places = places
         self.gradients = gradients
-        self.stash = stash
+        self.stash = call.at.stash
         self.kept = kept
         self.needed = needed
         self.total: list[torch.Tensor | None] = [None] * len(call.input_dims)
@@ -251,12 +253,14 @@ class InputGradients:
         return [self.shared[i] if i in self.shared else self._leaf(t, i) for i, t in enumerate(rows)]
 
     def fetch_after(self, turn: int) -> None:
-        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the next layer.
+        """Start to upload the rows after ubatch number `turn`: of the next ubatch, or the first of the device's next
+        layer.
 
         What the next layer will upload in its turn of this number is read from disk meanwhile, if it is there.
         """
-        if self.call.before is not None:
-            self.stash.tiers.read_ahead(partial(self.call.before.kept_rows, turn))
+        before = self.call.before_here
+        if before is not None:
+            self.stash.tiers.read_ahead(partial(before.kept_rows, turn))
         if not self.stash.travels:
             return
         count = len(self.call.ubatches)
@@ -266,8 +270,9 @@ class InputGradients:
             rows = [self.call.gradient_rows(each, number, ubatch) for number, each in given if each is not None]
             following = [*self.call.kept_rows(turn + 1), *(each for each in rows if each is not None)]
         else:
-            following = [] if self.call.before is None else self.call.before.kept_rows(0)
-            following += self._first_rows() if turn > 0 else []
+            following = [] if before is None else before.kept_rows(0)
+            # Another device runs the layer before.
+            following += self._first_rows() if turn > 0 and before is self.call.before else []
         self.stash.fetch_ahead(following)
 
     def _first_rows(self) -> list[torch.Tensor]:
@@ -287,10 +292,19 @@ class InputGradients:
             elif leaf.grad is not None or isinstance(self.total[i], HostRows):
                 self._collect_rows(i, leaf, split, ubatch)
 
+    def complete(self) -> list[torch.Tensor | None]:
+        """All gradients, on their way to the places where they go."""
+        found = zip(self.total, self.places, strict=True)
+        return [
+            total if total is None or place is None or isinstance(total, HostRows) else self.stash.pass_on(total, place)
+            for total, place in found
+        ]
+
     def _collect_rows(self, i: int, leaf: torch.Tensor, split: Split, ubatch: Ubatch) -> None:
         whole = self.total[i]
-        if whole is None and self.from_host[i]:
-            whole = self.total[i] = self.stash.rows_like(leaf, self.call.input_shapes[i][0])
+        place = self.places[i]
+        if whole is None and place is not None:
+            whole = self.total[i] = self.stash.room(leaf, self.call.input_shapes[i], place)
             for earlier in split.ubatches[: split.ubatches.index(ubatch)]:
                 rows = split.rows_of_input(host_of(whole), i, earlier)
                 self.stash.send(torch.zeros(rows.shape, dtype=leaf.dtype, device=leaf.device), rows)

@@ -51,6 +51,9 @@ class Gradients:
         self.masters = masters
         self.memory = memory
         self.lane = stream.Lane(device, "download")
+        """Of the first device."""
+        self._lanes = {device: self.lane}
+        """Of each device that layers run on."""
         self.backwards = backwards
         self._arriving: list[Master] = []
         """Masters whose sums are being downloaded in this backward."""
@@ -67,6 +70,16 @@ class Gradients:
         self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
 
+    def lane_of(self, device: torch.device) -> stream.Lane:
+        """The lane that downloads gradients from one of several devices."""
+        if device not in self._lanes:
+            self._lanes[device] = stream.Lane(device, self.lane.row)
+        return self._lanes[device]
+
+    def _submitted(self) -> list[stream.Point]:
+        """The ends of all downloads submitted so far."""
+        return [point for lane in self._lanes.values() if (point := lane.record()) is not None]
+
     @torch.no_grad()
     def receive(self, sums: Sums, unit: MasterUnit | None = None, flat: torch.Tensor | None = None) -> None:
         """Add sums to what `p.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
@@ -79,18 +92,27 @@ class Gradients:
         task = self.backwards.join()
         if task != self._task:
             self._hold_gradients(task)
-        complete = stream.record(self.device)
-        with self.lane.entered(), without_interception():
+        device = sums[0][1].device if sums else self.device
+        complete = stream.record(device)
+        others = [point for point in self._submitted() if point.device != device] if self._adds(sums) else []
+        with self.lane_of(device).entered(), without_interception():
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
-            with stream.span(self.device, "norm" if sums and sums[0][0].is_resident else "download", of):
+            for point in others:  # gradients of the same master come from several devices
+                stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, on=device)
+            with stream.span(device, "norm" if sums and sums[0][0].is_resident else "download", of):
                 if unit is not None and flat is not None and self._receive_layer(sums, unit, flat):
                     totals = sums
                 else:
-                    stream.keep_until_done(self.device, map(itemgetter(1), sums))
+                    stream.keep_until_done(device, map(itemgetter(1), sums))
                     received = [(master, self._receive(master, gradient)) for master, gradient in sums]
                     totals = [(master, total) for master, total in received if total is not None]
-            with stream.span(self.device, "norm", of):
+            with stream.span(device, "norm", of):
                 self._send_norms(totals)
+
+    @staticmethod
+    def _adds(sums: Sums) -> bool:
+        """Whether a sum is added to one that is still being downloaded."""
+        return any([master.arriving is not None for master, _ in sums])
 
     def _hold_gradients(self, task: int) -> None:
         """Hold every gradient that the backward `task` may add to, until it is over: after a failure, the program must
@@ -150,7 +172,7 @@ class Gradients:
             assert room is not None, "checked above"
             master.arriving = room.tensor_of(piece)
             self._arriving.append(master)
-        stream.keep_until_done(self.device, [flat])
+        stream.keep_until_done(flat.device, [flat])
         dtype = block.layout.pieces[0].dtype
         if not unit.gradients_are_rounded:
             flat_on_host.copy_(flat, non_blocking=True)
@@ -187,7 +209,7 @@ class Gradients:
                 self._hold(total)  # it may have become p.grad after the backward began
             master.arriving = total
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
-                new.add_(held.to(self.device, non_blocking=True))
+                new.add_(held.to(gradient.device, non_blocking=True))
         if total.dtype == gradient.dtype:
             total.copy_(gradient, non_blocking=True)
         else:
@@ -202,7 +224,7 @@ class Gradients:
         total = grad if master.arriving is None else master.arriving
         like = master.gradient_like
         is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
-        if not is_plain or (total is not None and not is_like(total, like, self.device)):
+        if not is_plain or (total is not None and not is_like(total, like, gradient.device)):
             self._added_at_end.append((master, gradient))
             return None
         if master.arriving is None:
@@ -232,11 +254,11 @@ class Gradients:
             on_host.copy_(norms, non_blocking=True)
             self._norms.append((masters, on_host))
 
-    def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], stream.Point | None]:
+    def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], list[stream.Point]]:
         """Take the sums of `masters` before they become `p.grad`, which is None from now on.
 
         Returns:
-            masters that have a sum, and the sums; master -> the norm of its sum; and the point at which all of them
+            masters that have a sum, and the sums; master -> the norm of its sum; and the points at which all of them
             have been downloaded.
         """
         taken: list[tuple[Master, torch.Tensor]] = []
@@ -261,7 +283,7 @@ class Gradients:
         self._arriving = [master for master in self._arriving if master not in among]
         for alike, on_host in self._norms:
             norms.update((m, norm) for m, norm in zip(alike, on_host.unbind(), strict=True) if m in among)
-        return taken, norms, self.lane.record()
+        return taken, norms, self._submitted()
 
     @torch.no_grad()
     def _publish(self, *, in_backward: bool = False) -> None:
@@ -288,8 +310,8 @@ class Gradients:
                 if m in norm_of_each and m not in shared
             ]
         assert len(totals) == len(arrived), "a sum that is being downloaded has its memory"
-        if arrived or norms:
-            stream.wait(self.lane.record(), wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
+        for point in self._submitted() if arrived or norms else ():
+            stream.wait(point, wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
         for vector, (_, on_host) in zip(kept, norms, strict=True):
             vector.copy_(on_host)
         self.norm_memory.drop()
@@ -332,7 +354,8 @@ class Gradients:
     def _discard(self) -> None:
         """Forget the sums of a backward that failed. Any thread may call this, while the program already continues:
         nothing is written to `p.grad`."""
-        stream.wait(self.lane.record(), wait_reasons.FAILED_DOWNLOADS_FINISHED, host=True)
+        for point in self._submitted():
+            stream.wait(point, wait_reasons.FAILED_DOWNLOADS_FINISHED, host=True)
         self._let_go()
         for master in self._arriving:
             master.arriving = None
@@ -343,7 +366,8 @@ class Gradients:
 
     def wait(self) -> None:
         """Wait for all downloads submitted so far."""
-        stream.wait(self.lane.record(), wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        for point in self._submitted():
+            stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
 
     def wait_for_failed(self) -> None:
         """Wait for a backward that has failed, and for its downloads; after that all gradients may be used."""

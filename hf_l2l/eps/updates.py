@@ -14,7 +14,7 @@ taken for updates in the background are not in `p.grad` then. All modes give the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -267,11 +267,11 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         sums: Sums,
         *,
-        landed: stream.Point | None = None,
+        landed: Sequence[stream.Point] = (),
         norms: Mapping[Master, torch.Tensor] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the point `landed`,
+        """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the points `landed`,
         after which the sums have been downloaded, and checks that the `norms` of its gradients are finite. Resident
         masters are updated by the device, which gets the work here."""
         entry = self._entries[optimizer]
@@ -370,7 +370,7 @@ def carry_out(
     masters: list[Master],
     factors: Mapping[torch.Tensor, torch.Tensor],
     check: Callable[[], None],
-    landed: stream.Point | None,
+    landed: Sequence[stream.Point],
     update: Update,
     copies: Copies,
 ) -> None:
@@ -380,12 +380,12 @@ def carry_out(
         part, masters: the update, and the masters that it updates.
         factors: parameter -> the number that its gradient is multiplied by first.
         check: raises if the gradients must not be used; called when they have been downloaded.
-        landed: the point after which the gradients have been downloaded; None if they are on the host already.
+        landed: the points after which the gradients have been downloaded; none if they are on the host already.
         update, copies: the record of the update, and the 16-bit copies of masters.
     """
-    if landed is not None:
-        with aside():
-            stream.wait(landed, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+    with aside():
+        for point in landed:
+            stream.wait(point, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
     secure(masters)
     with update.timeline.host_works(update.task.what), update.timeline.ledger.transients.of_update() as allocated:
         check()

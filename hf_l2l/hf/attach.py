@@ -89,9 +89,8 @@ class Attachment:
 
     def is_of(self, config: L2LConfig) -> bool:
         """Whether it was attached with `config`."""
-        device = stream.execution_device(config.device)
         known = (self.config, self.asked or self.config)
-        return replace(config, device=device) in [replace(each, device=self.device) for each in known]
+        return _with_devices(config) in [_with_devices(each) for each in known]
 
     def watch(self, plan: Plan, tell: Callable[[str], None] = logger.info) -> None:
         """Tell what was planned, and later what was measured of it."""
@@ -120,6 +119,12 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _with_devices(config: L2LConfig) -> L2LConfig:
+    """`config` with the devices by their names."""
+    devices = stream.execution_devices(config.device)
+    return replace(config, device=tuple(devices) if len(devices) > 1 else devices[0])
 
 
 def _members(root: nn.Module, path: str) -> set[nn.Module]:
@@ -172,8 +177,7 @@ def attach_l2l(
     attached = attachment_of(model)
     if attached is not None:
         if not attached.is_of(config):
-            before = replace(attached.asked or attached.config, device=attached.device)
-            now = replace(config, device=stream.execution_device(config.device))
+            before, now = _with_devices(attached.asked or attached.config), _with_devices(config)
             raise ValueError(
                 f"a model is attached with one config at a time (got {changes_of(now, before)}); call "
                 "hf_l2l.detach_l2l(model) first"
@@ -250,7 +254,8 @@ def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> E
             kinds,
             option("layer_classes"),
         )
-    device = stream.execution_device(config.device)
+    devices = stream.execution_devices(config.device)
+    device = devices[0]
     layers = [layer for stack in stacks for layer in stack.layers]
     refuse_own_backwards(layers, device)
     places = places_of(layers, config, device)
@@ -272,12 +277,12 @@ def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> E
         logger.warning("cmp='auto' computes in %s on %s", dtype, device)
     shell = moves_shell(config, device)
     if not (shell or any(place.is_resident for place in places.values())):
-        return _attach(model, config, device, stacks, places, dtype, loss_scale)
+        return _attach(model, config, devices, stacks, places, dtype, loss_scale)
     # Before anything of the engine refers to parameters weakly.
-    make_resident(model, places, device, shell=shell)
+    make_resident(model, places, devices, shell=shell)
     with ExitStack() as exits:
         exits.push(partial(_make_ordinary_after_errors, model))
-        return _attach(model, config, device, stacks, places, dtype, loss_scale)
+        return _attach(model, config, devices, stacks, places, dtype, loss_scale)
 
 
 def _make_ordinary_after_errors(
@@ -291,13 +296,13 @@ def _make_ordinary_after_errors(
 def _attach(
     model: nn.Module,
     config: L2LConfig,
-    device: torch.device,
+    devices: list[torch.device],
     stacks: list[LayerStack],
     places: dict[nn.Module, LayerPlace],
     dtype: torch.dtype | None,
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
-    layers = list(places)
+    layers, device = list(places), devices[0]
     timeline = Timeline(device, model, layers, config.trace)
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
@@ -316,7 +321,7 @@ def _attach(
     eps.memory.adopt()
     shell = Shell(device, eps, overlap=config.prefetch, cuts=RowCuts(config.ubatch_size))
     shell.keeps_copies = config.resident != "none" and config.resident_update == "host"
-    relay = Relay(config, device, eps, shell)
+    relay = Relay(config, devices, eps, shell)
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]

@@ -28,6 +28,8 @@ from hf_l2l.runtime.tensors import is_plain, sharing_memory
 class LayerPlace:
     """What of one layer stays on the device, as the options say."""
 
+    number: int = 0
+    """Its number in the model. Of several devices, that number modulo theirs has what stays of it."""
     is_resident: bool = False
     """Its weights with their gradients and state; they are updated there."""
     keeps_weights: bool = False
@@ -80,6 +82,7 @@ def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.devi
         keeps_graph = number >= count - config.kept_graphs
         keeps_weights = keeps_graph or number >= count - config.kept_weights
         places[layer] = LayerPlace(
+            number=number,
             is_resident=travels and stays and on_device,
             keeps_weights=travels and (not on_device if stays else keeps_weights),
             keeps_copy=travels and stays and not on_device,
@@ -149,10 +152,10 @@ def parameters_to_move(model: nn.Module, places: Mapping[nn.Module, LayerPlace],
 
 
 def make_resident(
-    model: nn.Module, places: Mapping[nn.Module, LayerPlace], device: torch.device, *, shell: bool
+    model: nn.Module, places: Mapping[nn.Module, LayerPlace], devices: Sequence[torch.device], *, shell: bool
 ) -> None:
-    """Move the parameters of resident layers to `device`, and with `shell` those that are in no layer; they stay the
-    same objects, tied or not.
+    """Move the parameters of resident layers to `devices` in turn, and with `shell` those that are in no layer to the
+    first; they stay the same objects, tied or not.
 
     Those in no layer that cannot be moved stay on the host, with a warning: they are uploaded in every step.
 
@@ -171,14 +174,16 @@ def make_resident(
         raise ValueError(gradient_hook_error(next(name for each, name in moving.names.items() if each is p)))
     held = next((name for p, name in moving.names.items() if weakref.getweakrefcount(p)), None)
     if held is not None:
-        raise ValueError(_cannot_move(held, device, "something refers to it weakly"))
+        raise ValueError(_cannot_move(held, devices[0], "something refers to it weakly"))
     if moving.staying:
         warnings.warn(
             f"{option('resident')}='shell' leaves {', '.join(moving.staying)} on the host, which share memory with "
             "other tensors or are no plain parameters: they are uploaded in every step",
             stacklevel=4,
         )
+    numbers = {p: place.number for layer, place in places.items() for p in layer.parameters()}
     for p, name in moving.names.items():
+        device = devices[numbers.get(p, 0) % len(devices)]
         try:
             _move(p, device)
         except torch.OutOfMemoryError as error:

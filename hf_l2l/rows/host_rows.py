@@ -64,6 +64,8 @@ class _Rows:
         self.step = step
         """How many entries of the first dimension are moved at once."""
         self.passing = passing
+        self.made_on: torch.device | None = None
+        """The device of the layer that returns them, which needs their gradient; None if that is not known."""
         self._base = base
         self._view = view
         self._values: torch.Tensor | None = None
@@ -88,7 +90,9 @@ class _Rows:
         host, inner = view(self.host), self._view
         step = max(1, self.step * len(host) // max(1, len(self.host))) if host.dim() else 1
         whole = view if inner is None else lambda values: view(inner(values))
-        return _Rows(host, self.keeper, step, self.passing, self._base or self, whole)
+        seen = _Rows(host, self.keeper, step, self.passing, self._base or self, whole)
+        seen.made_on = self.made_on
+        return seen
 
 
 class HostRows(torch.Tensor):
@@ -193,10 +197,15 @@ def fetch_rows_ahead(tensor: torch.Tensor, rows: slice) -> None:
         tensor.rows.keeper.fetch_ahead([tensor.rows.host[rows]])
 
 
+def _waits_on_host(tensor: Any) -> Any:
+    return isinstance(tensor, HostRows) and tensor.is_waiting and tensor.rows.host.device.type == "cpu"
+
+
 def room_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Uninitialised rows like those of `part`, as many as `tensor` has, where those are."""
-    if isinstance(tensor, HostRows) and tensor.is_waiting:
-        return tensor.rows.keeper.rows_like(part, len(tensor))
+    if _waits_on_host(tensor):
+        made: torch.Tensor = tensor.rows.keeper.rows_like(part, len(tensor))
+        return made
     return part.new_empty(len(tensor), *part.shape[1:])
 
 
@@ -212,8 +221,8 @@ def put_rows(part: torch.Tensor, whole: torch.Tensor, rows: slice) -> None:
 
 
 def _is_gradient(tensor: Any) -> bool:
-    """Whether `tensor` waits, and no code of a model sees it."""
-    return isinstance(tensor, HostRows) and tensor.is_waiting and tensor.rows.passing is None
+    """Whether `tensor` waits in host memory, and no code of a model sees it."""
+    return _waits_on_host(tensor) and tensor.rows.passing is None
 
 
 def _joined(rows: _Rows, part: Callable[[slice], torch.Tensor]) -> HostRows:
@@ -257,7 +266,7 @@ def _sliced(op: Any, gradient: Any, sizes: Any, dim: int, *rest: Any) -> Any:
 def _copied(op: Any, source: Any, *, memory_format: Any = torch.preserve_format) -> Any:
     """A copy in the usual order, as when rows of which a part was taken are flattened."""
     if not (
-        source.is_waiting and source.dim() and (memory_format == torch.contiguous_format or source.is_contiguous())
+        _waits_on_host(source) and source.dim() and (memory_format == torch.contiguous_format or source.is_contiguous())
     ):
         return NotImplemented
     return _joined(source.rows, lambda r: rows_on_device(source, r).contiguous())

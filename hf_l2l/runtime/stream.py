@@ -10,7 +10,7 @@ If a device has an observer (see `observer`), points carry times, and each wait 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from types import ModuleType
@@ -22,6 +22,8 @@ from hf_l2l.runtime.observer import HERE, OBSERVERS
 from hf_l2l.runtime.stall_log import StallLog
 
 HOST = torch.device("cpu")
+Devices = torch.device | str | None | Sequence[torch.device | str]
+"""What a user gives as execution devices."""
 
 
 def released(memory: torch.Tensor) -> None:
@@ -47,7 +49,33 @@ def check_device_name(device: torch.device | str) -> None:
         ) from error
 
 
-def execution_device(device: torch.device | str | None) -> torch.device:
+def execution_devices(device: Devices) -> list[torch.device]:
+    """The devices that layers run on, each with an index: one, or several of one type; see `execution_device`.
+
+    Raises:
+        ValueError: also if they are of different types, or one is given twice.
+    """
+    given = list(device) if isinstance(device, list | tuple) else [device]
+    found = [_execution_device(each) for each in given]
+    if len({each.type for each in found}) > 1:
+        raise ValueError(
+            f"several execution devices must be of one type (got {', '.join(map(str, found))}); give those of one"
+        )
+    twice = next((each for number, each in enumerate(found) if each in found[:number]), None)
+    if twice is not None:
+        raise ValueError(
+            f"each execution device is given once (got {', '.join(map(repr, map(str, given)))}, where {twice} is there "
+            "twice); leave it out the second time"
+        )
+    return found
+
+
+def execution_device(device: Devices) -> torch.device:
+    """The first device that layers run on, where the modules outside the layers run, too."""
+    return execution_devices(device)[0]
+
+
+def _execution_device(device: torch.device | str | None) -> torch.device:
     """The device that layers run on: `device` if given, else the current accelerator, else the CPU.
 
     A device type without an index becomes the current device of that type.
@@ -225,19 +253,20 @@ def is_reached(point: Point) -> bool:
     return bool(point.event.query())
 
 
-def wait(point: Point | None, why: str, *, host: bool = False) -> None:
-    """Make later work of the current stream wait for `point`; `why` is one of the `wait_reasons`.
+def wait(point: Point | None, why: str, *, host: bool = False, on: torch.device | None = None) -> None:
+    """Make later work of the current stream of `on` (None: the device of `point`) wait for `point`; `why` is one of
+    the `wait_reasons`.
 
     With `host`, the host itself waits. Nothing else in the package waits for the device.
     """
     assert why, "every wait has a reason"
     if point is None:
         return
-    observer = OBSERVERS.get(point.device)
+    observer = OBSERVERS.get(on or point.device)
     if observer is not None and HERE.on_compute_stream and not HERE.is_aside:  # a lane that waits delays nothing
         observer.waits(point, why)
     if not host:
-        point.event.wait(point.module.current_stream(point.device))
+        point.event.wait(point.module.current_stream(on or point.device))
         return
     where = f"waiting for the device, {{seconds}} so far: {why}"
     with nullcontext() if is_reached(point) else StallLog().inside(where):
@@ -246,8 +275,13 @@ def wait(point: Point | None, why: str, *, host: bool = False) -> None:
         observer.host_reached(point)
 
 
+COMPUTE = "compute"
+"""The kind of work of a compute stream."""
+
+
 class Lane:
-    """A stream beside the compute stream, for copies that are overlapped with computation."""
+    """A stream beside the program's: for copies that are overlapped with computation, or, of the kind "compute", for
+    what one of several devices computes."""
 
     def __init__(self, device: torch.device, row: str, *, beside: bool = True) -> None:
         """For copies of the kind `row`. With `beside` False, the lane is the compute stream itself, in which nothing
@@ -263,7 +297,8 @@ class Lane:
     def entered(self, row: str | None = None) -> Iterator[None]:
         """Work submitted in the block runs on this lane, and is of the kind `row` (None: the lane's own)."""
         before = HERE.row, HERE.on_compute_stream
-        HERE.row, HERE.on_compute_stream = row or self.row, self._stream is None
+        HERE.row = row or self.row
+        HERE.on_compute_stream = self._stream is None or self.row == COMPUTE
         try:
             if self._module is None or self._stream is None:
                 yield
@@ -277,6 +312,34 @@ class Lane:
         """The end of the work that the lane has been given."""
         with self.entered():
             return record(self.device)
+
+
+class PeerLane:
+    """Streams of two devices, beside those that compute, for copies from the first device to the second."""
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self.source, self.target = source, target
+        self._lanes = Lane(source, PEER), Lane(target, PEER)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Copies from `source` to `target` that are submitted in the block run on this lane.
+
+        torch copies on the current stream of the source, after what the current stream of the target has been given,
+        and makes that wait for the copy. So `record(target)` is a point after the copy.
+        """
+        with self._lanes[0].entered(), self._lanes[1].entered():
+            yield
+
+
+PEER = "peer"
+"""The kind of work of a `PeerLane`."""
+
+
+def copies_directly(source: torch.device, target: torch.device) -> bool:
+    """Whether memory of `source` can be copied to `target` without passing through the host."""
+    ask = getattr(device_module(source), "can_device_access_peer", None)
+    return ask is not None and bool(ask(target.index, source.index))
 
 
 def keep_until_done(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:

@@ -30,6 +30,8 @@ OUTPUT_COMPUTED = "a layer's output is downloaded after it has been computed"
 OUTPUT_DOWNLOADED = "memory of a layer's output is reused after it has been downloaded"
 ROWS_DOWNLOADED = "rows are uploaded after they have been downloaded"
 ROWS_UPLOADED = "rows are recomputed after they have been uploaded from the stash"
+ROWS_ARRIVED = "rows that another device sends are computed with after they have arrived"
+GIVEN_COMPUTED = "what the model gives to a layer is read by its device after it has been computed"
 ROWS_MEMORY_FREE = "rows are uploaded from the stash after their device memory has become free"
 STASH_COPIES_FINISHED = "stash memory is released after all copies from and to it have finished"
 

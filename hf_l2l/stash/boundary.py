@@ -47,6 +47,8 @@ class Boundary:
             self._fewest_bytes = fewest_bytes_on_host(stream.memory_of(device))
         self._read: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         """Modules whose output the model computes with, and functions in them."""
+        self._waited_for: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules whose output is needed whole, as has been told."""
         self._by_rows: weakref.WeakMethod[Callable[..., Any]] | None = None
 
     def compute_by_rows(self, by_rows: Callable[..., Any]) -> None:
@@ -63,6 +65,20 @@ class Boundary:
             return None
         return Passing(self._fewest_bytes, partial(self._is_read, module, function, is_in_forward), self._compute)
 
+    def between_devices(self, module: nn.Module, is_between: Callable[[], bool]) -> Passing:
+        """How the output of `module` passes to another device. `is_between` tells whether layers follow, which wait if
+        all rows are needed at once."""
+        return Passing(0, partial(self._is_waited_for, module, is_between), _not_by_rows)
+
+    def _is_waited_for(self, module: nn.Module, is_between: Callable[[], bool], num_bytes: int) -> None:
+        if is_between() and module not in self._waited_for:
+            self._waited_for.add(module)
+            logger.warning(
+                "all rows of what %s returns are needed at once, so there the devices wait for each other (%s)",
+                type(module).__name__,
+                size_text(num_bytes),
+            )
+
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         by_rows = None if self._by_rows is None else self._by_rows()
         return NotImplemented if by_rows is None else by_rows(func, args, kwargs)
@@ -76,3 +92,7 @@ class Boundary:
                 f"{function} in {type(module).__name__}" if function else type(module).__name__,
                 size_text(num_bytes),
             )
+
+
+def _not_by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented

@@ -5,7 +5,8 @@
 depth. Layer inputs are then downloaded while their layer computes, and uploaded one micro-batch ahead of their
 recompute. `stash="disk"` does the same with memory of a mapped file, to and from which copies block the host. If the
 boundary is on the host, too, the output of a layer is downloaded micro-batch by micro-batch: it is what the next layer
-uploads, and what is kept of its input. Gradients of layer inputs pass in the same way.
+uploads, and what is kept of its input. Gradients of layer inputs pass in the same way. Between devices, both pass
+micro-batch by micro-batch to the memory of the device that needs them next.
 
 Stashed tensors are saved tensors of autograd, so that they live exactly as long as the graph: a backward that uses
 them frees them, as does discarding the batch; `retain_graph=True` keeps them. Autograd detects changes in place
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_l2l.rows.host_rows import HostRows, Passing, host_of
+from hf_l2l.rows.host_rows import HostRows, Passing
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.stash.arrivals import Arrivals, key
+from hf_l2l.stash.arrivals import key
 from hf_l2l.stash.tiers import Tiers
+from hf_l2l.stash.transit import Transit
 
 
 @dataclass(slots=True)
@@ -39,17 +41,19 @@ class _Fetched:
 
 
 class Stash:
-    """Keeps the tensor arguments of layer calls, on the device, in host memory or on disk.
+    """Keeps the tensor arguments of the layer calls of one device, there, in host memory or on disk.
 
-    One instance serves one engine. If the stash is not on the device, each layer's own input is downloaded; tensors
-    that several layers share (an attention mask, position embeddings, encoder states) stay on the device, where each
-    exists once and not once per layer.
+    If the stash is not on the device, each layer's own input is downloaded; tensors that several layers share (an
+    attention mask, position embeddings, encoder states) stay on the device, where each exists once and not once per
+    layer.
     """
 
-    def __init__(self, tiers: Tiers, device: torch.device) -> None:
-        """`tiers` says where tensors are kept, and has the memory for them."""
+    def __init__(self, tiers: Tiers, device: torch.device, transit: Transit | None = None) -> None:
+        """`tiers` says where tensors are kept, and has the memory for them; `transit` is that of all devices."""
         self.tiers = tiers
         self.device = device
+        self.transit = transit or Transit([device])
+        self.transit.moves_outside(self)
         self.lane = stream.Lane(device, "stash download")
         self._up = stream.Lane(device, "stash upload")
         """The link carries both directions at once."""
@@ -60,16 +64,15 @@ class Stash:
         """The end of all downloads submitted so far."""
         self._last_upload: stream.Point | None = None
         """The end of all uploads submitted so far."""
-        self._arrivals = Arrivals()
         self._sent: tuple[torch.Tensor, stream.Point | None] | None = None
-        """The last rows that are being downloaded, which keeps their device memory."""
+        """The last rows that are being sent, which keeps their device memory."""
         # Tensor arguments of the layers of this forward, to find those that several layers share.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def travels(self) -> bool:
-        """Whether rows can be uploaded ahead of their recompute."""
-        return self.tiers.leave_device and self.lane.is_stream
+        """Whether rows can be fetched ahead of their recompute."""
+        return (self.tiers.leave_device or self.transit.has_several) and self.lane.is_stream
 
     @property
     def blocks(self) -> bool:
@@ -78,7 +81,6 @@ class Stash:
 
     def start_forward(self) -> None:
         """Forget which tensors the layers of earlier forwards shared, and free surplus memory."""
-        self.settle()
         self._seen = WeakIdKeyDictionary()
         self.tiers.start_forward()
 
@@ -88,13 +90,13 @@ class Stash:
 
         Only tensors that are `batched`, whose rows can be uploaded one ubatch at a time, are downloaded.
         """
-        on_device = [t for t, rows in zip(tensors, batched, strict=True) if rows and host_of(t) is t]
+        on_device = [t for t, rows in zip(tensors, batched, strict=True) if rows and t.device == self.device]
         if not on_device or self.tiers.tier_of(on_device[0]) == "device":
-            yield [host_of(t) for t in tensors]  # what passes through host memory is there already
+            yield list(tensors)  # what passes through host memory is there already
             return
         complete = stream.record(self.device)
         kept = [self._place_for(t) if rows else t for t, rows in zip(tensors, batched, strict=True)]
-        downloads = [(place, t) for place, t in zip(kept, tensors, strict=True) if place is not host_of(t)]
+        downloads = [(place, t) for place, t in zip(kept, tensors, strict=True) if place is not t]
         # A copy that blocks the host is made when the device has been given the layer's work.
         if not self.blocks:
             self._download(downloads, complete)
@@ -108,48 +110,99 @@ class Stash:
 
     def _place_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of `tensor`: where it is already, itself if layers share it, or memory to download it to."""
-        if host_of(tensor) is not tensor:
-            return host_of(tensor)
+        if tensor.device != self.device:
+            return tensor
         shared = tensor in self._seen
         self._seen[tensor] = True
         return tensor if shared else self.tiers.tensor_like(tensor)
 
     def _download(self, downloads: Sequence[tuple[torch.Tensor, torch.Tensor]], complete: stream.Point | None) -> None:
         """Copy to each first tensor the second one, which is computed when `complete` is reached."""
+        arrivals = self.transit.arrivals
         with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer input"):
             stream.wait(complete, wait_reasons.INPUT_COMPUTED)
             for place, tensor in downloads:
+                arrivals.begin(place)
+                # It may come from another device, and the rooms may have been read by one.
+                for point in (*arrivals.of(tensor), *arrivals.free(place)):
+                    stream.wait(point, wait_reasons.INPUT_COMPUTED, on=self.device)
                 place.copy_(tensor, non_blocking=self.lane.is_stream)
             self._last = stream.record(self.device)
+            for place, _ in downloads:
+                arrivals.add(place, self._last)
 
-    # ---- the boundary
+    # ---- what passes between layers
 
     def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
         """Uninitialised rows in host memory: so many along the first dimension, each like those of `part`.
 
         `passing` tells what becomes of an output of the model; a gradient has none.
         """
-        like = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta")
-        host = self.tiers.tensor_like(like)
-        self._arrivals.begin(host)
-        return HostRows.of(host, self.device, self, len(part), passing)
+        return self.room(part, (rows, *part.shape[1:]), stream.HOST, passing)
+
+    def room(
+        self, part: torch.Tensor, shape: Sequence[int], place: torch.device, passing: Passing | None = None
+    ) -> HostRows:
+        """Uninitialised memory in `place`, the host or a device, for rows of which `part` are the first."""
+        if place == stream.HOST:
+            memory = self.tiers.tensor_like(torch.empty(shape, dtype=part.dtype, device="meta"))
+            self.transit.arrivals.begin(memory)
+        else:
+            memory = self.transit.allocate(shape, part.dtype, place)
+        return self._rows_of(memory, len(part) if part.dim() else 1, passing)
+
+    def _rows_of(self, memory: torch.Tensor, step: int, passing: Passing | None) -> HostRows:
+        made = self.transit.rows_of(memory, step, passing)
+        made.rows.made_on = self.device
+        return made
 
     def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """Download `part`, rows that have been computed, to `host`, a view of rows of `rows_like`."""
+        """Copy `part`, rows that have been computed, to `host`, a view of rows of `rows_like` or `room`."""
+        arrivals = self.transit.arrivals
         computed = stream.record(self.device)
-        with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer output"):
+        if host.device == self.device and self.transit.has_several:
+            host.copy_(part)
+            arrivals.add(host, stream.record(self.device))
+            return
+        if host.device == stream.HOST:
+            lane, row = self.lane, self.lane.row
+        else:
+            lane, row = self.transit.lane(self.device, host.device), stream.PEER
+        with lane.entered(), torch.no_grad(), stream.span(self.device, row, "layer output"):
             stream.wait(computed, wait_reasons.OUTPUT_COMPUTED)
+            for point in arrivals.free(host):
+                stream.wait(point, wait_reasons.ROWS_MEMORY_FREE, on=self.device)
             host.copy_(part, non_blocking=self.lane.is_stream)
-            self._last = stream.record(self.device)
-            self._arrivals.add(host, self._last)
-        # The memory of the rows before may be used again. By now their download has mostly ended.
-        before, self._sent = self._sent, (part, self._last)
+            if host.device == stream.HOST:
+                point = self._last = stream.record(self.device)
+            else:
+                # Unread rows may be freed while they are on their way.
+                stream.keep_until_done(self.device, [host])
+                point = stream.record(host.device)
+            arrivals.add(host, point)
+        # The memory of the rows before may be used again. By now their copy has mostly ended.
+        before, self._sent = self._sent, (part, point)
         if before is not None:
-            stream.wait(before[1], wait_reasons.OUTPUT_DOWNLOADED)
+            stream.wait(before[1], wait_reasons.OUTPUT_DOWNLOADED, on=self.device)
+
+    def pass_on(self, whole: torch.Tensor, place: torch.device, passing: Passing | None = None) -> HostRows:
+        """`whole`, which the device is computing, for what is computed next in `place`, the host or a device."""
+        if place == self.device:
+            self.transit.arrivals.begin(whole)
+            self.transit.arrivals.add(whole, stream.record(self.device))
+            return self._rows_of(whole, max(1, len(whole) if whole.dim() else 1), passing)
+        made = self.room(whole, whole.shape, place, passing)
+        self.send(whole, made.rows.host)
+        return made
 
     def fetch(self, kept: torch.Tensor) -> torch.Tensor:
         """Stashed rows on the device; `kept` is a stashed tensor, or a view of some of its rows."""
         if kept.device == self.device:
+            if self.transit.has_several:
+                for point in self.transit.arrivals.of(kept):
+                    stream.wait(point, wait_reasons.ROWS_ARRIVED, on=self.device)
+                # The model may read them on another stream than the one they were allocated for.
+                stream.keep_until_done(self.device, [kept])
             return kept
         self._begin_late()
         fetched = self._ahead.pop(key(kept), None)
@@ -179,22 +232,33 @@ class Stash:
         self._late.clear()
 
     def _begin(self, fetched: _Fetched) -> None:
-        kept = fetched.kept
-        with self._up.entered(), torch.no_grad():
+        kept, arrivals = fetched.kept, self.transit.arrivals
+        from_host = kept.device == stream.HOST
+        lane = self._up if from_host else self.transit.lane(kept.device, self.device)
+        with lane.entered(), torch.no_grad():
             stream.wait(fetched.free, wait_reasons.ROWS_MEMORY_FREE)
             # The host itself reads rows that are not contiguous, to give them to the device as one piece.
-            reads_itself = not kept.is_contiguous()
-            stream.wait(self._arrivals.of(kept, self._last), wait_reasons.ROWS_DOWNLOADED, host=reads_itself)
-            with stream.span(self.device, "stash upload", "layer input"):
+            reads_itself = from_host and not kept.is_contiguous()
+            for point in arrivals.of(kept):
+                stream.wait(point, wait_reasons.ROWS_DOWNLOADED, host=reads_itself, on=self.device)
+            with stream.span(self.device, "stash upload" if from_host else stream.PEER, "layer input"):
                 fetched.rows.copy_(kept, non_blocking=self._up.is_stream)
-            fetched.uploaded = self._last_upload = stream.record(self.device)
+            fetched.uploaded = stream.record(self.device)
+            if from_host:
+                self._last_upload = fetched.uploaded
+            else:
+                stream.keep_until_done(kept.device, [kept])
+            if self.transit.has_several:
+                arrivals.was_read(kept, fetched.uploaded)
 
     def settle(self) -> None:
-        """Make the host wait until all copies have finished, and drop rows that were uploaded but not fetched."""
+        """Make the host wait until all copies from and to host memory have finished, and drop rows that were uploaded
+        but not fetched."""
         stream.wait(self._last, wait_reasons.STASH_COPIES_FINISHED, host=True)
         stream.wait(self._last_upload, wait_reasons.STASH_COPIES_FINISHED, host=True)
+        if self._sent is not None and self._sent[1] is not self._last:  # it goes to a device
+            stream.wait(self._sent[1], wait_reasons.OUTPUT_DOWNLOADED, on=self.device)
         self._last = self._last_upload = self._sent = None
         self._ahead.clear()
         self._late.clear()
-        self._arrivals.clear()
         self.tiers.settle()

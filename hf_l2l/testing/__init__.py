@@ -38,7 +38,9 @@ __all__ = [
 ]
 
 
-def enable_simulated_accelerator(capacity: int | str | None = None, *, devices: int = 1) -> torch.device:
+def enable_simulated_accelerator(
+    capacity: int | str | None = None, *, devices: int = 1, peer_access: bool = True
+) -> torch.device:
     """Make "sim" the accelerator of this process, and return its first device.
 
     Call it before the first backward of the process (torch then fixes which devices have an autograd thread) and
@@ -48,6 +50,7 @@ def enable_simulated_accelerator(capacity: int | str | None = None, *, devices: 
     Args:
         capacity: bytes each device holds, as an integer or as "8GiB" or "500MB"; None for no limit.
         devices: how many there are, "sim:0" and so on; at most 8. Each has memory, streams, links and a generator.
+        peer_access: whether they say that one can read memory of another.
 
     Raises:
         ValueError: the capacity is not a positive number of bytes, or so many devices cannot be.
@@ -65,7 +68,7 @@ def enable_simulated_accelerator(capacity: int | str | None = None, *, devices: 
         raise RuntimeError(
             f"devices={devices} needs the headers of torch, which this installation does not have; leave it out"
         )
-    Visible.count = devices
+    Visible.count, Visible.have_peer_access = devices, peer_access
     for account in ACCOUNTS:
         account.capacity = limit
     return device

@@ -63,6 +63,11 @@ def current_device() -> int:
     return CURRENT.device
 
 
+def can_device_access_peer(device: _Device, peer_device: _Device) -> bool:
+    """Return whether a device reads memory of another one directly."""
+    return index_of(device) != index_of(peer_device) and Visible.have_peer_access
+
+
 def set_device(device: _Device) -> None:
     """Make a device the current one of this thread."""
     CURRENT.device = index_of(device)

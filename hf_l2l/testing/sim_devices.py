@@ -41,6 +41,8 @@ class Visible:
     """The devices that the program sees."""
 
     count = 1
+    have_peer_access = True
+    """Whether one reads memory of another."""
     counted = False
     """Whether torch has been told that there may be several."""
 

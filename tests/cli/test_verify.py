@@ -10,7 +10,7 @@ from cli_models import LLAMA, ran, refused, written
 from hf_l2l import testing
 from hf_l2l.cli import verify as command
 from hf_l2l.cli.verify import _verdict
-from hf_l2l.engine.slots import GradientSlots
+from hf_l2l.device.slots import GradientSlots
 from hf_l2l.hf import attach
 from hf_l2l.verify.checks import CHECKS
 from hf_l2l.verify.results import OK, Result, note, red

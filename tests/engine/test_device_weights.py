@@ -11,7 +11,7 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.device_weights import DeviceWeights, uploaded
+from hf_l2l.device.device_weights import DeviceWeights, uploaded
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Masters
 from hf_l2l.eps.weight_copies import Copies

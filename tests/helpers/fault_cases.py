@@ -17,7 +17,7 @@ from torch import nn
 
 from families import batch_for
 from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.engine.slots import WeightSlots
+from hf_l2l.device.slots import WeightSlots
 from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies

@@ -9,7 +9,7 @@ from torch import nn
 import changing_cases as cases
 from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.slots import GradientSlots
+from hf_l2l.device.slots import GradientSlots
 from update_cases import Block, Toy
 
 DEVICE = "sim"

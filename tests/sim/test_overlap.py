@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from families import FAMILIES, attached, batch_for, gradients, train_once
-from hf_l2l.engine import slots
+from hf_l2l.device import slots
 from hf_l2l.model.stacks import parameter_bytes
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout

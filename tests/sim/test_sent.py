@@ -11,7 +11,7 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, bert, gpt2, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.device_weights import _DeviceBuffers
+from hf_l2l.device.device_weights import _DeviceBuffers
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream, tensors
 from hf_l2l.runtime.tensors import SMALL, sent, to_device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cli_models import LLAMA, ran, written
-from hf_l2l.engine.slots import GradientSlots
+from hf_l2l.device.slots import GradientSlots
 
 
 def test_a_model_is_green_there(tmp_path, capsys):

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from hf_l2l.compat import without_interception
-from hf_l2l.engine.device_weights import DeviceWeights, OnGradient, as_leaves, as_parameter
+from hf_l2l.device.device_weights import DeviceWeights, OnGradient, as_leaves, as_parameter
 from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream, wait_reasons
@@ -101,9 +101,16 @@ class WeightSlots:
     """
 
     def __init__(
-        self, masters: Masters, device: torch.device, copies: Copies, on_gradient: OnGradient, lane: stream.Lane
+        self,
+        masters: Masters,
+        device: torch.device,
+        copies: Copies,
+        on_gradient: OnGradient,
+        lane: stream.Lane,
+        keeping: Sequence[MasterUnit] | None = None,
     ) -> None:
-        """Allocate slots for the layers of `masters`, whose uploads run on `lane`."""
+        """Allocate slots for the layers of `masters`, whose uploads run on `lane`; of those that keep their weights,
+        for those among `keeping` (None: all)."""
         self.device = device
         self.copies = copies
         self.lane = lane
@@ -114,7 +121,7 @@ class WeightSlots:
         self._kept: WeakKeyDictionary[MasterUnit, _WeightSlot] = WeakKeyDictionary()
         """The slots of the layers that keep their weights."""
         self._stage_of_kept = Stage()
-        for unit in masters.layer_units:
+        for unit in masters.layer_units if keeping is None else keeping:
             if unit.place.keeps_weights:
                 self._own_slot(unit)
 
@@ -321,9 +328,13 @@ class _GradientSlot(_Slot):
 
 
 def fetched_in_forward(
-    last_time: Sequence[LayerT], number: int, layer: LayerT, travels: Callable[[LayerT], bool] = lambda _: True
+    last_time: Sequence[LayerT],
+    number: int,
+    layer: LayerT,
+    travels: Callable[[LayerT], bool] = lambda _: True,
+    devices: int = 1,
 ) -> LayerT | None:
-    """The layer to upload while `layer` computes in a forward sweep: the next one that travels.
+    """The layer to upload while `layer` computes in a forward sweep: the next one on its device that travels.
 
     It is a hint only: a layer that was not prefetched is uploaded when it is called.
 
@@ -332,27 +343,34 @@ def fetched_in_forward(
         number: the number of the call of `layer` in this forward, from 0.
         layer: the layer that computes.
         travels: whether a layer is uploaded at all.
+        devices: how many devices run layers in turn.
 
     Returns:
         The layer; None after the last one, and after a layer that was not called in the last forward.
     """
     if not (number < len(last_time) and last_time[number] is layer):  # some models drop layers at random
         number = next((i for i, each in enumerate(last_time) if each is layer), len(last_time))
-    return next(filter(travels, islice(last_time, number + 1, None)), None)
+    return next(filter(travels, islice(last_time, number + devices, None, devices)), None)
 
 
 def fetched_in_backward(
-    called: Sequence[LayerT], number: int, lowest: int, travels: Callable[[LayerT], bool] = lambda _: True
+    called: Sequence[LayerT],
+    number: int,
+    lowest: int,
+    travels: Callable[[LayerT], bool] = lambda _: True,
+    devices: int = 1,
 ) -> LayerT | None:
-    """The layer to upload while a layer computes in a backward sweep: the last one called before it that travels.
+    """The layer to upload while a layer computes in a backward sweep: the last one called before it on its device that
+    travels.
 
     Args:
         called: the layers that the forward has called so far, in that order.
         number: the number of the call, from 0.
         lowest: the number of the lowest call that the backward reaches; below it, nothing is trained.
         travels: whether a layer is uploaded at all.
+        devices: how many devices run layers in turn.
 
     Returns:
         The layer; None for the lowest call.
     """
-    return next(filter(travels, (called[i] for i in range(number - 1, lowest - 1, -1))), None)
+    return next(filter(travels, (called[i] for i in range(number - devices, lowest - 1, -devices))), None)

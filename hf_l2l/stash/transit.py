@@ -1,0 +1,56 @@
+"""`Transit`: what the stashes of all devices of an engine share: when rows are where they go to, and the streams between
+devices."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_l2l.rows.host_rows import HostRows, Keeper, Passing
+from hf_l2l.runtime import stream
+from hf_l2l.stash.arrivals import Arrivals
+
+
+class Transit:
+    """Memory for rows on any of the devices, and the way there."""
+
+    def __init__(self, devices: Sequence[torch.device], compute: Mapping[torch.device, stream.Lane] | None = None) -> None:
+        """Of the first of `devices`, all tensors that pass between layers say that they are. `compute` has the lanes
+        on which layers compute, for several."""
+        self.devices = devices
+        self.has_several = len(devices) > 1
+        self.arrivals = Arrivals()
+        self._outside: weakref.ref[Keeper] | None = None
+        self._compute = compute or {}
+        self._lanes: dict[tuple[torch.device, torch.device], stream.PeerLane] = {}
+
+    def moves_outside(self, keeper: Keeper) -> None:
+        """The stash of the first device, the first to be made, moves rows for the code of the model between layers."""
+        self._outside = self._outside or weakref.ref(keeper)
+
+    def lane(self, source: torch.device, target: torch.device) -> stream.PeerLane:
+        """The streams for copies from one device to another."""
+        if (source, target) not in self._lanes:
+            self._lanes[source, target] = stream.PeerLane(source, target)
+        return self._lanes[source, target]
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, place: torch.device, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Memory on a device for rows that come there, in the order of the dimensions of `like`."""
+        with self._compute[place].entered():
+            if like is None:
+                memory = torch.empty(shape, dtype=dtype, device=place)
+            else:
+                memory = torch.empty_like(like, device=place)
+            # The allocator may hand out memory that work on the compute stream still uses.
+            self.arrivals.begin(memory, stream.record(place))
+        return memory
+
+    def rows_of(self, memory: torch.Tensor, step: int, passing: Passing | None) -> HostRows:
+        """`memory` as what passes between layers; `step` entries of its first dimension are moved at once."""
+        keeper = None if self._outside is None else self._outside()
+        assert keeper is not None, "the stash of the first device lives as long as the engine"
+        return HostRows.of(memory, self.devices[0], keeper, step, passing)
