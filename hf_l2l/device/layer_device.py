@@ -32,8 +32,14 @@ class LayerDevice:
     """One device, its compute stream, its slots and its part of the stash."""
 
     def __init__(
-        self, device: torch.device, config: L2LConfig, eps: EagerParamServer, tiers: Tiers, transit: Transit,
-        compute: stream.Lane, upload: stream.Lane,
+        self,
+        device: torch.device,
+        config: L2LConfig,
+        eps: EagerParamServer,
+        stash: Stash,
+        transit: Transit,
+        compute: stream.Lane,
+        upload: stream.Lane,
     ) -> None:
         """Layers compute on the lane `compute`, which for a single device is the program's stream, and their weights
         are uploaded on the lane `upload`."""
@@ -41,7 +47,7 @@ class LayerDevice:
         self.number = transit.devices.index(device)
         self.first = transit.devices[0]
         """The device that the code of the model runs on."""
-        self.stash = Stash(tiers, device, transit)
+        self.stash = stash
         self.transit = transit
         self.gradient_slots = GradientSlots(device, config.gradient_slots, eps.masters)
         self.weight_slots: WeightSlots | None = None
@@ -125,7 +131,7 @@ class LayerDevice:
             tensor = tensor.on_device()
         memory = host_of(tensor)
         if not self.transit.has_several or memory.device == stream.HOST:
-            return memory.detach()
+            return memory
         waits = memory is not tensor
         if waits and memory.device == self.device:
             return memory
@@ -134,7 +140,7 @@ class LayerDevice:
         if version != now:
             copy = self._brought(memory.detach(), cut, None if waits else stream.record(self.first))
             self._there[memory] = copy, now
-        return memory.detach() if copy is None else copy
+        return memory if copy is None else copy
 
     def _brought(self, tensor: torch.Tensor, cut: Cut, computed: stream.Point | None) -> torch.Tensor | None:
         """`tensor` on this device; None if it is there. Another one has it, or computes it until `computed`; None if
@@ -189,10 +195,13 @@ class LayerDevice:
 
 def layer_devices(
     config: L2LConfig, devices: Sequence[torch.device], eps: EagerParamServer, tiers: Tiers, upload: stream.Lane
-) -> list[LayerDevice]:
-    """What each of `devices` has; on the first one, weights are uploaded on the lane `upload`."""
+) -> tuple[list[LayerDevice], Stash]:
+    """What each of `devices` has; on the first one, weights are uploaded on the lane `upload`. And the stash that moves
+    rows for the code of the model, on the stream of the program: with one device, that of the layers."""
     compute = {device: stream.Lane(device, stream.COMPUTE, beside=len(devices) > 1) for device in devices}
     transit = Transit(devices, compute)
+    outside = Stash(tiers, devices[0], transit)
+    stashes = [Stash(tiers, device, transit) for device in devices] if len(devices) > 1 else [outside]
     uploads = [upload, *(stream.Lane(device, upload.row, beside=config.prefetch) for device in devices[1:])]
-    pairs = zip(devices, uploads, strict=True)
-    return [LayerDevice(device, config, eps, tiers, transit, compute[device], lane) for device, lane in pairs]
+    found = zip(devices, stashes, uploads, strict=True)
+    return [LayerDevice(device, config, eps, st, transit, compute[device], lane) for device, st, lane in found], outside

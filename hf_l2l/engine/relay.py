@@ -113,8 +113,7 @@ class Relay:
         self.prefetch = config.prefetch
         stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
         tiers = Tiers(config, device, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
-        self.devices = layer_devices(config, devices, eps, tiers, shell.lane)
-        self.stash = self.devices[0].stash
+        self.devices, self.stash = layer_devices(config, devices, eps, tiers, shell.lane)
         self.boundary = Boundary(config, device)
         shell.runs_plainly = len(devices) == 1
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
@@ -184,9 +183,9 @@ class Relay:
         if torch.is_grad_enabled() and (following is None or not following.place.keeps_input):
             call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
         if count > 1:
-            next_one = self.devices[0] if following is None else self._device_of(following, number + 1)
-            is_between = self.is_in_forward if following is not None else lambda: False
-            call.way = next_one.device, self.boundary.between_devices(call.layer, is_between)
+            passing = None if following is None else self.boundary.between_devices(call.layer, self.is_in_forward)
+            next_one = self.devices[0] if passing is None else self._device_of(following, number + 1)
+            call.way = next_one.device, passing
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
                 tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
@@ -362,6 +361,7 @@ class Relay:
         for at in self.devices:
             with at.running(draws=False):
                 at.stash.settle()
+        self.stash.settle()
         self.stash.transit.arrivals.settle()
 
     def _fetched_after(self, order: Sequence[nn.Module], number: int, layer: nn.Module) -> MasterUnit | None:

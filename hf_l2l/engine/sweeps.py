@@ -52,6 +52,7 @@ def forward_sweep(
     if for_backward:
         call.versions, call.rng = call.unit.versions(), []
     joined, stash = _Joined(call), call.at.stash
+    sources = [t.detach() for t in sources]
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
     grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.set_grad_enabled(graph is not None)
     with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:

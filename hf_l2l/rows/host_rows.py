@@ -197,15 +197,15 @@ def fetch_rows_ahead(tensor: torch.Tensor, rows: slice) -> None:
         tensor.rows.keeper.fetch_ahead([tensor.rows.host[rows]])
 
 
-def _waits_on_host(tensor: Any) -> Any:
+def waits_on_host(tensor: Any) -> bool:
+    """Whether `tensor` is one whose rows wait in host memory."""
     return isinstance(tensor, HostRows) and tensor.is_waiting and tensor.rows.host.device.type == "cpu"
 
 
 def room_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Uninitialised rows like those of `part`, as many as `tensor` has, where those are."""
-    if _waits_on_host(tensor):
-        made: torch.Tensor = tensor.rows.keeper.rows_like(part, len(tensor))
-        return made
+    if isinstance(tensor, HostRows) and waits_on_host(tensor):
+        return tensor.rows.keeper.rows_like(part, len(tensor))
     return part.new_empty(len(tensor), *part.shape[1:])
 
 
@@ -222,7 +222,7 @@ def put_rows(part: torch.Tensor, whole: torch.Tensor, rows: slice) -> None:
 
 def _is_gradient(tensor: Any) -> bool:
     """Whether `tensor` waits in host memory, and no code of a model sees it."""
-    return _waits_on_host(tensor) and tensor.rows.passing is None
+    return waits_on_host(tensor) and tensor.rows.passing is None
 
 
 def _joined(rows: _Rows, part: Callable[[slice], torch.Tensor]) -> HostRows:
@@ -266,7 +266,7 @@ def _sliced(op: Any, gradient: Any, sizes: Any, dim: int, *rest: Any) -> Any:
 def _copied(op: Any, source: Any, *, memory_format: Any = torch.preserve_format) -> Any:
     """A copy in the usual order, as when rows of which a part was taken are flattened."""
     if not (
-        _waits_on_host(source) and source.dim() and (memory_format == torch.contiguous_format or source.is_contiguous())
+        waits_on_host(source) and source.dim() and (memory_format == torch.contiguous_format or source.is_contiguous())
     ):
         return NotImplemented
     return _joined(source.rows, lambda r: rows_on_device(source, r).contiguous())

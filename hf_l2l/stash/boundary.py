@@ -65,13 +65,15 @@ class Boundary:
             return None
         return Passing(self._fewest_bytes, partial(self._is_read, module, function, is_in_forward), self._compute)
 
-    def between_devices(self, module: nn.Module, is_between: Callable[[], bool]) -> Passing:
-        """How the output of `module` passes to another device. `is_between` tells whether layers follow, which wait if
-        all rows are needed at once."""
-        return Passing(0, partial(self._is_waited_for, module, is_between), _not_by_rows)
+    def between_devices(self, module: nn.Module, is_in_forward: Callable[[], bool]) -> Passing | None:
+        """How the output of `module`, which layers follow, passes to the device of the next one; None if the model
+        computes with it itself. `is_in_forward` tells whether the model is running, and not the program."""
+        if module in self._waited_for:
+            return None
+        return Passing(0, partial(self._is_waited_for, module, is_in_forward), _not_by_rows)
 
-    def _is_waited_for(self, module: nn.Module, is_between: Callable[[], bool], num_bytes: int) -> None:
-        if is_between() and module not in self._waited_for:
+    def _is_waited_for(self, module: nn.Module, is_in_forward: Callable[[], bool], num_bytes: int) -> None:
+        if is_in_forward() and module not in self._waited_for:
             self._waited_for.add(module)
             logger.warning(
                 "all rows of what %s returns are needed at once, so there the devices wait for each other (%s)",

@@ -127,6 +127,8 @@ class Stash:
                 for point in (*arrivals.of(tensor), *arrivals.free(place)):
                     stream.wait(point, wait_reasons.INPUT_COMPUTED, on=self.device)
                 place.copy_(tensor, non_blocking=self.lane.is_stream)
+            if self.transit.has_several:  # some were not allocated for the compute stream
+                stream.keep_until_done(self.device, [tensor for _, tensor in downloads])
             self._last = stream.record(self.device)
             for place, _ in downloads:
                 arrivals.add(place, self._last)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hf_l2l.testing.sim_race import CURRENT, OF_BACKWARD, Streams
+
 _KEY = "hf_l2l.testing: exceptions taken"  # of what torch takes along from the thread that calls a backward
 
 # A call through `pythonapi` raises the exception that is pending, whatever set it. This function does nothing else.
@@ -42,15 +44,24 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
 
 def _taken() -> list[BaseException] | None:
     """The exceptions taken in the innermost backward that this thread runs."""
-    taken: list[BaseException] | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    taken: list[BaseException] | None = _in_tls(_KEY)
     return taken
 
 
 def _take_into(taken: list[BaseException] | None) -> None:
-    if taken is None and hasattr(torch._C, "_remove_obj_from_tls"):
-        torch._C._remove_obj_from_tls(_KEY)
-    else:
-        torch._C._stash_obj_in_tls(_KEY, taken)
+    _stash(_KEY, taken)
+
+
+def _in_tls(key: str) -> Any:
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def _stash(key: str, value: Any) -> None:
+    known = torch._C._is_key_in_tls(key)
+    if value is None and known and hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._remove_obj_from_tls(key)
+    elif value is not None or known:
+        torch._C._stash_obj_in_tls(key, value)
 
 
 def let_exceptions_through() -> None:
@@ -61,7 +72,10 @@ def let_exceptions_through() -> None:
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         outer, taken = _taken(), list[BaseException]()
+        streams = _in_tls(OF_BACKWARD)
         _take_into(taken)
+        if streams is not None or any(CURRENT.streams):
+            torch._C._stash_obj_in_tls(OF_BACKWARD, Streams(CURRENT.lines, CURRENT.streams))
         try:
             return original(*args, **kwargs)
         except SystemError:  # what Python makes of a failure without an exception
@@ -69,6 +83,7 @@ def let_exceptions_through() -> None:
                 raise
         finally:
             _take_into(outer)
+            _stash(OF_BACKWARD, streams)
         raise taken.pop()  # out here, so that its context stays what it was
 
     for module in (graph, torch.autograd):

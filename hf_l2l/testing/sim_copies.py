@@ -55,6 +55,7 @@ class Ticket:
     """The link from memory to a queued copy that uses it."""
 
     stream: int
+    number: int
     waiting: bool = True
     freed_early: bool = False  # the memory was freed although the copy's stream was not recorded on it
 
@@ -71,7 +72,7 @@ class QueuedCopy:
         self.shape = tuple(target.shape)
         self.uploads, self.downloads = source.device.type == "cpu", target.device.type == "cpu"
         self.ranges = range_of(source), range_of(target)
-        self.ticket = Ticket(line.id)
+        self.ticket = Ticket(line.id, self.count)
         self._kept = [_keep(self.ticket, t) for t in (source, target)]
 
     def run(self) -> None:
@@ -250,9 +251,12 @@ def free(block: Block) -> None:
     """Free `block`, though queued copies may use it.
 
     The garbage collector calls this at any point, so it takes no lock. Memory is returned to the stream for which it
-    was allocated, so the copies of that stream are safe, as are those of the recorded streams.
+    was allocated, so the copies of that stream are safe, as are those that it has waited for, and those
+    of the recorded streams.
     """
-    early = [t for t in block.copies if t.waiting and t.stream not in block.recorded | {block.stream}]
+    waited = ORDER.lines[block.stream].clock if block.stream in ORDER.lines else {}
+    waiting = [t for t in block.copies if t.waiting and waited.get(t.stream, 0) < t.number]
+    early = [t for t in waiting if t.stream not in block.recorded | {block.stream}]
     for ticket in early:
         ticket.freed_early = True
     if early:

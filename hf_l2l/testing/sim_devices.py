@@ -34,7 +34,11 @@ _HOST_KERNELS = DispatchKeySet(DispatchKey.CPU)
 _EXT_DEV = 12
 """DLPack's number of what torch calls PrivateUse1."""
 _HEADER = "include/c10/core/impl/DeviceGuardImplInterface.h"
-_kept: list[Any] = []  # what torch refers to for the life of the process
+
+def _keep(*objects: Any) -> None:
+    """Never free these: torch refers to their memory, also when the interpreter has ended."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 class Visible:
@@ -94,7 +98,7 @@ def count_several() -> None:
     words[2 + names.index("deviceCount")] = ctypes.cast(count, ctypes.c_void_p).value or 0
     table = (ctypes.c_void_p * size)(*words)
     guard[0] = ctypes.addressof(table) + 2 * ctypes.sizeof(ctypes.c_void_p)
-    _kept.extend((table, count))
+    _keep(table, count)
     Visible.counted = True
 
 
@@ -114,10 +118,9 @@ def _first_of(index: int, dtype: torch.dtype) -> torch.Tensor:
         )
         return as_dtype
     shape, strides, memory = (ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(1), (ctypes.c_char * 64)()
-    end = _Managed.Deleter(lambda managed: None)
     whole = _Tensor(ctypes.addressof(memory), _EXT_DEV, index, 1, 2, 32, 1, shape, strides, 0)
-    managed = _Managed(whole, None, end)
-    _kept.extend((shape, strides, memory, end, managed))
+    managed = _Managed(whole, None, _Managed.Deleter())  # nothing is called when torch is done with it
+    _keep(shape, strides, memory, managed)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     found: torch.Tensor = torch._C._from_dlpack(new(ctypes.addressof(managed), b"dltensor", None))

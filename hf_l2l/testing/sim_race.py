@@ -14,7 +14,9 @@ import collections
 import itertools
 import sys
 import threading
-from typing import NamedTuple
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,6 +86,7 @@ class Line:
         self._host_seen = -1
         ORDER.names[self.id], ORDER.devices[self.id] = self.name, device
         ORDER.issued[self.id] = self.clock[self.id]
+        ORDER.lines[self.id] = self
 
     def advance(self, name: str) -> int:
         """Count one more operation."""
@@ -115,6 +118,7 @@ class Order:
         self.issued: Clock = {}
         self.names: dict[int, str] = {}
         self.devices: dict[int, int] = {}
+        self.lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
 
     def activate(self) -> None:
         """Check every operation from now on."""
@@ -148,14 +152,50 @@ DEFAULT_LINES = tuple(
 )
 
 
+class Streams:
+    """The current stream of each device, in one thread."""
+
+    def __init__(self, lines: Sequence[Line] = DEFAULT_LINES, objects: Sequence[Any] = (None,) * MOST_DEVICES) -> None:
+        self.thread = threading.get_ident()
+        self.lines = list(lines)
+        self.objects: list[torch.Stream | None] = list(objects)
+        """The public objects for `lines`, None for default streams."""
+
+
+OF_BACKWARD = "hf_l2l.testing: streams of a backward"
+"""Where torch takes along the `Streams` of the thread that calls a backward, for those that run it."""
+
+
 class _Current(threading.local):
-    """The device of a thread, and its stream on each device; every thread starts on default streams, on the first."""
+    """The device of a thread, and its stream on each device; every thread starts on default streams, on the first.
+
+    A thread of autograd has the streams of the thread that called the backward. (In CUDA each node runs on the stream
+    of its forward: the same, where a backward runs on the streams of its forward.)
+    """
 
     def __init__(self) -> None:
         self.device = 0
-        self.lines = list(DEFAULT_LINES)
-        self.streams: list[torch.Stream | None] = [None] * MOST_DEVICES
+        self._streams = Streams()
+        self._taken: Streams | None = None
+        """Those of a backward that the thread has taken over."""
+
+    def _now(self) -> Streams:
+        if torch._C._is_key_in_tls(OF_BACKWARD):
+            given = torch._C._get_obj_in_tls(OF_BACKWARD)
+            if given is not None and given is not self._taken and given.thread != self._streams.thread:
+                self._taken, self._streams.lines = given, list(given.lines)
+                self._streams.objects = list(given.objects)
+        return self._streams
+
+    @property
+    def lines(self) -> list[Line]:
+        """By device."""
+        return self._now().lines
+
+    @property
+    def streams(self) -> list[torch.Stream | None]:
         """The public objects for `lines`, None for default streams."""
+        return self._now().objects
 
     @property
     def line(self) -> Line:

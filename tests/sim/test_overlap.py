@@ -122,10 +122,10 @@ class Waits:
         self.found: set[str] = set()
         original = stream.wait
 
-        def wait(event: Any, why: str, *, host: bool = False) -> None:
+        def wait(event: Any, why: str, **options: Any) -> None:
             self.found.add(why)
             if why != without:
-                original(event, why, host=host)
+                original(event, why, **options)
 
         monkeypatch.setattr(stream, "wait", wait)
 

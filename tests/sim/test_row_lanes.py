@@ -114,10 +114,10 @@ def test_every_wait_is_needed(why, kind, place, monkeypatch, tmp_path):
     wanted = expected(kind)
     wait, found = stream.wait, set()
 
-    def without(event: Any, reason: str, *, host: bool = False) -> None:
+    def without(event: Any, reason: str, **options: Any) -> None:
         found.add(reason)
         if reason != why:
-            wait(event, reason, host=host)
+            wait(event, reason, **options)
 
     monkeypatch.setattr(stream, "wait", without)
     with pytest.raises((RuntimeError, AssertionError), match="sim stream|not finite|weight"):

@@ -97,7 +97,7 @@ def test_one_gradient_slot_or_two_give_the_same_bits(ubatch_size):
 
 def slot_bytes(model: nn.Module) -> tuple[list[int], list[int]]:
     relay = relay_of(model)
-    kinds = relay._slots.slots, relay._gradient_slots.slots
+    kinds = relay.devices[0].weight_slots.slots, relay.devices[0].gradient_slots.slots
     weights, sums = ([slot.memory.numel() for slot in slots] for slots in kinds)
     return weights, sums
 
@@ -354,12 +354,12 @@ def test_an_error_in_a_layers_own_hook_is_raised_by_that_backward(monkeypatch):
     model, plain = pair()
     wait, left = stream.wait, [2]
 
-    def fail(event: Any, why: str, *, host: bool = False) -> None:
+    def fail(event: Any, why: str, **options: Any) -> None:
         if why == wait_reasons.GRADIENT_SLOT_FREE:
             left[0] -= 1
             if left[0] == 0:
                 raise Interrupted
-        wait(event, why, host=host)
+        wait(event, why, **options)
 
     monkeypatch.setattr(stream, "wait", fail)
     with pytest.raises(Interrupted):
