@@ -83,6 +83,14 @@ class LayerDevice:
                 compute_state.set_rng_state(own, self.device)
                 compute_state.set_rng_state(now, self.first)
 
+    def reserve(self, *, is_needed: bool) -> None:
+        """A layer is about to run: allocate memory for what the next one on this device will be sent, if one follows
+        in this sweep."""
+        if self.transit.has_several and is_needed:
+            self.transit.reserve(self.device)
+        elif self.transit.has_several:
+            self.transit.forget_reserved(self.device)
+
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Work in the block comes after all that the program's stream has been given, and before what it is given

@@ -184,6 +184,7 @@ class Relay:
             call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
         if count > 1:
             passing = None if following is None else self.boundary.between_devices(call.layer, self.is_in_forward)
+            call.at.reserve(is_needed=number + count < len(order))
             next_one = self.devices[0] if passing is None else self._device_of(following, number + 1)
             call.way = next_one.device, passing
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
@@ -279,6 +280,7 @@ class Relay:
         gradients of the following one; through `graph` if the layer has kept it. Returns the gradients of the layer's
         tensor arguments."""
         call.check_weights_unchanged()
+        call.at.reserve(is_needed=call.before_here is not None and call.before_here.in_graph)
         # A backward to an intermediate result ends above the layer before.
         fetched = call.fetched_in_backward if any(inputs.needed) else None
         with (

@@ -12,6 +12,8 @@ from hf_l2l.rows.host_rows import HostRows, Keeper, Passing
 from hf_l2l.runtime import stream
 from hf_l2l.stash.arrivals import Arrivals
 
+_Kind = tuple[torch.Size, torch.dtype]
+
 
 class Transit:
     """Memory for rows on any of the devices, and the way there."""
@@ -24,6 +26,10 @@ class Transit:
         self.arrivals = Arrivals()
         self._outside: weakref.ref[Keeper] | None = None
         self._compute = compute or {}
+        self._last: dict[torch.device, _Kind] = {}
+        """Shape and dtype of the memory that was last allocated."""
+        self._reserved: dict[tuple[torch.device, _Kind], tuple[torch.Tensor, stream.Point | None]] = {}
+        """Memory for what a device will be sent, which may be written after the point."""
         self._lanes: dict[tuple[torch.device, torch.device], stream.PeerLane] = {}
 
     def moves_outside(self, keeper: Keeper) -> None:
@@ -41,13 +47,34 @@ class Transit:
     ) -> torch.Tensor:
         """Memory on a device for rows that come there, in the order of the dimensions of `like`."""
         with self._compute[place].entered():
-            if like is None:
-                memory = torch.empty(shape, dtype=dtype, device=place)
+            if like is not None:
+                memory, free = torch.empty_like(like, device=place), stream.record(place)
             else:
-                memory = torch.empty_like(like, device=place)
-            # The allocator may hand out memory that work on the compute stream still uses.
-            self.arrivals.begin(memory, stream.record(place))
+                kind = torch.Size(shape), dtype
+                memory, free = self._reserved.pop((place, kind), (None, None))
+                if memory is None:
+                    memory, free = torch.empty(shape, dtype=dtype, device=place), stream.record(place)
+                self._last[place] = kind
+        self.arrivals.begin(memory, free)
         return memory
+
+    def reserve(self, place: torch.device) -> None:
+        """Before a device is given the work of a layer: allocate memory for what its next layer will be sent, most
+        likely of the same kind as what it was sent last.
+
+        The allocator may hand out memory that work on the compute stream still uses, so what is sent waits for that
+        work: for this layer, too, if the memory were allocated later.
+        """
+        kind = self._last.get(place)
+        if kind is not None and (place, kind) not in self._reserved:
+            self.forget_reserved(place)
+            with self._compute[place].entered():
+                self._reserved[place, kind] = torch.empty(*kind[:1], dtype=kind[1], device=place), stream.record(place)
+
+    def forget_reserved(self, place: torch.device) -> None:
+        """Nothing more is sent to the device."""
+        for each in [each for each in self._reserved if each[0] == place]:
+            del self._reserved[each]
 
     def rows_of(self, memory: torch.Tensor, step: int, passing: Passing | None) -> HostRows:
         """`memory` as what passes between layers; `step` entries of its first dimension are moved at once."""
