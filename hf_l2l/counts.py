@@ -66,6 +66,27 @@ def check_num_threads(threads: int | None, name: str) -> None:
         )
 
 
+def parsed_devices(value: object, name: str) -> int | list[int] | None:
+    """What an option says that names devices: how many, or their indexes; None for "auto".
+
+    Raises:
+        ValueError: if it is anything else; it calls the option `name`.
+    """
+    if value in ("auto", None):
+        return None
+    words = value.split(",") if isinstance(value, str) else [value]
+    indexes = [int(w) if isinstance(w, str) and w.strip().isdecimal() else w for w in words]
+    if len(words) > 1 and words[-1].strip() == "":  # "1," is the index alone
+        indexes.pop()
+    is_count = len(words) == 1
+    if not all(is_whole_number(each) and each >= (1 if is_count else 0) for each in indexes):
+        raise ValueError(
+            f"{name} must be 'auto', a number of devices, or their indexes (got {value!r}); write 2 for the first "
+            "two, or '0,2' for these"
+        )
+    return indexes[0] if is_count else indexes
+
+
 def check_layer_count(count: int, name: str) -> None:
     """Raise ValueError, which calls the option `name`, unless `count` is a whole number of at least 0."""
     if not is_whole_number(count) or count < 0:

@@ -121,10 +121,10 @@ class LayerDevice:
         if self.weight_slots is None:
             copies = self._eps.copies
             add = self.gradient_slots.add
-            units = [u for u in self._eps.masters.layer_units if u.place.number % len(self.transit.devices) == self.number]
-            self.weight_slots = WeightSlots(
-                self._eps.masters, self.device, copies, add, self._upload, keeping=units
-            )
+            units = [
+                u for u in self._eps.masters.layer_units if u.place.number % len(self.transit.devices) == self.number
+            ]
+            self.weight_slots = WeightSlots(self._eps.masters, self.device, copies, add, self._upload, keeping=units)
         return self.weight_slots
 
     # ---- tensors of the first device
@@ -212,4 +212,6 @@ def layer_devices(
     stashes = [Stash(tiers, device, transit) for device in devices] if len(devices) > 1 else [outside]
     uploads = [upload, *(stream.Lane(device, upload.row, beside=config.prefetch) for device in devices[1:])]
     found = zip(devices, stashes, uploads, strict=True)
-    return [LayerDevice(device, config, eps, st, transit, compute[device], lane) for device, st, lane in found], outside
+    return [
+        LayerDevice(device, config, eps, st, transit, compute[device], lane) for device, st, lane in found
+    ], outside

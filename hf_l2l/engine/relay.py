@@ -237,9 +237,7 @@ class Relay:
             elif for_backward and not as_recomputed:
                 outputs = self._forward_that_may_draw(call, sources, weights)
             else:
-                outputs = forward_sweep(
-                    call, sources, weights, for_backward=for_backward, as_recomputed=as_recomputed
-                )
+                outputs = forward_sweep(call, sources, weights, for_backward=for_backward, as_recomputed=as_recomputed)
         self._prefetch_late()
         if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(sources)

@@ -332,7 +332,9 @@ class Shell:
         """Whether a call with so many rows, None if they are not known, runs as without L2L: as one ubatch through
         resident weights, whose layers keep their graphs."""
         is_one = rows is None or len(self.cuts.of(rows)) < 2
-        return is_one and self.runs_plainly and self.eps.masters.runs_plainly and not self.eps.masters.is_changed_for_call
+        return (
+            is_one and self.runs_plainly and self.eps.masters.runs_plainly and not self.eps.masters.is_changed_for_call
+        )
 
     def _plain_weights(self, module: nn.Module) -> DeviceWeights:
         """The parameters of the non-layer modules themselves, to which autograd adds gradients."""

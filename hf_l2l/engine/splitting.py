@@ -136,9 +136,12 @@ class Splitter:
             raise NotCut(f"calls of {name} cannot be cut into micro-batches: {reason}")
         if warns and name not in self._warned:
             self._warned.add(name)
+            what = f"ubatch_size={self.cuts.size} has no effect on calls of {name}"
+            if self.cuts.size is None:  # nobody has asked for micro-batches but the devices
+                what = f"the devices take turns in calls of {name}, which cannot be cut into micro-batches"
             warnings.warn(
-                f"ubatch_size={self.cuts.size} has no effect on calls of {name}: {reason}. They run with the whole "
-                "device batch at once; lower the device batch if that does not fit",
+                f"{what}: {reason}. They run with the whole device batch at once; lower the device batch if that does "
+                "not fit",
                 stacklevel=2,
             )
 

@@ -297,7 +297,9 @@ class InputGradients:
         """All gradients, on their way to the places where they go."""
         found = zip(self.total, self.places, strict=True)
         return [
-            total if total is None or place is None or isinstance(total, HostRows) else self.stash.pass_on(total, place)
+            total
+            if total is None or place is None or isinstance(total, HostRows)
+            else self.stash.pass_on(total, place)
             for total, place in found
         ]
 

@@ -4,9 +4,10 @@ beside the trained one."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -86,3 +87,40 @@ def leave_models_where_they_are(trainer: Any, config: Callable[[], L2LConfig], c
 
     trainer.accelerator.prepare_model = model_where_it_is
     trainer.accelerator.prepare_optimizer = optimizer_where_it_is
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Next
+else:
+    _Next = object  # the trainer that the mixin is combined with comes after it
+
+
+class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no types
+    """What a Trainer does for `DataParallel` if there are several devices: one batch here, one model, one loss."""
+
+    def _wrap_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because `DataParallel` would copy the model to each device."""
+        with self._one_device():
+            return super()._wrap_model(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because the loss of one device's rows is multiplied by the devices, where it is a sum over all."""
+        with self._one_device():
+            return super().compute_loss(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because the items of a batch are divided by the devices."""
+        with self._one_device():
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    @contextmanager
+    def _one_device(self) -> Iterator[None]:
+        before = self.args.n_gpu
+        if before < 2 or attachment_of(self.model) is None:
+            yield
+            return
+        self.args._n_gpu = 1
+        try:
+            yield
+        finally:
+            self.args._n_gpu = before

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l.compat import is_compiled
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig, argument, option
+from hf_l2l.counts import parsed_devices
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.runtime import stream
 
@@ -204,18 +205,61 @@ def _short_masters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.itemsize < 4]
 
 
+def _command() -> str:
+    return f"python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
+
+
 def refuse_several_devices(args: Any) -> None:
-    """Raise ValueError if training arguments ask for several devices, or a launcher has started several processes."""
-    command = f"CUDA_VISIBLE_DEVICES=0 python {os.path.basename(sys.argv[0]) or 'your_script.py'}"
+    """Raise ValueError if a trainer that is not ours would use several devices, each with the whole model."""
+    refuse_launcher(args)
     if args.n_gpu > 1:
         raise ValueError(
-            f"L2L runs on one device, and without a launcher the Trainer would use every visible one (got "
-            f"{args.n_gpu}); run it as: {command}"
+            f"a model under L2L runs in no DataParallel, in which this Trainer would put it (got {args.n_gpu} visible "
+            f"devices); use L2LTrainer, which runs layers on them in turn, or one: CUDA_VISIBLE_DEVICES=0 {_command()}"
         )
+
+
+def refuse_launcher(args: Any) -> None:
+    """Raise ValueError if a launcher has started several processes."""
     if args.world_size > 1:
         raise ValueError(
-            f"L2L runs in one process (got a launcher with {args.world_size}); run it without the launcher: {command}"
+            f"L2L runs in one process (got a launcher with {args.world_size}), which uses all visible devices; run it "
+            f"without the launcher: {_command()}"
         )
+
+
+def devices_of(args: Any, asked: Any) -> list[torch.device]:
+    """The devices on which the layers of a trainer's model run in turn: those that are `asked` for, by default all
+    that are visible.
+
+    Raises:
+        ValueError: if this machine has fewer, or the first is not the Trainer's.
+    """
+    first: torch.device = args.device
+    found, name = parsed_devices(asked, argument("devices")), argument("devices")
+    count = 1 if first.type == "cpu" else stream.device_count(first)
+    indexes = list(range(count)) if found is None else list(range(found)) if isinstance(found, int) else found
+    if max(indexes) >= count:
+        raise ValueError(
+            f"{name} must name devices that this machine has (got {asked!r}, and {count} of type {first.type} "
+            f"{'is' if count == 1 else 'are'} visible); leave it out for all of them"
+        )
+    if first.type == "cpu":
+        return [first]
+    if indexes[0] != (first.index or 0):
+        raise ValueError(
+            f"{name} must begin with the device of the Trainer, to which batches go (got {asked!r}, and it is "
+            f"{first}); choose others with CUDA_VISIBLE_DEVICES"
+        )
+    return stream.execution_devices([torch.device(first.type, index) for index in indexes])
+
+
+def use_devices(args: Any, asked: Any) -> None:
+    """Make batches of a trainer as large as if each of the devices `asked` for had one, as with any Trainer."""
+    refuse_launcher(args)
+    devices = devices_of(args, asked)
+    if args.n_gpu != len(devices) and args.n_gpu > 0:  # 0 on the CPU
+        args._n_gpu = len(devices)
 
 
 def warn_of_accumulation(args: Any, config: L2LConfig, reason: str) -> None:

@@ -29,15 +29,16 @@ from hf_l2l.config import L2LConfig, options_of_the_trainer
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import Attachment, attach_with_losses, attachment_of, check_attachable, detach_l2l
 from hf_l2l.hf.checkpoints import CheckpointsMixin
-from hf_l2l.hf.placement import bind_companions, leave_models_where_they_are
+from hf_l2l.hf.placement import AsOneDeviceMixin, bind_companions, leave_models_where_they_are
 from hf_l2l.hf.preparation import (
+    devices_of,
     losses_that_train,
     move_to_host,
     read_rates_of_state,
     refuse_config,
-    refuse_several_devices,
     stacklevel_of_the_caller,
     turn_off_activation_checkpointing,
+    use_devices,
     warn_of_accumulation,
 )
 from hf_l2l.hf.training_args import (
@@ -61,7 +62,7 @@ from hf_l2l.report.summary import summary
 logger = logging.get_logger("transformers.hf_l2l")
 
 
-class L2LTrainerMixin(CheckpointsMixin):
+class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
     """Makes any subclass of transformers' `Trainer` run layer to layer: `class Mine(L2LTrainerMixin, DPOTrainer)`.
 
     It takes the arguments of that class; `make_l2l_trainer(DPOTrainer)` combines the two without a class statement.
@@ -105,7 +106,8 @@ class L2LTrainerMixin(CheckpointsMixin):
     # ---- L2L
 
     def _asked_config(self) -> L2LConfig:
-        return replace(l2l_config(self.args), device=self.args.device)
+        devices = devices_of(self.args, own_option(self.args, "l2l_devices"))
+        return replace(l2l_config(self.args), device=devices if len(devices) > 1 else devices[0])
 
     def _l2l_config(self) -> L2LConfig:
         return self._l2l_plan.config(self._asked_config())
@@ -129,7 +131,7 @@ class L2LTrainerMixin(CheckpointsMixin):
         """Raise ValueError if a model with layers cannot run layer to layer, or not with these arguments."""
         if self._streams(model):
             refuse_for_layers(self.args)
-            refuse_several_devices(self.args)
+            use_devices(self.args, own_option(self.args, "l2l_devices"))
             check_attachable(model)
 
     @options_of_the_trainer()

@@ -26,7 +26,7 @@ from hf_l2l.config import (
     help_text,
     options_of_the_trainer,
 )
-from hf_l2l.counts import OptionNames
+from hf_l2l.counts import OptionNames, parsed_devices
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -102,6 +102,16 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_num_threads: int | None = _as_configured("num_threads")
     l2l_trace: str | None = _as_configured("trace")
     l2l_layer_classes: list[str] | None = _as_configured("layer_classes")
+    l2l_devices: str = field(
+        default="auto",
+        metadata={
+            "help": 'The devices that execute the layers in turn: "auto", all that are visible; a number, the first '
+            'so many; or their indexes, such as "0,2". As with any Trainer in one process, a batch has '
+            "`per_device_train_batch_size` rows for each, in one device batch with one loss; without `ubatch_size`, it "
+            "is cut into two micro-batches for each, since with one they would take turns. On the CPU, it changes "
+            "nothing."
+        },
+    )
     l2l_optimizer: Literal["lamb"] | None = field(
         default=None,
         metadata={
@@ -198,6 +208,7 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     """Raise ValueError for options that contradict each other, whatever the model."""
     _refuse_two_optimizers(args)
     _refuse_two_precisions(args)
+    parsed_devices(own_option(args, "l2l_devices"), "l2l_devices")
     merge = own_option(args, "l2l_merge_accumulation")
     if merge not in ("auto", "off"):
         raise ValueError(

@@ -70,9 +70,10 @@ class RowCuts:
     """Where the rows of a model's batch are cut into ubatches: after every `size` rows, and, if it was merged of
     several batches, between those."""
 
-    def __init__(self, size: int | None) -> None:
-        """Without a `size`, a batch that was not merged is not cut."""
+    def __init__(self, size: int | None, parts: int = 1) -> None:
+        """Without a `size`, a batch is cut into so many `parts`, as far as its rows allow."""
         self.size = size
+        self.parts = parts
         self.merged: tuple[int, ...] = ()
         """The rows of each batch that was merged; none if the batch is one."""
 
@@ -96,11 +97,13 @@ class RowCuts:
         """
         if self.merged and sum(self.merged) != rows:
             raise NotCut(f"a part of the model is called with {rows} rows for a batch of {sum(self.merged)}")
-        starts = accumulate(self.merged or (rows,), initial=0)
+        batches = self.merged or (rows,)
+        parts = -(-self.parts // len(batches))
+        starts = accumulate(batches, initial=0)
         return [
             (start + a, start + b)
-            for start, count in zip(starts, self.merged or (rows,), strict=False)
-            for a, b in ubatches(count, self.size or max(count, 1))
+            for start, count in zip(starts, batches, strict=False)
+            for a, b in ubatches(count, self.size or max(-(-count // parts), 1))
         ]
 
 

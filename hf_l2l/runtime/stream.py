@@ -117,6 +117,12 @@ def _execution_device(device: torch.device | str | None) -> torch.device:
     return torch.device(device.type, 0 if current is None else current())
 
 
+def device_count(device: torch.device) -> int:
+    """How many devices of the type of `device` the program sees."""
+    module = device_module(device)
+    return 1 if module is None else int(module.device_count())
+
+
 def memory_of(device: torch.device) -> int | None:
     """Bytes of memory that the device has in all; None if its torch module does not say."""
     ask = getattr(device_module(device), "mem_get_info", None)

@@ -101,4 +101,3 @@ class Arrivals:
 def key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identifies the memory and layout of a tensor, as long as it lives."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-

@@ -18,7 +18,9 @@ _Kind = tuple[torch.Size, torch.dtype]
 class Transit:
     """Memory for rows on any of the devices, and the way there."""
 
-    def __init__(self, devices: Sequence[torch.device], compute: Mapping[torch.device, stream.Lane] | None = None) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], compute: Mapping[torch.device, stream.Lane] | None = None
+    ) -> None:
         """Of the first of `devices`, all tensors that pass between layers say that they are. `compute` has the lanes
         on which layers compute, for several."""
         self.devices = devices

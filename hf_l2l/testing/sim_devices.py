@@ -35,6 +35,7 @@ _EXT_DEV = 12
 """DLPack's number of what torch calls PrivateUse1."""
 _HEADER = "include/c10/core/impl/DeviceGuardImplInterface.h"
 
+
 def _keep(*objects: Any) -> None:
     """Never free these: torch refers to their memory, also when the interpreter has ended."""
     for each in objects:

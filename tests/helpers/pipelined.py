@@ -27,7 +27,11 @@ def _gpt2() -> nn.Module:
 
 def _llama() -> nn.Module:
     config = hf.LlamaConfig(
-        **_SMALL, num_key_value_heads=1, max_position_embeddings=32, attention_dropout=DROPOUT, tie_word_embeddings=True
+        **_SMALL,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        attention_dropout=DROPOUT,
+        tie_word_embeddings=True,
     )
     return hf.LlamaForCausalLM(config)
 
