@@ -52,12 +52,12 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         if attachment_of(model) is None and is_placed(model, args.device):
             logger.info("the Trainer has put the model on %s; it moves to the host", args.device)
             model.to(stream.HOST)
-        device = self._device(args)
-        _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, device))
-        attach_l2l(model, replace(self.config, device=device)).wrap(kwargs["optimizer"])
+        _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, self._device(args)))
+        config = replace(self.config, device=args.device) if self.config.device is None else self.config
+        attach_l2l(model, config).wrap(kwargs["optimizer"])
 
     def _device(self, args: TrainingArguments) -> torch.device:
-        """Where the layers will run."""
+        """Where the layers will run, or the first of them."""
         own: torch.device = args.device
         return own if self.config.device is None else stream.execution_device(self.config.device)
 

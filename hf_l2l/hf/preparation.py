@@ -258,7 +258,7 @@ def use_devices(args: Any, asked: Any) -> None:
     """Make batches of a trainer as large as if each of the devices `asked` for had one, as with any Trainer."""
     refuse_launcher(args)
     devices = devices_of(args, asked)
-    if args.n_gpu != len(devices) and args.n_gpu > 0:  # 0 on the CPU
+    if max(args.n_gpu, len(devices)) > 1:  # 0 is its count where devices are not CUDA's
         args._n_gpu = len(devices)
 
 

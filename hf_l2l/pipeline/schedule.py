@@ -38,8 +38,18 @@ def sweep_length(layers: int, ubatches: int, devices: int) -> int:
     With at least as many micro-batches as devices, ceil(layers / devices) * ubatches, and one for each device that the
     last layers need beyond the first; else layers + ubatches - 1, since a device waits for its next layer's input.
     """
+    return int(sweep_s(layers, ubatches, devices, 1))
+
+
+def sweep_s(layers: int, ubatches: int, devices: int, step_s: float, after_input_s: float | None = None) -> float:
+    """The seconds of one sweep whose steps take `step_s` each.
+
+    `after_input_s` is the part of a step that needs what the layer before has computed (None: all of it). In a backward
+    sweep that is the backward alone, and not the recompute before it.
+    """
     rounds, rest = divmod(layers - 1, devices)
-    return rounds * max(ubatches, devices) + rest + ubatches
+    hop_s = step_s if after_input_s is None else after_input_s
+    return rounds * max(ubatches * step_s, devices * hop_s) + rest * hop_s + ubatches * step_s
 
 
 def idle_share(layers: int, ubatches: int, devices: int) -> float:

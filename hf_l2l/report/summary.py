@@ -18,7 +18,8 @@ from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
     """The text of the summary: what will run, where and why."""
-    device = stream.execution_device(config.device)
+    devices = stream.execution_devices(config.device)
+    device = devices[0]
     mode = update_mode(config.eps_update, device)
     stacks = find_stacks(model, config.layer_classes)
     lines = [f"***** Layer-to-layer execution of {type(model).__name__} *****"]
@@ -39,8 +40,8 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Shell = {len(shell)} parameters outside the layers ({size_text(tensor_bytes(shell))})",
         f"  Tied = {'; '.join(ties) or 'none'}",
         f"  Frozen = {len(frozen)} of {len(places)} parameters ({size_text(tensor_bytes(frozen))})",
-        f"  Device = {device}",
-        f"  Micro-batches = {_ubatch_text(config)}",
+        f"  Device = {_devices_text(devices)}",
+        f"  Micro-batches = {_ubatch_text(config, len(devices))}",
         f"  Stash = {_stash_text(config, device)}",
         f"  Update = {_UPDATES[mode]}",
         f"  Precision = {_precision_text(config, device)}",
@@ -137,7 +138,15 @@ def _stash_text(config: L2LConfig, device: torch.device) -> str:
     return f"{place}{_BOUNDARIES[config.boundary]}"
 
 
-def _ubatch_text(config: L2LConfig) -> str:
+def _devices_text(devices: list[torch.device]) -> str:
+    if len(devices) == 1:
+        return str(devices[0])
+    return f"{', '.join(map(str, devices))}: layers run on them in turn, the rest of the model on the first"
+
+
+def _ubatch_text(config: L2LConfig, devices: int) -> str:
+    if config.ubatch_size is None and devices > 1:
+        return f"{2 * devices}, two for each device, as far as the rows allow (ubatch_size=None)"
     if config.ubatch_size is None:
         return "the whole device batch at once (ubatch_size=None)"
     return f"{config.ubatch_size} rows at a time (ubatch_size={config.ubatch_size})"

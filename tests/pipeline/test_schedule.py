@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_l2l.pipeline.schedule import Step, backward_steps, forward_steps, idle_share, sweep_length
+from hf_l2l.pipeline.schedule import Step, backward_steps, forward_steps, idle_share, sweep_length, sweep_s
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 6))
 
@@ -87,6 +87,19 @@ def test_the_idle_share_is_what_the_formulas_say(sizes):
         assert sweep_length(*sizes) == math.ceil(layers / devices) * ubatches + devices - 1
     if ubatches < devices:
         assert sweep_length(*sizes) == layers + ubatches - 1
+
+
+@given(sizes=SIZES, parts=st.tuples(st.integers(0, 5), st.integers(1, 5)))
+def test_a_recompute_does_not_wait_for_a_gradient(sizes, parts):
+    """Each step has a part before its input arrives, and one after it."""
+    layers, ubatches, devices = sizes
+    before, after = parts
+    ends: dict[tuple[int, int], int] = {}
+    for turn in range(layers):
+        for ubatch in range(ubatches):
+            own = ends.get((turn, ubatch - 1), ends.get((turn - devices, ubatches - 1), 0) if ubatch == 0 else 0)
+            ends[turn, ubatch] = max(own + before, ends.get((turn - 1, ubatch), 0)) + after
+    assert sweep_s(*sizes, before + after, after) == max(ends.values())
 
 
 def test_four_devices_are_idle_six_in_hundred_where_a_classic_pipeline_is_27():

@@ -15,7 +15,9 @@ def test_rows_have_the_point_of_their_copy():
     arrivals.add(memory[2:4], "second")
     assert [arrivals.of(memory[i : i + 2]) for i in (0, 2)] == [["first"], ["second"]]
     # Rows that were cut in another way, or not sent at all, are there when all are.
-    assert arrivals.of(memory[:3]) == arrivals.of(memory.view(-1)[:4]) == arrivals.of(memory[4:]) == ["first", "second"]
+    assert (
+        arrivals.of(memory[:3]) == arrivals.of(memory.view(-1)[:4]) == arrivals.of(memory[4:]) == ["first", "second"]
+    )
     arrivals.add(memory[4:], None)  # it was there at once
     assert arrivals.of(memory[4:]) == [] and arrivals.of(memory) == ["first", "second"]
 

@@ -1,0 +1,119 @@
+"""How long a step takes on several devices in turn, in virtual time, against the formulas of the modular pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.pipeline.schedule import sweep_s
+from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, virtual_clock
+from pipelined import devices
+from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
+
+MACHINE = Machine(layers=24, ubatches=8, forward_s=1.0, transfer_s=4.0, optimizer_s=1.0)
+"""A layer travels while half of its rows are computed."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _eight() -> Iterator[None]:
+    enable_simulated_accelerator(devices=8)
+    yield
+    enable_simulated_accelerator()
+
+
+def timed(
+    machine: Machine, count: int, *, steps: int = 1, costs: dict[str, float] | None = None, **options: Any
+) -> VirtualClock:
+    """The clock of the sweeps of a step after the first, which learns the order of the layers."""
+    torch.manual_seed(0)
+    model = Stack(machine.layers, Block)
+    config = L2LConfig(
+        device=devices(count), ubatch_size=machine.rows, layer_classes=("Block",), eps_update="serial", **options
+    )
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim:0", requires_grad=True)
+    model(x).backward()
+    optimizer.step()
+    with virtual_clock(replace(machine.costs(), **(costs or {}))) as clock:
+        model(x).backward()
+    return clock
+
+
+def formula_s(machine: Machine, count: int) -> float:
+    """Forward, and backward, in which the recompute waits for no gradient."""
+    sizes = machine.layers, machine.ubatches, count
+    one = machine.forward_s
+    return sweep_s(*sizes, one) + sweep_s(*sizes, 3 * one, 2 * one)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, replace(MACHINE, ubatches=2), replace(MACHINE, layers=10, ubatches=5)])
+@pytest.mark.parametrize("count", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_layers_in_turn_take_the_time_of_the_formula(machine, count):
+    machine = replace(machine, transfer_s=min(machine.transfer_s, 0.9 * machine.ubatches))
+    clock = timed(machine, count)
+    assert sweeps_s(clock) == pytest.approx(formula_s(machine, count), rel=0.05)
+    assert sum(clock.busy("compute", device=each) for each in range(count)) == pytest.approx(
+        machine.compute_s, rel=1e-3
+    )
+
+
+def test_each_link_carries_its_share_of_the_weights():
+    """Of each device, the last two layers of the forward stay."""
+    for count in (1, 2, 4):
+        clock = timed(MACHINE, count)
+        layers = 2 * MACHINE.layers // count - 2
+        up = [clock.busy("upload", device=each) for each in range(count)]
+        assert up == pytest.approx([layers * MACHINE.transfer_s] * count)
+        down = [clock.busy("download", device=each) for each in range(count)]
+        assert down == pytest.approx([MACHINE.layers // count * MACHINE.transfer_s] * count, rel=0.01)
+
+
+def test_a_slow_link_is_shared_by_all_devices():
+    """Forwards, one device waits for its link; four have four links."""
+    machine = replace(MACHINE, layers=16, transfer_s=16.0)
+    one, four = (sweeps_s(timed(machine, count)) for count in (1, 4))
+    assert one > 1.2 * formula_s(machine, 1)
+    assert one / four == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_pass_between_devices_under_the_computation(count):
+    """A micro-batch takes a quarter of its computation over the link to the next device."""
+    link = 4 * WIDTH / (MACHINE.forward_s / 4)
+    clock = timed(MACHINE, count, costs={"peer_bytes_per_s": link})
+    hops = 2 * (MACHINE.layers - 1)
+    passed = sum(clock.busy("peer", device=each) for each in range(count))
+    assert passed == pytest.approx((hops + 1) * MACHINE.compute_s / MACHINE.layers / 16, rel=0.1)
+    fill = 2 * MACHINE.layers / count * (count - 1) * MACHINE.forward_s / 4
+    assert formula_s(MACHINE, count) <= sweeps_s(clock) <= formula_s(MACHINE, count) + fill
+
+
+def test_one_thread_launches_for_all_devices():
+    """From some point on, more devices do not help: the launches take their time, whoever computes."""
+    counts = {}
+    for launch_s in (0.0, 0.02, 0.2):
+        clock = timed(replace(MACHINE, layers=12), 4, costs={"launch_s": launch_s})
+        counts[launch_s] = sweeps_s(clock), clock.busy("launch")
+    assert counts[0.02][0] == pytest.approx(max(counts[0.0][0], counts[0.02][1]), rel=0.05)
+    assert counts[0.2][1] > 1.5 * counts[0.0][0]
+    assert counts[0.2][0] == pytest.approx(counts[0.2][1], rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{"stash": "host", "boundary": "device"}, {"cmp": "bf16"}])
+def test_the_stash_of_each_device_travels_over_its_own_link(options):
+    clock = timed(MACHINE, 4, **options)
+    assert sweeps_s(clock) == pytest.approx(formula_s(MACHINE, 4), rel=0.05)
+
+
+def test_a_classic_pipeline_would_be_idle_longer():
+    """Layers in a row on each device, as `torch.distributed.pipelining` has them: all of a device's layers run for a
+    micro-batch before the next device gets it."""
+    count, layers, ubatches = 4, MACHINE.layers, MACHINE.ubatches
+    classic = (ubatches + count - 1) * layers / count * 4 * MACHINE.forward_s
+    assert classic / sweeps_s(timed(MACHINE, count)) == pytest.approx(11 / 8 / (1 + 3 / 48), rel=0.05)
