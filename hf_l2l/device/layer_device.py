@@ -8,6 +8,7 @@ streams that belong to neither, and every tensor that they are given or return i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.stash.tiers import Tiers
 from hf_l2l.stash.transit import Transit
+
+logger = logging.getLogger("hf_l2l")
 
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Views of a tensor with the rows of each micro-batch."""
@@ -63,13 +66,13 @@ class LayerDevice:
     # ---- running layers
 
     @contextmanager
-    def running(self, *, draws: bool) -> Iterator[None]:
-        """A layer runs in the block, on the compute stream.
+    def running(self, *, draws: bool, on_own_stream: bool = True) -> Iterator[None]:
+        """A layer runs in the block, on the compute stream, or on that of the program.
 
         With `draws`, its random numbers are those that the generator of the first device would draw: its state passes
         from layer to layer, in the order in which they are called.
         """
-        with self._compute.entered():
+        with self._compute.entered() if on_own_stream else stream.made_current(self.device):
             if not draws or self.device == self.first:
                 yield
                 return
@@ -208,6 +211,10 @@ def layer_devices(
     rows for the code of the model, on the stream of the program: with one device, that of the layers."""
     compute = {device: stream.Lane(device, stream.COMPUTE, beside=len(devices) > 1) for device in devices}
     transit = Transit(devices, compute)
+    if transit.has_several:
+        first = next(iter(transit.indirect), None)
+        way = "directly" if first is None else f"through memory of the host where {first[1]} cannot read that of {first[0]}"
+        logger.info("layers run on %s in turn; rows pass between them %s", ", ".join(map(str, devices)), way)
     outside = Stash(tiers, devices[0], transit)
     stashes = [Stash(tiers, device, transit) for device in devices] if len(devices) > 1 else [outside]
     uploads = [upload, *(stream.Lane(device, upload.row, beside=config.prefetch) for device in devices[1:])]

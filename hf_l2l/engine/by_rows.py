@@ -29,7 +29,7 @@ from hf_l2l.eps.pending import settle
 from hf_l2l.model.batch_dims import Ubatch, cannot_split
 from hf_l2l.model.kept_state import KeptState
 from hf_l2l.rows.functions import BY_ROWS, rows_of, unchanged
-from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, uploaded_rows, waits_on_host
+from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, runs_by_rows, uploaded_rows
 from hf_l2l.rows.row_modules import parts_have_hooks
 from hf_l2l.rows.weight_sums import Reading, WeightSums
 from hf_l2l.runtime import compute_state
@@ -101,7 +101,7 @@ class ByRows:
         """Call `forward`, the original forward of `module`."""
         call = self._root()
         if call is not None and call.module is not module and torch.is_grad_enabled():
-            waits = any(waits_on_host(each) for each in (*args, *kwargs.values()))
+            waits = any(runs_by_rows(each) for each in (*args, *kwargs.values()))
             if waits or module in self.embeddings:
                 forward = partial(self._run, call, module, forward)
         return self.shell.run(module, forward, args, kwargs)

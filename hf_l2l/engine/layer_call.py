@@ -31,6 +31,7 @@ from hf_l2l.rows.host_rows import Passing, host_of
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.compute_state import AutocastState, RngState
 from hf_l2l.runtime.tensors import flatten, tensors_within
+from hf_l2l.stash.boundary import FOR_THE_MODEL
 
 
 @dataclass(slots=True)
@@ -65,6 +66,9 @@ class LayerCall:
     """True if a backward can reach this call."""
     is_trial: bool = False
     """True while the layer runs to find something out about it."""
+    on_own_stream: bool = True
+    """With several devices, whether it computes on a stream that the program does not have. Not with a key-value cache,
+    whose tensors the program uses between calls."""
     leaves_tensors_only: bool = True
     """Whether the attributes that its last such run has written to are tensors, and no objects or containers."""
     left: KeptState | None = None
@@ -81,7 +85,7 @@ class LayerCall:
     captured_keys: tuple[str, ...] | None = None
     passing: Passing | None = None
     """How its output passes through host memory; None: it stays on a device."""
-    way: tuple[torch.device, Passing | None] | None = None
+    way: tuple[torch.device, Passing] | None = None
     """With several devices, the one that computes what comes next, to which the output passes, and how."""
     output_spec: pytree.TreeSpec | None = None
     output_leaves: list[Any] = field(default_factory=list)
@@ -193,7 +197,7 @@ class LayerCall:
             return stream.HOST, self.passing
         if self.way is None:
             return None, None
-        return self.way if passes else (self.at.first, None)
+        return self.way if passes else (self.at.first, FOR_THE_MODEL)
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Its tensor arguments, with all rows, where its device finds them."""

@@ -40,7 +40,7 @@ from hf_l2l.rows.host_rows import HostRows, made_real
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
-from hf_l2l.stash.boundary import Boundary
+from hf_l2l.stash.boundary import FOR_THE_MODEL, Boundary
 from hf_l2l.stash.tiers import Tiers
 
 
@@ -145,6 +145,7 @@ class Relay:
         unit = self.eps.masters.unit(layer)
         at = self._device_of(unit, len(root.layer_calls))
         call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
+        call.on_own_stream = not any([is_cache(leaf) for leaf in arguments])
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
@@ -186,7 +187,7 @@ class Relay:
             passing = None if following is None else self.boundary.between_devices(call.layer, self.is_in_forward)
             call.at.reserve(is_needed=number + count < len(order))
             next_one = self.devices[0] if passing is None else self._device_of(following, number + 1)
-            call.way = next_one.device, passing
+            call.way = next_one.device, passing or FOR_THE_MODEL
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
                 tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
@@ -225,7 +226,7 @@ class Relay:
         as_recomputed = for_backward and call.draws and not keeps_graph
         with (
             self.shell.one_thread.in_layer(),
-            call.at.running(draws=True),
+            call.at.running(draws=True, on_own_stream=call.on_own_stream),
             self._weights(call, requires_grad=as_recomputed or keeps_graph) as weights,
             self._prefetching(call.at, call.fetched_in_forward),
             self.eps.timeline.computes("forward", call.unit.module),

@@ -16,6 +16,7 @@ from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import compute_state
+from hf_l2l.stash.boundary import FOR_THE_MODEL
 from hf_l2l.stash.stash import Stash
 
 Tensors = Sequence[torch.Tensor]
@@ -138,7 +139,7 @@ class _Joined:
         call = self._call
         if call.way is None:
             return out
-        return self._stash.pass_on(out, *(call.way if out.shape in call.input_shapes else (call.at.first, None)))
+        return self._stash.pass_on(out, *(call.way if out.shape in call.input_shapes else (call.at.first, FOR_THE_MODEL)))
 
 
 def backward_sweep(

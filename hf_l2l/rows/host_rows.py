@@ -42,8 +42,9 @@ class Passing(NamedTuple):
     """An output of fewer bytes stays on the device."""
     made_real: Callable[[int], None]
     """Called with its bytes when it is needed on the device after all."""
-    by_rows: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    """Computes a function of torch, given its arguments, a micro-batch at a time; NotImplemented if it cannot."""
+    by_rows: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
+    """Computes a function of torch, given its arguments, a micro-batch at a time; NotImplemented if it cannot. None if
+    the model computes with all rows at once."""
 
 
 class _Rows:
@@ -127,8 +128,8 @@ class HostRows(torch.Tensor):
         kwargs = kwargs or {}
         if func in BY_ROWS:
             waiting = (t.rows.passing for t in (*args, *kwargs.values()) if isinstance(t, HostRows) and t.is_waiting)
-            passing = next((each for each in waiting if each is not None), None)
-            result = NotImplemented if passing is None else passing.by_rows(func, args, kwargs)
+            by_rows = next((each.by_rows for each in waiting if each is not None and each.by_rows is not None), None)
+            result = NotImplemented if by_rows is None else by_rows(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if func in _OF_MEMORY:
@@ -200,6 +201,12 @@ def fetch_rows_ahead(tensor: torch.Tensor, rows: slice) -> None:
 def waits_on_host(tensor: Any) -> bool:
     """Whether `tensor` is one whose rows wait in host memory."""
     return isinstance(tensor, HostRows) and tensor.is_waiting and tensor.rows.host.device.type == "cpu"
+
+
+def runs_by_rows(tensor: Any) -> bool:
+    """Whether `tensor` waits in host memory, for a model that computes with it a micro-batch at a time."""
+    passing = tensor.rows.passing if waits_on_host(tensor) else None
+    return passing is not None and passing.by_rows is not None
 
 
 def room_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

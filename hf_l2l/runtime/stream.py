@@ -248,6 +248,11 @@ def current(device: torch.device) -> Any:
     return None if module is None else module.current_stream(device)
 
 
+def made_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one in the block, with the stream that the program has there."""
+    return entered(device, current(device))
+
+
 def entered(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
     """Make `stream`, a result of `current`, the current stream in the block."""
     module = _streams(device)

@@ -29,6 +29,14 @@ def fewest_bytes_on_host(memory: int | None) -> int | None:
     return None if memory is None else memory // (SHARE * _TENSORS)
 
 
+def _nothing_is_told(num_bytes: int) -> None:
+    pass
+
+
+FOR_THE_MODEL = Passing(0, _nothing_is_told, None)
+"""How the output of a layer on one of several devices passes to the model, which computes with it."""
+
+
 class Boundary:
     """Where the outputs of layers live, and the gradients that flow back to them (arXiv:2002.05645, 2.2).
 
@@ -70,7 +78,7 @@ class Boundary:
         computes with it itself. `is_in_forward` tells whether the model is running, and not the program."""
         if module in self._waited_for:
             return None
-        return Passing(0, partial(self._is_waited_for, module, is_in_forward), _not_by_rows)
+        return Passing(0, partial(self._is_waited_for, module, is_in_forward), None)
 
     def _is_waited_for(self, module: nn.Module, is_in_forward: Callable[[], bool], num_bytes: int) -> None:
         if is_in_forward() and module not in self._waited_for:
@@ -94,7 +102,3 @@ class Boundary:
                 f"{function} in {type(module).__name__}" if function else type(module).__name__,
                 size_text(num_bytes),
             )
-
-
-def _not_by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return NotImplemented

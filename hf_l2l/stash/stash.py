@@ -145,8 +145,9 @@ class Stash:
     def room(
         self, part: torch.Tensor, shape: Sequence[int], place: torch.device, passing: Passing | None = None
     ) -> HostRows:
-        """Uninitialised memory in `place`, the host or a device, for rows of which `part` are the first."""
-        if place == stream.HOST:
+        """Uninitialised memory in `place`, the host or a device, for rows of which `part` are the first; in the host if
+        the device cannot copy to `place` directly."""
+        if place == stream.HOST or not self.transit.is_direct(self.device, place):
             memory = self.tiers.tensor_like(torch.empty(shape, dtype=part.dtype, device="meta"))
             self.transit.arrivals.begin(memory)
         else:

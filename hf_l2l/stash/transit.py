@@ -3,6 +3,7 @@ devices."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +26,8 @@ class Transit:
         on which layers compute, for several."""
         self.devices = devices
         self.has_several = len(devices) > 1
+        self.indirect = {p for p in itertools.permutations(devices, 2) if not stream.copies_directly(*p)}
+        """Pairs of devices between which rows pass through page-locked memory of the host."""
         self.arrivals = Arrivals()
         self._outside: weakref.ref[Keeper] | None = None
         self._compute = compute or {}
@@ -43,6 +46,10 @@ class Transit:
         if (source, target) not in self._lanes:
             self._lanes[source, target] = stream.PeerLane(source, target)
         return self._lanes[source, target]
+
+    def is_direct(self, source: torch.device, target: torch.device) -> bool:
+        """Whether rows pass from one device to another without the host; within one device they do."""
+        return source == target or (source, target) not in self.indirect
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, place: torch.device, like: torch.Tensor | None = None

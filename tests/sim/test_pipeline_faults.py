@@ -1,0 +1,205 @@
+"""Several devices in turn: every wait is needed, copies may land whenever they like, and a fault on one device ends the
+step on all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import families
+import pipelined
+from families import batch_for
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.device.layer_device import LayerDevice
+from hf_l2l.hf.attach import attachment_of
+from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.stash.stash import Stash
+from hf_l2l.testing import enable_simulated_accelerator
+from hf_l2l.testing.sim_stream import random_landing
+from pipelined import trained
+
+WAITS = [
+    wait_reasons.ROWS_ARRIVED,
+    wait_reasons.GIVEN_COMPUTED,
+    wait_reasons.OUTPUT_COMPUTED,
+    wait_reasons.OUTPUT_DOWNLOADED,
+    wait_reasons.ROWS_MEMORY_FREE,
+    wait_reasons.WEIGHTS_UPLOADED,
+    wait_reasons.WEIGHT_SLOT_FREE,
+    wait_reasons.GRADIENTS_COMPUTED,
+    wait_reasons.GRADIENT_SLOT_FREE,
+]
+
+
+@pytest.fixture(autouse=True)
+def _three() -> Iterator[None]:
+    enable_simulated_accelerator(devices=3)
+    yield
+    for _ in range(200):  # copies whose memory a test has freed too early raise one by one
+        with contextlib.suppress(RuntimeError):
+            torch.sim.synchronize()
+            break
+    enable_simulated_accelerator()
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(1)
+    return pipelined.FAMILIES[family]()
+
+
+@pytest.mark.parametrize("why", WAITS)
+def test_every_wait_is_needed(why, monkeypatch):
+    modes: list[dict[str, Any]] = [{}, {"stash": "host", "boundary": "host", "gradient_slots": 1}]
+    wanted = [trained(model_of("t5"), 1, steps=2, **mode) for mode in modes]
+    wait, found = stream.wait, set()
+
+    def without(event: Any, reason: str, **options: Any) -> None:
+        found.add(reason)
+        if reason != why:
+            wait(event, reason, **options)
+
+    monkeypatch.setattr(stream, "wait", without)
+    with pytest.raises((RuntimeError, AssertionError), match="sim|not finite|weight|differs"):
+        for mode, expected in zip(modes, wanted, strict=True):
+            assert not trained(model_of("t5"), 3, steps=2, **mode).differences(expected), "differs"
+    assert why in found
+
+
+@pytest.mark.parametrize("mode", [{}, {"stash": "host", "boundary": "host"}, {"stash": "host", "boundary": "device"}])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 34))])
+def test_when_copies_land_changes_no_bit(seed, mode):
+    family = ("t5", "bert", "albert")[seed % 3]
+    wanted = trained(model_of(family), 1, steps=2, **mode)
+    with random_landing(seed):
+        found = trained(model_of(family), 3, steps=2, **mode)
+    assert not found.differences(wanted)
+
+
+@pytest.mark.parametrize("mode", [{}, {"stash": "host", "cmp": "bf16"}])
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_devices_without_peer_access_pass_rows_through_the_host(mode, family, caplog):
+    wanted = trained(model_of(family), 1, **mode)
+    enable_simulated_accelerator(devices=3, peer_access=False)
+    caplog.set_level(logging.INFO, "hf_l2l")
+    assert not trained(model_of(family), 3, **mode).differences(wanted)
+    assert "rows pass between them through memory of the host" in caplog.text
+    enable_simulated_accelerator(devices=3)
+    trained(model_of(family), 3, steps=1, **mode)
+    assert "layers run on sim:0, sim:1, sim:2 in turn; rows pass between them directly" in caplog.text
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("sweep", ["forward", "backward"])
+@pytest.mark.parametrize("number", [0, 1, 4])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_fault_on_one_device_ends_the_step_and_the_next_one_is_right(sweep, number, stash):
+    """The error names the layer; what is left trains on, with the bits of a run without the fault."""
+    model, sound = model_of("bert"), model_of("bert")
+    config = L2LConfig(device=pipelined.devices(3), ubatch_size=2, stash=stash)
+    for each in (model, sound):
+        attach_l2l(each, config)
+    layer = model.bert.encoder.layer[number]
+    batch = batch_for(model)
+    calls: list[bool] = []
+
+    def breaks(module: Any, args: Any) -> None:
+        calls.append(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+        if len(calls) == (3 if sweep == "forward" else 4 + 3):
+            raise Broken
+
+    state = torch.sim.get_rng_state(0)
+    with pytest.raises(Broken) as error, _hooked(layer.output, breaks):
+        for each in range(2):
+            loss = model(**batch).loss
+            if sweep == "backward" or each:
+                loss.backward()
+    assert f"bert.encoder.layer.{number}" in "".join(error.value.__notes__)
+    model.zero_grad()
+    found = []
+    for each in (model, sound):
+        torch.sim.set_rng_state(state, 0)
+        each(**batch).loss.backward()
+        found.append({name: p.grad for name, p in each.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class _hooked:
+    def __init__(self, module: Any, hook: Any) -> None:
+        self.handle = module.register_forward_pre_hook(hook)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+
+def test_a_device_without_memory_is_named():
+    """The second device is nearly full."""
+    enable_simulated_accelerator("1MB", devices=3)
+    taken = torch.empty(995_000 - torch.sim.memory_allocated(1), dtype=torch.uint8, device="sim:1")
+    model = model_of("bert")
+    attach_l2l(model, L2LConfig(device=pipelined.devices(3), ubatch_size=2))
+    with pytest.raises(torch.OutOfMemoryError, match="sim:1"):
+        model(**batch_for(model)).loss.backward()
+    del taken
+    model.zero_grad()
+    model(**batch_for(model)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_fault_of_a_copy_between_devices_leaves_a_usable_model(monkeypatch):
+    model = model_of("bert")
+    attach_l2l(model, L2LConfig(device=pipelined.devices(3), ubatch_size=2))
+    model(**batch_for(model)).loss.backward()
+    for place, name in ((Stash, "send"), (LayerDevice, "given"), (Stash, "fetch")):
+        original, left = getattr(place, name), [7]
+
+        def fail(self: Any, *args: Any, original: Any = original, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Broken
+            return original(self, *args)
+
+        monkeypatch.setattr(place, name, fail)
+        with pytest.raises(Broken):
+            model(**batch_for(model)).loss.backward()
+        monkeypatch.setattr(place, name, original)
+    model.zero_grad()
+    model.eval()
+    other = copy.deepcopy(model_of("bert")).eval()
+    attach_l2l(other, L2LConfig(device="sim:0", ubatch_size=2))
+    for each in (model, other):
+        each(**batch_for(each)).loss.backward()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_evaluation_and_generation_are_those_of_one_device():
+    found = []
+    for count in (1, 3):
+        for family in ("gpt2", "t5", "llama"):
+            torch.manual_seed(1)
+            model = (families.t5() if family == "t5" else pipelined.FAMILIES[family]()).eval()
+            attach_l2l(model, L2LConfig(device=pipelined.devices(count), ubatch_size=2))
+            batch = batch_for(model, rows=5)
+            with torch.no_grad():
+                found.append((count, model(**batch).logits.cpu()))
+            with torch.inference_mode():
+                found.append((count, model(**batch).logits.cpu()))
+            ids = {k: v for k, v in batch.items() if k != "labels"}
+            for beams in (1, 2):
+                tokens = model.generate(**ids, max_new_tokens=5, num_beams=beams, do_sample=False)
+                found.append((count, tokens.cpu()))
+            assert attachment_of(model) is not None
+    one, three = ([t for n, t in found if n == count] for count in (1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
