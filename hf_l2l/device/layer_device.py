@@ -101,14 +101,16 @@ class LayerDevice:
         if not self.transit.has_several:
             yield
             return
-        before = stream.record(self.first)
-        with self._compute.entered():
-            stream.wait(before, wait_reasons.GIVEN_COMPUTED, on=self.device)
-            try:
-                yield
-            finally:
-                after = stream.record(self.device)
-        stream.wait(after, wait_reasons.ROWS_ARRIVED, on=self.first)
+        before, after = stream.record(self.first), None
+        try:
+            with self._compute.entered():
+                stream.wait(before, wait_reasons.GIVEN_COMPUTED, on=self.device)
+                try:
+                    yield
+                finally:
+                    after = stream.record(self.device)
+        finally:
+            stream.wait(after, wait_reasons.ROWS_ARRIVED, on=self.first)
 
     def start_forward(self) -> None:
         """A call of the model begins: forget what layers of earlier ones shared."""

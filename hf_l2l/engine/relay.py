@@ -92,7 +92,8 @@ class _RelayNode(torch.autograd.Function):
                     "train this model without L2L"
                 )
             there = ctx.call.given_back(gradients)
-            inputs = InputGradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.places, there)
+            with ctx.call.at.running(draws=False):
+                inputs = InputGradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.places, there)
             graph = ctx.graph
             ctx.graph = graph if graph_is_retained() else None
             found = ctx.relay.backward(ctx.call, inputs, there, graph)
