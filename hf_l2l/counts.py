@@ -74,12 +74,11 @@ def parsed_devices(value: object, name: str) -> int | list[int] | None:
     """
     if value in ("auto", None):
         return None
-    words = value.split(",") if isinstance(value, str) else [value]
-    indexes = [int(w) if isinstance(w, str) and w.strip().isdecimal() else w for w in words]
-    if len(words) > 1 and words[-1].strip() == "":  # "1," is the index alone
-        indexes.pop()
-    is_count = len(words) == 1
-    if not all(is_whole_number(each) and each >= (1 if is_count else 0) for each in indexes):
+    text = str(value).strip() if isinstance(value, str) or is_whole_number(value) else ""
+    is_count = "," not in text
+    words = text.removesuffix(",").split(",")  # "1," is an index alone
+    indexes = [int(word) for word in words if word.strip().isdecimal()]
+    if len(indexes) < len(words) or (is_count and indexes[0] < 1):
         raise ValueError(
             f"{name} must be 'auto', a number of devices, or their indexes (got {value!r}); write 2 for the first "
             "two, or '0,2' for these"

@@ -185,12 +185,12 @@ class LayerDevice:
 
     def gradient_place(self, tensor: torch.Tensor) -> torch.device | None:
         """Where the gradient of an argument of a layer goes: where it came from. None: it stays on the device."""
-        waits = isinstance(tensor, HostRows) and tensor.is_waiting
-        if waits and tensor.rows.host.device == stream.HOST:
+        waiting = tensor.rows if isinstance(tensor, HostRows) and tensor.is_waiting else None
+        if waiting is not None and waiting.host.device == stream.HOST:
             return stream.HOST
         if not self.transit.has_several:
             return None
-        return tensor.rows.made_on or self.first if isinstance(tensor, HostRows) and waits else self.first
+        return self.first if waiting is None or waiting.made_on is None else waiting.made_on
 
     def forget_given(self) -> None:
         """The call of the model is over."""
@@ -209,13 +209,14 @@ class LayerDevice:
 def layer_devices(
     config: L2LConfig, devices: Sequence[torch.device], eps: EagerParamServer, tiers: Tiers, upload: stream.Lane
 ) -> tuple[list[LayerDevice], Stash]:
-    """What each of `devices` has; on the first one, weights are uploaded on the lane `upload`. And the stash that moves
-    rows for the code of the model, on the stream of the program: with one device, that of the layers."""
+    """What each of `devices` has; on the first one, weights are uploaded on the lane `upload`. And the stash that
+    moves rows for the code of the model, on the stream of the program: with one device, that of the layers."""
     compute = {device: stream.Lane(device, stream.COMPUTE, beside=len(devices) > 1) for device in devices}
     transit = Transit(devices, compute)
     if transit.has_several:
-        first = next(iter(transit.indirect), None)
-        way = "directly" if first is None else f"through memory of the host where {first[1]} cannot read that of {first[0]}"
+        way = "directly"
+        for source, target in sorted(transit.indirect, key=str)[:1]:
+            way = f"through memory of the host, since {target} cannot read that of {source}"
         logger.info("layers run on %s in turn; rows pass between them %s", ", ".join(map(str, devices)), way)
     outside = Stash(tiers, devices[0], transit)
     stashes = [Stash(tiers, device, transit) for device in devices] if len(devices) > 1 else [outside]

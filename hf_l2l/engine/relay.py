@@ -22,11 +22,11 @@ from torch import nn
 from hf_l2l.compat import graph_is_retained, in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.device.device_weights import DeviceWeights, uploaded
+from hf_l2l.device.layer_device import LayerDevice, layer_devices
+from hf_l2l.device.slots import LayerSums, WeightSlots, fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.shell import Shell
-from hf_l2l.device.layer_device import LayerDevice, layer_devices
-from hf_l2l.device.slots import LayerSums, WeightSlots, fetched_in_backward, fetched_in_forward
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.sweeps import InputGradients, KeptGraph, Tensors, backward_of_graph, backward_sweep, forward_sweep
 from hf_l2l.eps.masters import MasterUnit
@@ -36,7 +36,7 @@ from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import BOUNDARY, KEPT_GRAPHS, KEPT_WEIGHTS, MASK, RESIDENT, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
-from hf_l2l.rows.host_rows import HostRows, made_real
+from hf_l2l.rows.host_rows import HostRows, memory_behind
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
@@ -61,7 +61,7 @@ class _RelayNode(torch.autograd.Function):
         sources = call.given(tensors)
         with call.at.running(draws=False), relay.stashing(call, sources) as kept:
             call.remember(kept)
-            relay.eps.ledger.on_device.holds(STASH, made_real(kept))
+            relay.eps.ledger.on_device.holds(STASH, memory_behind(kept))
             ctx.save_for_backward(*kept)
             relay.eps.expect(call.unit)
             # Autograd itself finds out changes of arguments that get a gradient.
@@ -77,7 +77,7 @@ class _RelayNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         timeline, memory, unit = ctx.relay.eps.timeline, ctx.relay.eps.ledger.on_device, ctx.call.unit
-        memory.holds(BOUNDARY, made_real(gradients))
+        memory.holds(BOUNDARY, memory_behind(gradients))
         told = RaisedIn("the backward of", unit.name)
         with ctx.relay.eps.backwards.joined(), told, timeline.inside("backward"), timeline.at(unit.module):
             if torch.is_grad_enabled():  # autograd would record this backward
@@ -97,7 +97,7 @@ class _RelayNode(torch.autograd.Function):
             graph = ctx.graph
             ctx.graph = graph if graph_is_retained() else None
             found = ctx.relay.backward(ctx.call, inputs, there, graph)
-            memory.holds(BOUNDARY, made_real(found))
+            memory.holds(BOUNDARY, memory_behind(found))
         return None, None, None, *found
 
 
@@ -123,6 +123,7 @@ class Relay:
         self.splitter = Splitter(self.cuts, device)
         shell.call_at_start(self._start_forward)
         eps.ledger.on_device.finds(SLOTS, self._slot_memory)
+        eps.ledger.on_device.finds(BOUNDARY, self.stash.transit.reserved_memory)
         eps.ledger.on_device.finds(KEPT_WEIGHTS, self._kept_memory)
         eps.ledger.on_device.finds(RESIDENT, self._copy_memory)
         eps.ledger.counts(HOST_STASH, tiers.host_bytes)
@@ -155,11 +156,11 @@ class Relay:
                 settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
         memory = self.eps.ledger.on_device
         memory.holds(MASK, dense_masks(tensors))
-        memory.holds(BOUNDARY, made_real(tensors))
+        memory.holds(BOUNDARY, memory_behind(tensors))
         with RaisedIn("the forward of", call.unit.name), self.eps.timeline.at(layer):
             call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, call.execute_once)
             outputs = self._execute(root, call, tensors)
-            memory.holds(BOUNDARY, made_real(outputs))
+            memory.holds(BOUNDARY, memory_behind(outputs))
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)
         root.weights.upload_ahead(len(root.layer_calls))
@@ -185,9 +186,13 @@ class Relay:
         if torch.is_grad_enabled() and (following is None or not following.place.keeps_input):
             call.passing = self.boundary.after(call.layer, self.is_in_forward if after else lambda: True)
         if count > 1:
-            passing = None if following is None else self.boundary.between_devices(call.layer, self.is_in_forward)
+            passing = None
+            next_one = self.devices[0]
+            if following is not None:
+                passing = self.boundary.between_devices(call.layer, self.is_in_forward)
+            if following is not None and passing is not None:
+                next_one = self._device_of(following, number + 1)
             call.at.reserve(is_needed=number + count < len(order))
-            next_one = self.devices[0] if passing is None else self._device_of(following, number + 1)
             call.way = next_one.device, passing or FOR_THE_MODEL
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
@@ -230,7 +235,7 @@ class Relay:
             call.at.running(draws=True, on_own_stream=call.on_own_stream),
             self._weights(call, requires_grad=as_recomputed or keeps_graph) as weights,
             self._prefetching(call.at, call.fetched_in_forward),
-            self.eps.timeline.computes("forward", call.unit.module),
+            self.eps.timeline.computes("forward", call.unit.module, call.device),
         ):
             if keeps_graph:
                 call.graph = KeptGraph(weights)
@@ -289,7 +294,7 @@ class Relay:
             self._weights(call, requires_grad=True, graph=graph) as weights,
             self._prefetching(call.at, fetched),
             self._summing(call, weights) as sums,
-            self.eps.timeline.computes("backward", call.unit.module),
+            self.eps.timeline.computes("backward", call.unit.module, call.device),
         ):
             if graph is None:
                 backward_sweep(call, inputs, gradients, weights)

@@ -139,7 +139,8 @@ class _Joined:
         call = self._call
         if call.way is None:
             return out
-        return self._stash.pass_on(out, *(call.way if out.shape in call.input_shapes else (call.at.first, FOR_THE_MODEL)))
+        passes = out.shape in call.input_shapes
+        return self._stash.pass_on(out, *(call.way if passes else (call.at.first, FOR_THE_MODEL)))
 
 
 def backward_sweep(

@@ -358,7 +358,8 @@ class EagerParamServer:
 
         The names are explained in docs/memory.md. After `detach_l2l`, it is the report of that moment.
         """
-        return self.ledger.report(f"Memory of a {type(self.model).__name__}, layers run on {self.device}")
+        where = ", ".join(str(memory.device) for memory in self.ledger.on_device.each)
+        return self.ledger.report(f"Memory of a {type(self.model).__name__}, layers run on {where}")
 
     def bytes_of_first_step(self) -> int:
         """Bytes of host memory that the first step will take: gradients without memory so far, and two moments per

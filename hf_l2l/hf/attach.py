@@ -303,7 +303,7 @@ def _attach(
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
     layers, device = list(places), devices[0]
-    timeline = Timeline(device, model, layers, config.trace)
+    timeline = Timeline(device, model, layers, config.trace, devices[1:])
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = EagerParamServer(
         model,

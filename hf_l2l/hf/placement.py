@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -104,7 +104,7 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
             return super()._wrap_model(*args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because the loss of one device's rows is multiplied by the devices, where it is a sum over all."""
+        """Overridden because the loss of a device's rows is multiplied by the devices, where it is a sum over all."""
         with self._one_device():
             return super().compute_loss(*args, **kwargs)
 

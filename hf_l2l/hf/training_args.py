@@ -107,8 +107,8 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
         metadata={
             "help": 'The devices that execute the layers in turn: "auto", all that are visible; a number, the first '
             'so many; or their indexes, such as "0,2". As with any Trainer in one process, a batch has '
-            "`per_device_train_batch_size` rows for each, in one device batch with one loss; without `ubatch_size`, it "
-            "is cut into two micro-batches for each, since with one they would take turns. On the CPU, it changes "
+            "`per_device_train_batch_size` rows for each, in one device batch with one loss; without `ubatch_size`, "
+            "it is cut into two micro-batches for each, since with one they would take turns. On the CPU, it changes "
             "nothing."
         },
     )

@@ -11,8 +11,8 @@ with CUDA. It is done in the first calls only, and again when a call has more in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -163,3 +163,66 @@ class DeviceMemory:
                 rest -= min(size, rest)
         found[self._phase] += rest
         return found
+
+
+class DevicesMemory:
+    """The bytes of each device that layers run on; the names and phases are those of all of them."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.each = [DeviceMemory(device) for device in devices]
+        self.capacity = self.each[0].capacity
+        """Bytes of memory that the first device has in all; None if its torch module does not say."""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the layers now run backward."""
+        return self.each[0].is_backward
+
+    @is_backward.setter
+    def is_backward(self, is_backward: bool) -> None:
+        for memory in self.each:
+            memory.is_backward = is_backward
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether this call is looked at."""
+        return self.each[0].is_looking
+
+    @property
+    def held_more_before(self) -> int:
+        """See `DeviceMemory`; the most of any device."""
+        return max(memory.held_more_before for memory in self.each)
+
+    def holds(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """See `DeviceMemory`; each device has some of `tensors`."""
+        tensors = list(tensors)
+        for memory in self.each:
+            memory.holds(name, tensors)
+
+    def finds(self, name: str, find: Find) -> None:
+        """See `DeviceMemory`."""
+        for memory in self.each:
+            memory.finds(name, find)
+
+    def begin_call(self, elements: int) -> None:
+        """See `DeviceMemory`."""
+        for memory in self.each:
+            memory.begin_call(elements)
+
+    def enter(self, phase: str) -> None:
+        """See `DeviceMemory`."""
+        for memory in self.each:
+            memory.enter(phase)
+
+    @contextmanager
+    def in_layer(self) -> Iterator[None]:
+        """See `DeviceMemory`."""
+        with ExitStack() as stack:
+            for memory in self.each:
+                stack.enter_context(memory.in_layer())
+            yield
+
+    def look(self) -> None:
+        """See `DeviceMemory`."""
+        for memory in self.each:
+            memory.look()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from hf_l2l.memory.device_memory import DeviceMemory
+from hf_l2l.memory.device_memory import DevicesMemory
 from hf_l2l.memory.host_limits import process_bytes
 from hf_l2l.memory.memory_report import PAGE_LOCKED, Bytes, MemoryReport
 from hf_l2l.runtime import stream
@@ -56,9 +56,9 @@ class Transients:
 class Ledger:
     """What one engine holds. Its parts register functions that return bytes, which are called for a report."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_device = DeviceMemory(device)
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.device = devices[0]
+        self.on_device = DevicesMemory(devices)
         self.transients = Transients()
         self._host_peaks = dict.fromkeys((*HOST_NAMES, PAGE_LOCKED), 0)
         self._host: dict[str, list[weakref.WeakMethod[Callable[[], int]]]] = {name: [] for name in self._host_peaks}
@@ -94,10 +94,12 @@ class Ledger:
         if self._last is not None:
             return self._last
         self.on_device.look()
-        device_now = self.on_device.now()
-        device: dict[str, Bytes] | None = None
-        if device_now is not None:
-            device = {name: {"now": size, "peak": self.on_device.peak[name]} for name, size in device_now.items()}
+        devices: dict[str, dict[str, Bytes]] = {}
+        for memory in self.on_device.each:
+            known = memory.now()
+            if known is not None:
+                tier = str(memory.device) if devices else "device"
+                devices[tier] = {name: {"now": size, "peak": memory.peak[name]} for name, size in known.items()}
         now, peaks = self._look_at_host(), dict(self._host_peaks)
         page_locked: Bytes = {"now": now.pop(PAGE_LOCKED), "peak": peaks.pop(PAGE_LOCKED)}
         for sizes, process in zip((now, peaks), process_bytes(), strict=True):
@@ -108,7 +110,7 @@ class Ledger:
             f"The device held {size_text(before)} before; call torch.accelerator.reset_peak_memory_stats() before "
             "training, so that peaks inside a phase are seen."
         )
-        return MemoryReport(title, device, host, page_locked, note if before else "")
+        return MemoryReport(title, devices, host, page_locked, note if before else "")
 
     def release(self, last: MemoryReport) -> None:
         """Keep this report for good: what it counted is about to be released."""

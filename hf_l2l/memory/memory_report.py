@@ -14,7 +14,8 @@ Bytes = dict[str, int]
 
 
 class MemoryReport(dict[str, dict[str, Bytes]]):
-    """Where the bytes are: tier ("device", "host") -> name -> {"now": bytes, "peak": bytes}.
+    """Where the bytes are: tier ("device", "host") -> name -> {"now": bytes, "peak": bytes}. Of several devices, the
+    first one is "device", and the others have their names: "cuda:1".
 
     `print` shows a table, and so does a notebook. In each tier the names add up to "total". Where layers run on the
     CPU, there is no tier "device". The peak of the device is what it held when it held most, since the model was
@@ -22,10 +23,15 @@ class MemoryReport(dict[str, dict[str, Bytes]]):
     """
 
     def __init__(
-        self, title: str, device: dict[str, Bytes] | None, host: dict[str, Bytes], page_locked: Bytes, note: str = ""
+        self,
+        title: str,
+        devices: dict[str, dict[str, Bytes]],
+        host: dict[str, Bytes],
+        page_locked: Bytes,
+        note: str = "",
     ) -> None:
         """Of the names of each tier; totals are added. `title` and `note` are shown above and below the table."""
-        tiers = {"host": host} if device is None else {"device": device, "host": host}
+        tiers = {**devices, "host": host}
         super().__init__({tier: {**names, TOTAL: _sum(names)} for tier, names in tiers.items()})
         self["of which"] = {PAGE_LOCKED: page_locked}
         self.title = title

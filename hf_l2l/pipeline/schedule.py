@@ -44,8 +44,8 @@ def sweep_length(layers: int, ubatches: int, devices: int) -> int:
 def sweep_s(layers: int, ubatches: int, devices: int, step_s: float, after_input_s: float | None = None) -> float:
     """The seconds of one sweep whose steps take `step_s` each.
 
-    `after_input_s` is the part of a step that needs what the layer before has computed (None: all of it). In a backward
-    sweep that is the backward alone, and not the recompute before it.
+    `after_input_s` is the part of a step that needs what the layer before has computed (None: all of it). In a
+    backward sweep that is the backward alone, and not the recompute before it.
     """
     rounds, rest = divmod(layers - 1, devices)
     hop_s = step_s if after_input_s is None else after_input_s
@@ -55,8 +55,8 @@ def sweep_s(layers: int, ubatches: int, devices: int, step_s: float, after_input
 def idle_share(layers: int, ubatches: int, devices: int) -> float:
     """The share of a sweep in which a device does not execute, on average: the bubble.
 
-    It is (devices - 1) / (layers / devices * ubatches + devices - 1) where the devices divide the layers, and there are
-    as many micro-batches at least: a pipeline whose devices have layers in a row has layers / devices = 1 there.
+    It is (devices - 1) / (layers / devices * ubatches + devices - 1) where the devices divide the layers, and there
+    are as many micro-batches at least: a pipeline whose devices have layers in a row has layers / devices = 1 there.
     """
     return 1 - layers * ubatches / (devices * sweep_length(layers, ubatches, devices))
 

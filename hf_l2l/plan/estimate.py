@@ -99,7 +99,13 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
         f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
         f"stash {stash}, boundary {boundary}"
     )
-    report = MemoryReport(title, device, host, {"now": 0, "peak": 0}, f"The device holds most in the {phase}.")
+    report = MemoryReport(
+        title,
+        {"device": device},
+        host,
+        {"now": 0, "peak": 0},
+        f"The device holds most in the {phase}.",
+    )
     plain = PlainBytes(
         run.model,
         run.inputs,

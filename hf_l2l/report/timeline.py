@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,6 +46,9 @@ ROWS = (
 )
 """Rows of the trace, from top to bottom. Of two concurrent updates, the second has its own row."""
 
+_OF_DEVICE = (COMPUTE, "upload", "stash upload", stream.PEER, "download", "stash download", "norm", WAITS)
+"""Rows that each of several devices has."""
+
 
 class _Noted(NamedTuple):
     row: str
@@ -71,19 +75,27 @@ class Timeline:
         model: nn.Module | None = None,
         layers: Sequence[nn.Module] = (),
         trace: str | os.PathLike[str] | None = None,
+        others: Sequence[torch.device] = (),
     ) -> None:
-        """For the `layers` of `model`; spans are written to the file `trace` once the device has finished them.
+        """For the `layers` of `model`, which run on `device`, and on `others` in turn; spans are written to the file
+        `trace` once the device has finished them.
 
         Raises:
             ValueError: if that file is not writable.
         """
-        self.clock = DeviceClock(device, time.perf_counter)
+        self._clocks = {each: DeviceClock(each, time.perf_counter) for each in (device, *others)}
+        self.clock = self._clocks[device]
         self.device = device
-        self.ledger = Ledger(device)
+        self._observers = {each: _OfDevice(self, each) for each in others}
+        """What is told of the copies and waits of the other devices."""
+        self.ledger = Ledger([device, *others])
         """What is held in memory; the events of the timeline are the phases in which its peaks are told apart."""
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
         self._names = _names(model, layers)
-        self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {device}", ROWS)
+        rows = [*ROWS, *(_row(each, row) for each in others for row in _OF_DEVICE)]
+        rows[4:4] = [stream.PEER] if others else []
+        where = ", ".join(map(str, self._clocks))
+        self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {where}", rows)
         self._in_first_step = True
         self._sweep: tuple[str, StallLog] | None = None
         """The current sweep of the first step, and its stall log."""
@@ -123,7 +135,13 @@ class Timeline:
         self._sum, self._waits = Averages(0, 0.0, 0.0, 0.0, 0.0), Waits()
         self._step_began = self._update_began = None
         observe(self.device, self)
-        self.clock.begin()
+        for each, observer in self._observers.items():
+            observe(each, observer)
+        self._begin_clocks()
+
+    def _begin_clocks(self) -> None:
+        for clock in self._clocks.values():
+            clock.begin()
 
     def unwatch(self) -> None:
         """Stop recording, unless a trace file is written."""
@@ -139,6 +157,8 @@ class Timeline:
         self._noted.clear()
         self._names.clear()
         stop_observing(self.device, self)
+        for each, observer in self._observers.items():
+            stop_observing(each, observer)
 
     @property
     def pending(self) -> int:
@@ -159,7 +179,7 @@ class Timeline:
         if isinstance(observer, Timeline):  # this one, or that of another model on the device
             observer.collect()
             if not observer._noted:  # no recorded span refers to the old base
-                observer.clock.begin()
+                observer._begin_clocks()
         if self.is_watched and self._step_began is None and torch.is_grad_enabled():
             self._step_began = self.clock.now()
             self._noted.append(_Noted(STEPS, "", self._step_began, self._step_began))
@@ -235,9 +255,11 @@ class Timeline:
             yield
             self._go(f"non-layer modules, after {place}")
 
-    def computes(self, sweep: str, layer: nn.Module) -> AbstractContextManager[None]:
-        """`layer` computes in the block, in the "forward" or "backward" sweep."""
-        return self._span(COMPUTE, f"{sweep} {self._name(layer)}") if self.is_watched else nullcontext()
+    def computes(self, sweep: str, layer: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+        """`layer` computes in the block on `device`, in the "forward" or "backward" sweep."""
+        if not self.is_watched:
+            return nullcontext()
+        return self._span(self._row(device, COMPUTE), f"{sweep} {self._name(layer)}", device=device)
 
     def _go(self, place: str) -> None:
         if self._sweep is not None:  # None in an evaluation
@@ -281,25 +303,44 @@ class Timeline:
 
     def host_reached(self, point: stream.Point) -> None:
         """See `observer.Observer`."""
+        if point.is_timed and point.device in self._clocks:
+            self._clocks[point.device].host_reached(point)
+
+    def spans_on(self, device: torch.device, row: str, of: object) -> AbstractContextManager[None]:
+        """See `observer.Observer`; of another device than the first."""
+        name = of if isinstance(of, str) else self._name(of)
+        return self._span(self._row(device, row), name, device=device)
+
+    def waits_on(self, device: torch.device, point: stream.Point, why: str) -> None:
+        """See `observer.Observer`; of another device than the first, whose stall time alone is counted."""
         if point.is_timed:
-            self.clock.host_reached(point)
+            self._noted.append(_Noted(_row(device, WAITS), why, self._clocks[device].mark(), point))
 
     # ---- times
 
     @contextmanager
-    def _span(self, row: str, name: str, waits_for: str = "") -> Iterator[None]:
-        start = self.clock.mark()
+    def _span(self, row: str, name: str, waits_for: str = "", *, device: torch.device | None = None) -> Iterator[None]:
+        clock = self._clocks[device or self.device]
+        start = clock.mark()
         yield
         if self.is_watched:
-            self._noted.append(_Noted(row, name, start, self.clock.mark(), waits_for))
+            self._noted.append(_Noted(row, name, start, clock.mark(), waits_for))
+
+    def _row(self, device: torch.device, row: str) -> str:
+        return row if device == self.device else _row(device, row)
+
+    def _seconds(self, mark: Mark) -> float | None:
+        """The time of `mark`; None if it is not known yet."""
+        clock = self._clocks[mark.device] if isinstance(mark, stream.Point) else self.clock
+        base_s = clock.base_s()
+        return None if base_s is None else clock.seconds(mark, base_s)
 
     def collect(self) -> None:
         """Process the spans that the device has finished; leave the others for the next call."""
         spans: list[Span] = []
-        base_s = self.clock.base_s()
-        while self._noted and base_s is not None:
+        while self._noted:
             noted = self._noted[0]
-            start_s, end_s = (self.clock.seconds(mark, base_s) for mark in (noted.start, noted.end))
+            start_s, end_s = self._seconds(noted.start), self._seconds(noted.end)
             if start_s is None or end_s is None:
                 break
             self._noted.popleft()
@@ -322,6 +363,34 @@ class Timeline:
 
     def _name(self, of: object) -> str:
         return str(self._names.get(of, type(of).__name__))
+
+
+def _row(device: torch.device, row: str) -> str:
+    return f"{device} {row}"
+
+
+class _OfDevice:
+    """The observer of a device of a timeline other than the first."""
+
+    def __init__(self, timeline: Timeline, device: torch.device) -> None:
+        self._timeline, self._device = weakref.ref(timeline), device
+
+    def waits(self, point: stream.Point, why: str) -> None:
+        """See `observer.Observer`."""
+        timeline = self._timeline()
+        if timeline is not None:
+            timeline.waits_on(self._device, point, why)
+
+    def host_reached(self, point: stream.Point) -> None:
+        """See `observer.Observer`."""
+        timeline = self._timeline()
+        if timeline is not None:
+            timeline.host_reached(point)
+
+    def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
+        """See `observer.Observer`."""
+        timeline = self._timeline()
+        return nullcontext() if timeline is None else timeline.spans_on(self._device, row, of)
 
 
 def _nothing(*_: object) -> None:

@@ -182,6 +182,12 @@ def made_real(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     return [t.on_device() if isinstance(t, HostRows) else t for t in there]
 
 
+def memory_behind(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The tensors that have the values of `tensors`, of those whose rows wait, too."""
+    there = [t for t in tensors if t is not None]
+    return [*made_real(there), *(host_of(t) for t in there if host_of(t) is not t)]
+
+
 def uploaded_rows(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`rows`, a view of `host_of(of)`, on the device."""
     return of.rows.keeper.fetch(rows) if isinstance(of, HostRows) and of.is_waiting else rows

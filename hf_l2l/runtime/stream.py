@@ -55,7 +55,7 @@ def execution_devices(device: Devices) -> list[torch.device]:
     Raises:
         ValueError: also if they are of different types, or one is given twice.
     """
-    given = list(device) if isinstance(device, list | tuple) else [device]
+    given = [device] if device is None or isinstance(device, str | torch.device) else list(device)
     found = [_execution_device(each) for each in given]
     if len({each.type for each in found}) > 1:
         raise ValueError(
@@ -64,8 +64,8 @@ def execution_devices(device: Devices) -> list[torch.device]:
     twice = next((each for number, each in enumerate(found) if each in found[:number]), None)
     if twice is not None:
         raise ValueError(
-            f"each execution device is given once (got {', '.join(map(repr, map(str, given)))}, where {twice} is there "
-            "twice); leave it out the second time"
+            f"each execution device is given once (got {', '.join(map(str, given))}, where {twice} is there twice); "
+            "leave it out the second time"
         )
     return found
 

@@ -145,8 +145,8 @@ class Stash:
     def room(
         self, part: torch.Tensor, shape: Sequence[int], place: torch.device, passing: Passing | None = None
     ) -> HostRows:
-        """Uninitialised memory in `place`, the host or a device, for rows of which `part` are the first; in the host if
-        the device cannot copy to `place` directly."""
+        """Uninitialised memory in `place`, the host or a device, for rows of which `part` are the first; in the host
+        if the device cannot copy to `place` directly."""
         if place == stream.HOST or not self.transit.is_direct(self.device, place):
             memory = self.tiers.tensor_like(torch.empty(shape, dtype=part.dtype, device="meta"))
             self.transit.arrivals.begin(memory)
@@ -167,21 +167,19 @@ class Stash:
             host.copy_(part)
             arrivals.add(host, stream.record(self.device))
             return
-        if host.device == stream.HOST:
-            lane, row = self.lane, self.lane.row
-        else:
-            lane, row = self.transit.lane(self.device, host.device), stream.PEER
+        to_host = host.device == stream.HOST
+        lane = self.lane if to_host else self.transit.lane(self.device, host.device)
+        row = self.lane.row if to_host else stream.PEER
         with lane.entered(), torch.no_grad(), stream.span(self.device, row, "layer output"):
             stream.wait(computed, wait_reasons.OUTPUT_COMPUTED)
-            for point in arrivals.free(host):
-                stream.wait(point, wait_reasons.ROWS_MEMORY_FREE, on=self.device)
+            for free in arrivals.free(host):
+                stream.wait(free, wait_reasons.ROWS_MEMORY_FREE, on=self.device)
             host.copy_(part, non_blocking=self.lane.is_stream)
-            if host.device == stream.HOST:
-                point = self._last = stream.record(self.device)
-            else:
-                # Unread rows may be freed while they are on their way.
+            point = stream.record(self.device if to_host else host.device)
+            if to_host:
+                self._last = point
+            else:  # unread rows may be freed while they are on their way
                 stream.keep_until_done(self.device, [host])
-                point = stream.record(host.device)
             arrivals.add(host, point)
         # The memory of the rows before may be used again. By now their copy has mostly ended.
         before, self._sent = self._sent, (part, point)

@@ -1,5 +1,5 @@
-"""`Transit`: what the stashes of all devices of an engine share: when rows are where they go to, and the streams between
-devices."""
+"""`Transit`: what the stashes of all devices of an engine share: when rows are where they go to, and the streams
+between devices."""
 
 from __future__ import annotations
 
@@ -59,11 +59,9 @@ class Transit:
             if like is not None:
                 memory, free = torch.empty_like(like, device=place), stream.record(place)
             else:
-                kind = torch.Size(shape), dtype
-                memory, free = self._reserved.pop((place, kind), (None, None))
-                if memory is None:
-                    memory, free = torch.empty(shape, dtype=dtype, device=place), stream.record(place)
-                self._last[place] = kind
+                kind = self._last[place] = torch.Size(shape), dtype
+                reserved = self._reserved.pop((place, kind), None)
+                memory, free = reserved or (torch.empty(shape, dtype=dtype, device=place), stream.record(place))
         self.arrivals.begin(memory, free)
         return memory
 
@@ -79,6 +77,10 @@ class Transit:
             self.forget_reserved(place)
             with self._compute[place].entered():
                 self._reserved[place, kind] = torch.empty(*kind[:1], dtype=kind[1], device=place), stream.record(place)
+
+    def reserved_memory(self) -> list[torch.Tensor]:
+        """Memory for what devices will be sent."""
+        return [memory for memory, _ in self._reserved.values()]
 
     def forget_reserved(self, place: torch.device) -> None:
         """Nothing more is sent to the device."""

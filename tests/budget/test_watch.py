@@ -25,7 +25,7 @@ def watch(of: Plan, told: list[str] | None = None, **now: int) -> PlanWatch:
     device = {name: {"now": size * MIB, "peak": 0} for name, size in now.items()}
     # A step takes half a second; after the tenth, an evaluation takes 100.
     times = (step / 2 + 100 * (step >= 10) for step in count())
-    report = MemoryReport("", device, {}, {"now": 0, "peak": 0})
+    report = MemoryReport("", {"device": device}, {}, {"now": 0, "peak": 0})
     return PlanWatch(of, lambda: report, (told if told is not None else []).append, lambda: next(times))
 
 

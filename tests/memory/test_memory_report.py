@@ -49,7 +49,7 @@ def test_updates_at_once_are_counted_together():
 
 def test_the_note_is_shown_and_names_are_escaped():
     size = {"now": 1, "peak": 2**20}
-    report = MemoryReport("a <b>", None, {"masters": size, "copies": {"now": 0, "peak": 0}}, size, "so & so")
+    report = MemoryReport("a <b>", {}, {"masters": size, "copies": {"now": 0, "peak": 0}}, size, "so & so")
     assert report["host"]["total"] == size and report.note in str(report).splitlines()[-1]
     html = report._repr_html_()
     assert "a &lt;b&gt;" in html and "so &amp; so" in html and "1.0 MiB" in html and "copies" not in html

@@ -13,8 +13,8 @@ from torch import nn
 from families import assert_same_bits, gradients
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.compat import without_interception
-from hf_l2l.engine.shell import _Uploads
 from hf_l2l.device.slots import WeightSlots
+from hf_l2l.engine.shell import _Uploads
 from hf_l2l.eps import masters, updates
 from hf_l2l.eps.pending import Pending, hold
 from hf_l2l.testing import Costs, virtual_clock

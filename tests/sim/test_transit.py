@@ -14,9 +14,9 @@ from torch import nn
 
 from families import assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.device.slots import GradientSlots
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.relay import Relay
-from hf_l2l.device.slots import GradientSlots
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.rows.host_rows import host_of
