@@ -29,6 +29,7 @@ if not __package__:  # run as a script: the folder above is not where Python loo
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import environment as where
 from benchmarks import gpu_rows
+from hf_l2l.devices import execution_device
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Pages
 
@@ -42,7 +43,7 @@ class Probe:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.device = stream.execution_device(None)
+        self.device = execution_device(None)
         self.module: Any = stream.device_module(self.device)
         self.num_bytes = 2**20 if options.tiny else 2**30
         self.turns = 2 if options.tiny else 5
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         enable_simulated_accelerator()
         where.LINK_BYTES = 2**20
-    if not stream.can_page_lock(stream.execution_device(None)):
+    if not stream.can_page_lock(execution_device(None)):
         print("gpu_probe.py needs a device that page-locks host memory, as CUDA does", file=sys.stderr)
         return 2
     probe = Probe(options)

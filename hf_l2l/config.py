@@ -28,6 +28,7 @@ from hf_l2l.counts import (
     check_ubatch_size,
     is_whole_number,
 )
+from hf_l2l.devices import named_devices
 from hf_l2l.paths import check_folder_path, check_trace_path
 from hf_l2l.runtime import stream
 
@@ -250,16 +251,7 @@ class L2LConfig(OptionNames):
         check_budget(self.device_memory_budget, option("device_memory_budget"))
         if self.device_memory_budget == "off":
             object.__setattr__(self, "device_memory_budget", None)
-        if isinstance(self.device, list | tuple):
-            object.__setattr__(self, "device", tuple(self.device))  # so that equal ones are equal
-            if not self.device:
-                raise ValueError(
-                    f"{option('device')} must name at least one device (got none); leave it out for the current "
-                    "accelerator"
-                )
-        for each in self.device if isinstance(self.device, tuple) else (self.device,):
-            if each is not None:
-                stream.check_device_name(each)
+        object.__setattr__(self, "device", named_devices(self.device))
         if self.layer_classes is not None:
             check_layer_classes(self.layer_classes, option("layer_classes"))
             object.__setattr__(self, "layer_classes", tuple(self.layer_classes))

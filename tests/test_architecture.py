@@ -20,6 +20,7 @@ TORCH, HF = {"torch"}, {"torch", "accelerate", "transformers"}
 FLOORS: dict[str, set[str]] = {
     "compat": TORCH,
     "runtime": TORCH,
+    "devices": TORCH,
     "probe": TORCH,
     "paths": set(),
     "version": set(),

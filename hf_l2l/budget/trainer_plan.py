@@ -16,8 +16,8 @@ from hf_l2l.budget.example import NoExample, longest_batch
 from hf_l2l.budget.saved import save_plan, saved_choice
 from hf_l2l.budget.within import budget_bytes, plan_within
 from hf_l2l.config import L2LConfig, option
+from hf_l2l.devices import execution_device
 from hf_l2l.plan.planner import Plan
-from hf_l2l.runtime import stream
 from hf_l2l.shapes.losses import Untraceable, told_failures
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
@@ -46,7 +46,7 @@ class Purpose:
     @classmethod
     def of(cls, trainer: Any, asked: L2LConfig, dataloader: Any) -> Purpose | None:
         """The purpose of a training that begins with batches of `dataloader`; None if there is no budget."""
-        if budget_bytes(asked, stream.execution_device(asked.device)) is None:
+        if budget_bytes(asked, execution_device(asked.device)) is None:
             return None
         inputs: dict[str, torch.Tensor] = {}
         why_not = _why_not(trainer)

@@ -17,6 +17,7 @@ from torch import nn
 from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import L2LConfig, option
 from hf_l2l.counts import parse_size
+from hf_l2l.devices import execution_device
 from hf_l2l.model.residency import LayerPlace, parameters_to_move
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
@@ -97,7 +98,7 @@ def plan_within(
         Untraceable: if the model cannot be run without values, or computes no loss of `inputs`.
         ValueError: if the device has less memory free, or would need more than the budget whatever is chosen.
     """
-    device = stream.execution_device(config.device)
+    device = execution_device(config.device)
     budget = budget_bytes(config, device)
     if budget is None:
         return None
@@ -130,7 +131,7 @@ def _plan_within(
     budget: int,
     autocast: torch.dtype | None,
 ) -> Plan:
-    device = stream.execution_device(config.device)
+    device = execution_device(config.device)
     bound, apart = _bound(model, config, optimizer)
 
     def run_of(at_once: int) -> RunShapes:

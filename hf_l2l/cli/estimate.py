@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
 from hf_l2l.cli.estimate_output import show
+from hf_l2l.devices import execution_device
 
 if TYPE_CHECKING:
     import torch
@@ -245,7 +246,6 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
 
     from hf_l2l.plan.layer_probe import with_layer_rates
     from hf_l2l.plan.step_time import Rates
-    from hf_l2l.runtime import stream
 
     if figures.link_up is None:
         raise ValueError(
@@ -261,7 +261,7 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
         )
     rates = Rates.of(figures, run.multiplies_in)
     if measures:
-        rates = with_layer_rates(rates, run, stream.execution_device(config.device))
+        rates = with_layer_rates(rates, run, execution_device(config.device))
     if config.num_threads is None:
         return rates
     # Of the numbers of threads that were measured, the largest that are not more than will run.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import hf_l2l
+from hf_l2l.devices import execution_device
 from hf_l2l.memory import host_limits
 from hf_l2l.probe.rates import device_name
 from hf_l2l.runtime import stream
@@ -121,7 +122,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 def page_locking() -> dict[str, Any]:
     """Whether the current accelerator grants page-locked host memory, and the limit of the process for locked memory,
     in bytes, None without one."""
-    device = stream.execution_device(None)
+    device = execution_device(None)
     if not stream.can_page_lock(device):
         result = "not used: no accelerator" if device == stream.HOST else f"not used: {device} has no page-locking"
         return {"works": None, "result": result, "limit_bytes": _locked_limit()}

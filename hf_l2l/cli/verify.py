@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
             testing.enable_simulated_accelerator()  # before any backward
         except RuntimeError as error:  # there is another accelerator
             raise ValueError(f"--device sim: {error}") from error
-    from hf_l2l.runtime.stream import execution_device
+    from hf_l2l.devices import execution_device
 
     device = str(execution_device(options.device))
     from hf_l2l.model_source import load_shapes

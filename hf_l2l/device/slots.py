@@ -7,11 +7,10 @@ while another layer computes; gradient sums are downloaded on a second lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,8 +22,6 @@ from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
 from hf_l2l.runtime.tensors import with_own_version
-
-LayerT = TypeVar("LayerT")
 
 
 class _Slot:
@@ -325,52 +322,3 @@ class _GradientSlot(_Slot):
         if views is None:
             views = self._views[unit] = dict(zip(unit.trained, unit.gradient_layout.views(self.memory), strict=True))
         return views
-
-
-def fetched_in_forward(
-    last_time: Sequence[LayerT],
-    number: int,
-    layer: LayerT,
-    travels: Callable[[LayerT], bool] = lambda _: True,
-    devices: int = 1,
-) -> LayerT | None:
-    """The layer to upload while `layer` computes in a forward sweep: the next one on its device that travels.
-
-    It is a hint only: a layer that was not prefetched is uploaded when it is called.
-
-    Args:
-        last_time: the layers that the model called in the last forward, in that order.
-        number: the number of the call of `layer` in this forward, from 0.
-        layer: the layer that computes.
-        travels: whether a layer is uploaded at all.
-        devices: how many devices run layers in turn.
-
-    Returns:
-        The layer; None after the last one, and after a layer that was not called in the last forward.
-    """
-    if not (number < len(last_time) and last_time[number] is layer):  # some models drop layers at random
-        number = next((i for i, each in enumerate(last_time) if each is layer), len(last_time))
-    return next(filter(travels, islice(last_time, number + devices, None, devices)), None)
-
-
-def fetched_in_backward(
-    called: Sequence[LayerT],
-    number: int,
-    lowest: int,
-    travels: Callable[[LayerT], bool] = lambda _: True,
-    devices: int = 1,
-) -> LayerT | None:
-    """The layer to upload while a layer computes in a backward sweep: the last one called before it on its device that
-    travels.
-
-    Args:
-        called: the layers that the forward has called so far, in that order.
-        number: the number of the call, from 0.
-        lowest: the number of the lowest call that the backward reaches; below it, nothing is trained.
-        travels: whether a layer is uploaded at all.
-        devices: how many devices run layers in turn.
-
-    Returns:
-        The layer; None for the lowest call.
-    """
-    return next(filter(travels, (called[i] for i in range(number - devices, lowest - 1, -devices))), None)

@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import saves_tensors_by_hooks, tables_of
-from hf_l2l.engine.layer_call import WithoutDropout, same_results
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
+from hf_l2l.engine.trials import WithoutDropout, same_results
 from hf_l2l.eps.pending import settle
 from hf_l2l.model.batch_dims import Ubatch, cannot_split
 from hf_l2l.model.kept_state import KeptState

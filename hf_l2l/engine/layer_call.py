@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hf_l2l.device.device_weights import uploaded
 from hf_l2l.device.layer_device import LayerDevice
+from hf_l2l.engine.trials import WithoutDropout, evaluating, same_results
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
@@ -254,7 +253,7 @@ class LayerCall:
             if compute_state.get_rng_state(self.device) == before:
                 return outputs
             del outputs
-            with _evaluating(self.layer):
+            with evaluating(self.layer):
                 return self.execute([t.clone() for t in tensors])
 
     @contextmanager
@@ -380,40 +379,3 @@ class LayerCall:
 def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:
     """The tensors that an object holds, with their versions."""
     return [(t, 0 if t.is_inference() else t._version) for t in tensors_within(argument)]
-
-
-def same_results(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
-    """Whether half of the digits agree: kernels may add in another order each time."""
-    for a, b in zip(one, two, strict=True):
-        tolerance = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0.0
-        if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
-            return False
-    return True
-
-
-class WithoutDropout(TorchFunctionMode):
-    """Inside, dropout does nothing, whatever the mode of the modules."""
-
-    _functions = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._functions:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            kwargs = {**kwargs, **dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))}
-            return func(*args[:3], **{**kwargs, "dropout_p": 0.0})
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _evaluating(layer: nn.Module) -> Iterator[None]:
-    """Set a layer to evaluation mode for the block."""
-    modules = [m for m in layer.modules() if m.training]
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        for module in modules:
-            module.training = True

@@ -12,8 +12,8 @@ the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from hf_l2l.compat import graph_is_retained, in_whole_backward, without_intercep
 from hf_l2l.config import L2LConfig
 from hf_l2l.device.device_weights import DeviceWeights, uploaded
 from hf_l2l.device.layer_device import LayerDevice, layer_devices
-from hf_l2l.device.slots import LayerSums, WeightSlots, fetched_in_backward, fetched_in_forward
+from hf_l2l.device.prefetch import Prefetch, fetched_in_backward, fetched_in_forward
+from hf_l2l.device.slots import LayerSums, WeightSlots
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.shell import Shell
@@ -111,10 +112,10 @@ class Relay:
         device = self.device = devices[0]
         self.eps = eps
         self.shell = shell
-        self.prefetch = config.prefetch
         stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
         tiers = Tiers(config, device, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
         self.devices, self.stash = layer_devices(config, devices, eps, tiers, shell.lane)
+        self.prefetch = Prefetch(self.devices, eps, is_on=config.prefetch)
         self.boundary = Boundary(config, device)
         shell.runs_plainly = len(devices) == 1
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
@@ -176,7 +177,7 @@ class Relay:
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
         number, called = len(root.layer_calls), root.layer_calls
         count = len(self.devices)
-        call.fetched_in_forward = self._fetched_after(self._last_time.get(root.module, ()), number, call.layer)
+        call.fetched_in_forward = self.prefetch.after(self._last_time.get(root.module, ()), number, call.layer)
         call.before = called[-1] if called else None
         call.before_here = next((each for each in reversed(called[-count:]) if each.at is call.at), None)
         order = self._last_time.get(root.module, self.eps.masters.layers)
@@ -234,7 +235,7 @@ class Relay:
             self.shell.one_thread.in_layer(),
             call.at.running(draws=True, on_own_stream=call.on_own_stream),
             self._weights(call, requires_grad=as_recomputed or keeps_graph) as weights,
-            self._prefetching(call.at, call.fetched_in_forward),
+            self.prefetch.during(call.at, call.fetched_in_forward),
             self.eps.timeline.computes("forward", call.unit.module, call.device),
         ):
             if keeps_graph:
@@ -245,7 +246,7 @@ class Relay:
                 outputs = self._forward_that_may_draw(call, sources, weights)
             else:
                 outputs = forward_sweep(call, sources, weights, for_backward=for_backward, as_recomputed=as_recomputed)
-        self._prefetch_late()
+        self.prefetch.late()
         if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(sources)
         if keeps_graph and call.unit.keeps.places:
@@ -292,7 +293,7 @@ class Relay:
             self.shell.one_thread.in_layer(),
             call.at.running(draws=False),
             self._weights(call, requires_grad=True, graph=graph) as weights,
-            self._prefetching(call.at, fetched),
+            self.prefetch.during(call.at, fetched),
             self._summing(call, weights) as sums,
             self.eps.timeline.computes("backward", call.unit.module, call.device),
         ):
@@ -324,14 +325,7 @@ class Relay:
         for at in self.devices:
             at.start_forward()
         root.weights.upload_first()
-        units = [self.eps.masters.unit(layer) for layer in self._last_time.get(root.module, ())]
-        for number, at in enumerate(self.devices):
-            first = next((unit for unit in units[number :: len(self.devices)] if not unit.place.is_resident), None)
-            if at.weight_slots is not None:
-                at.weight_slots.forget(self.eps.masters.layer_units)
-                if self.prefetch and first is not None and not first.is_updating:
-                    with RaisedIn("the upload of", first.name):
-                        at.weight_slots.prefetch(first)
+        self.prefetch.begin(self._last_time.get(root.module, ()))
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
@@ -371,17 +365,6 @@ class Relay:
         self.stash.settle()
         self.stash.transit.arrivals.settle()
 
-    def _fetched_after(self, order: Sequence[nn.Module], number: int, layer: nn.Module) -> MasterUnit | None:
-        """The layer to upload while `layer` computes in a forward sweep. It may be updated as long as resident layers
-        compute: only the last one before it waits for the update."""
-        unit = self.eps.masters.unit
-        count = len(self.devices)
-        fetched = fetched_in_forward(order, number, layer, lambda each: not unit(each).place.is_resident, count)
-        direct = fetched_in_forward(order, number, layer, devices=count)
-        if fetched is None or (unit(fetched).is_updating and direct is not fetched):
-            return None
-        return unit(fetched)
-
     def _stays(self, unit: MasterUnit) -> bool:
         """Whether the masters of `unit` are where it runs: nothing of it travels."""
         return unit.place.is_resident or stream.shares_host_memory(self.device)
@@ -407,35 +390,3 @@ class Relay:
             self.eps.ledger.on_device.holds(RESIDENT, weights.leaves)
             return nullcontext(weights)
         return call.at.slots().weights(unit, requires_grad=requires_grad)
-
-    @contextmanager
-    def _prefetching(self, at: LayerDevice, unit: MasterUnit | None) -> Iterator[None]:
-        """Upload `unit`, overlapped with the work of another layer, which the block gives to its device."""
-        slots, at.ahead = at.weight_slots, None
-        if slots is None or unit is None or not self.prefetch:
-            yield
-            return
-        if len(self.devices) > 1 and unit.is_updating:
-            # Other devices have layers to run whose weights are there: those are given their work first.
-            at.ahead = unit
-            yield
-            return
-        # Inside the block, a layer may make the host wait for the device, so the upload is submitted first. But an
-        # upload from pageable memory, or of weights that are being updated, blocks the host itself; then the device
-        # gets its work first.
-        first = self.eps.memory.is_locked and not unit.is_updating
-        if not first:
-            yield
-        with RaisedIn("the upload of", unit.name):
-            slots.prefetch(unit)
-        if first:
-            yield
-
-    def _prefetch_late(self) -> None:
-        """Begin the uploads of layers that were being updated when another layer of their device ran."""
-        for at in self.devices:
-            unit, slots = at.ahead, at.weight_slots
-            if unit is not None and slots is not None and not unit.is_updating:
-                at.ahead = None
-                with RaisedIn("the upload of", unit.name), at.running(draws=False):
-                    slots.prefetch(unit)

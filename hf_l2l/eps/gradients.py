@@ -1,4 +1,4 @@
-"""Gradient sums: their download from the device to `p.grad`, their norms, and clipping.
+"""Gradient sums: their download from the device to `p.grad`, and their norms.
 
 Downloads are overlapped with the computation of the next layer; the end of `backward()` waits for the last of them.
 Norms are computed on the device, where memory is fast, and again on the host if a gradient is used in between.
@@ -22,8 +22,6 @@ from hf_l2l.eps.pending import (
     Pending,
     PendingSum,
     can_hold,
-    current_norms,
-    downloaded,
     hold,
     hold_all,
     is_like,
@@ -383,41 +381,3 @@ class Gradients:
             handle.remove()
         for gradient, arriving in held:
             let_go(gradient, arriving)
-
-    def total_norm(self) -> torch.Tensor:
-        """The norm of all gradients as one vector, computed like `torch.nn.utils` does: a 0-dim host tensor.
-
-        It is the norm of the norms of the single gradients, stacked in the order of the model. Gradients that eager
-        updates have already used are included.
-        """
-        with without_interception():
-            masters = [m for m in self.masters.all() if m.taken_norm is not None or m.parameter.grad is not None]
-            given = [(m.parameter.grad, m.dtype) for m in masters if m.taken_norm is None]
-            current = iter(current_norms([(grad, dtype) for grad, dtype in given if grad is not None]))
-            norms = [next(current) if m.taken_norm is None else m.taken_norm for m in masters]
-        return torch.linalg.vector_norm(torch.stack(downloaded(norms))) if norms else torch.tensor(0.0)
-
-    def clip(self, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
-        """Scale the gradients, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
-
-        With `later`, each gradient is scaled when its values are used next.
-        """
-        factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-        if factor == 1.0:
-            return  # nan does not return here
-        there: list[torch.Tensor] = []
-        with without_interception(), torch.no_grad():
-            for grad in [p.grad for p in self.masters.parameters if p.grad is not None]:
-                pending = grad.__dict__.get("_l2l_pending")
-                if later and isinstance(pending, PendingSum) and pending.may_be_scaled:
-                    pending.norm, pending.factor, pending.may_be_scaled = None, factor, False
-                    continue
-                settle(grad)
-                if later and can_hold(grad):
-                    hold(grad, PendingSum(factor=factor))
-                elif grad.device != stream.HOST:
-                    there.append(grad)
-                else:
-                    grad.mul_(factor)
-            if there:  # one kernel for all
-                torch._foreach_mul_(there, factor.item())

@@ -21,7 +21,7 @@ from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory, Progress, unseen
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import Vote
-from hf_l2l.eps.pending import Saving
+from hf_l2l.eps.pending import Saving, clip, total_norm
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
@@ -307,7 +307,7 @@ class EagerParamServer:
         On the CPU it has the bits of torch's result; on an accelerator, the norms of single gradients were computed
         there.
         """
-        return self.gradients.total_norm()
+        return total_norm(self.masters)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip like `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, with less stall time.
@@ -329,7 +329,7 @@ class EagerParamServer:
         if self._vote(lambda: norm):
             # Gradients kept in 16 bits are scaled when the update converts them to fp32.
             later = (self.updates.mode == "deferred" and self.masters.has_streamed) or self.updates.in_parts
-            self.gradients.clip(norm, float(max_norm), later=later)
+            clip(self.masters, norm, float(max_norm), later=later)
         return norm
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:

@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_l2l.budget.watch import PlanWatch
 from hf_l2l.budget.within import budget_bytes, plan_within
 from hf_l2l.config import EAGER_FP16, L2LConfig, option
+from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
@@ -39,6 +40,7 @@ from hf_l2l.hf.preparation import (
     refuse_wrapped,
     turn_off_activation_checkpointing,
     warn_of_short_masters,
+    with_devices,
     with_progress_bar,
 )
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
@@ -90,7 +92,7 @@ class Attachment:
     def is_of(self, config: L2LConfig) -> bool:
         """Whether it was attached with `config`."""
         known = (self.config, self.asked or self.config)
-        return _with_devices(config) in [_with_devices(each) for each in known]
+        return with_devices(config) in [with_devices(each) for each in known]
 
     def watch(self, plan: Plan, tell: Callable[[str], None] = logger.info) -> None:
         """Tell what was planned, and later what was measured of it."""
@@ -119,12 +121,6 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-def _with_devices(config: L2LConfig) -> L2LConfig:
-    """`config` with the devices by their names."""
-    devices = stream.execution_devices(config.device)
-    return replace(config, device=tuple(devices) if len(devices) > 1 else devices[0])
 
 
 def _members(root: nn.Module, path: str) -> set[nn.Module]:
@@ -177,7 +173,7 @@ def attach_l2l(
     attached = attachment_of(model)
     if attached is not None:
         if not attached.is_of(config):
-            before, now = _with_devices(attached.asked or attached.config), _with_devices(config)
+            before, now = with_devices(attached.asked or attached.config), with_devices(config)
             raise ValueError(
                 f"a model is attached with one config at a time (got {changes_of(now, before)}); call "
                 "hf_l2l.detach_l2l(model) first"
@@ -202,7 +198,7 @@ def _plan(
     optimizer: torch.optim.Optimizer | None,
 ) -> Plan | None:
     """The plan for the budget; None without one."""
-    if budget_bytes(config, stream.execution_device(config.device)) is None:
+    if budget_bytes(config, execution_device(config.device)) is None:
         return None
     check_attachable(model)
     if inputs is None:
@@ -254,7 +250,7 @@ def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> E
             kinds,
             option("layer_classes"),
         )
-    devices = stream.execution_devices(config.device)
+    devices = execution_devices(config.device)
     device = devices[0]
     layers = [layer for stack in stacks for layer in stack.layers]
     refuse_own_backwards(layers, device)

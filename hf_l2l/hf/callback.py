@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_l2l.budget.within import budget_bytes
 from hf_l2l.config import L2LConfig, option
+from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import config_of, is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
@@ -59,7 +60,7 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def _device(self, args: TrainingArguments) -> torch.device:
         """Where the layers will run, or the first of them."""
         own: torch.device = args.device
-        return own if self.config.device is None else stream.execution_device(self.config.device)
+        return own if self.config.device is None else execution_device(self.config.device)
 
     def _refuse_budget(self, args: TrainingArguments, model: Any) -> None:
         if attachment_of(model) is None and budget_bytes(self.config, self._device(args)) is not None:

@@ -32,11 +32,11 @@ from hf_l2l.checkpoint.manifest import read_manifest, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
 from hf_l2l.config import L2LConfig
+from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import computing_dtype, copy_as
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.version import __version__
 
@@ -373,7 +373,7 @@ class CheckpointsMixin(ResumingMixin):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32."""
         config = self._asked_config()
-        trains_in_16_bits = computing_dtype(config.cmp, stream.execution_device(config.device)) is not None
+        trains_in_16_bits = computing_dtype(config.cmp, execution_device(config.device)) is not None
         if trains_in_16_bits and attachment_of(self.model) is None and self._streams():
             make_masters_fp32(self.model)
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)

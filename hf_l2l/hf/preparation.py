@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from transformers.optimization import AdafactorSchedule
 from hf_l2l.compat import is_compiled
 from hf_l2l.config import L2LConfig, argument, option
 from hf_l2l.counts import parsed_devices
+from hf_l2l.devices import execution_devices
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.runtime import stream
 
@@ -62,6 +63,12 @@ def changes_of(config: L2LConfig, before: L2LConfig) -> str:
     """The options of `config` that are not those of another one, `before`."""
     pairs = ((each.name, getattr(config, each.name), getattr(before, each.name)) for each in fields(config))
     return ", and ".join(f"{option(name)}={now!r}, where it has {then!r}" for name, now, then in pairs if now != then)
+
+
+def with_devices(config: L2LConfig) -> L2LConfig:
+    """`config` with the devices by their names."""
+    devices = execution_devices(config.device)
+    return replace(config, device=tuple(devices) if len(devices) > 1 else devices[0])
 
 
 def refuse_placed(model: nn.Module) -> None:
@@ -251,7 +258,7 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
             f"{name} must begin with the device of the Trainer, to which batches go (got {asked!r}, and it is "
             f"{first}); choose others with CUDA_VISIBLE_DEVICES"
         )
-    return stream.execution_devices([torch.device(first.type, index) for index in indexes])
+    return execution_devices([torch.device(first.type, index) for index in indexes])
 
 
 def use_devices(args: Any, asked: Any) -> None:

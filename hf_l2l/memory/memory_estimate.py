@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig, MomentDtype
+from hf_l2l.devices import execution_device
 from hf_l2l.memory import host_limits
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
@@ -22,7 +23,6 @@ from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
 from hf_l2l.optim.layerwise_step import unwrapped
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, on_meta, parts_of, size_text, tensor_bytes
 
@@ -86,7 +86,7 @@ def estimate(
     config = config or L2LConfig()
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
     shell_parameters, shell_buffers = _shell(model, layers)
-    device = device or stream.execution_device(config.device)
+    device = device or execution_device(config.device)
     dtype = computing_dtype(config.cmp, device)
     places = places_of(layers, config, device)
     moving = parameters_to_move(model, places, shell=moves_shell(config, device))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig, option
+from hf_l2l.devices import execution_device
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
@@ -284,7 +285,7 @@ def _updates_shell_there(config: L2LConfig) -> bool:
 
 def device_to_train_on(config: L2LConfig) -> torch.device:
     """The execution device, if it has memory of its own; otherwise that of another machine."""
-    device = stream.execution_device(config.device)
+    device = execution_device(config.device)
     return ELSEWHERE if stream.shares_host_memory(device) else device
 
 

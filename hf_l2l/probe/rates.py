@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from hf_l2l.devices import execution_device
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Pages
@@ -48,7 +49,7 @@ def probe(device: torch.device | str | None = None, sizes: Sizes | None = None) 
     Raises:
         ValueError: if this machine has no such device.
     """
-    device, sizes = stream.execution_device(device), sizes or Sizes()
+    device, sizes = execution_device(device), sizes or Sizes()
     pageable: Mapping[str, float] = {}
     link: Mapping[str, float] = {}
     page_locked = None

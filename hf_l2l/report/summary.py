@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_l2l.config import BoundaryPlace, L2LConfig, Mode, update_mode
+from hf_l2l.devices import execution_devices
 from hf_l2l.memory.memory_estimate import MemoryEstimate, kinds_text
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import places_of
@@ -18,7 +19,7 @@ from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
     """The text of the summary: what will run, where and why."""
-    devices = stream.execution_devices(config.device)
+    devices = execution_devices(config.device)
     device = devices[0]
     mode = update_mode(config.eps_update, device)
     stacks = find_stacks(model, config.layer_classes)

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_l2l.memory.device_memory import INPUTS
 from hf_l2l.memory.ledger import Ledger
 from hf_l2l.report.device_clock import DeviceClock, Mark
+from hf_l2l.report.other_device import OtherDevice
 from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
 from hf_l2l.report.wait_time import Averages, Waits
 from hf_l2l.runtime import stream, wait_reasons
@@ -86,7 +86,7 @@ class Timeline:
         self._clocks = {each: DeviceClock(each, time.perf_counter) for each in (device, *others)}
         self.clock = self._clocks[device]
         self.device = device
-        self._observers = {each: _OfDevice(self, each) for each in others}
+        self._observers = {each: OtherDevice(self, each) for each in others}
         """What is told of the copies and waits of the other devices."""
         self.ledger = Ledger([device, *others])
         """What is held in memory; the events of the timeline are the phases in which its peaks are told apart."""
@@ -367,30 +367,6 @@ class Timeline:
 
 def _row(device: torch.device, row: str) -> str:
     return f"{device} {row}"
-
-
-class _OfDevice:
-    """The observer of a device of a timeline other than the first."""
-
-    def __init__(self, timeline: Timeline, device: torch.device) -> None:
-        self._timeline, self._device = weakref.ref(timeline), device
-
-    def waits(self, point: stream.Point, why: str) -> None:
-        """See `observer.Observer`."""
-        timeline = self._timeline()
-        if timeline is not None:
-            timeline.waits_on(self._device, point, why)
-
-    def host_reached(self, point: stream.Point) -> None:
-        """See `observer.Observer`."""
-        timeline = self._timeline()
-        if timeline is not None:
-            timeline.host_reached(point)
-
-    def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
-        """See `observer.Observer`."""
-        timeline = self._timeline()
-        return nullcontext() if timeline is None else timeline.spans_on(self._device, row, of)
 
 
 def _nothing(*_: object) -> None:

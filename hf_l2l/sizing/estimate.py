@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig, options_of_the_trainer
+from hf_l2l.devices import check_device_name
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model_source import model_of, named_as_arguments
 from hf_l2l.plan.estimate import Estimate, estimate_of, without_batch
 from hf_l2l.plan.run_shapes import RunShapes
-from hf_l2l.runtime import stream
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import largest_models
 
@@ -71,7 +71,7 @@ def estimate(
             contradict each other; if the Trainer's arguments have options that L2L cannot honour.
     """
     if device is not None:
-        stream.check_device_name(device)
+        check_device_name(device)
     place = None if device is None else torch.device(device)
     is_config = config is None or isinstance(config, L2LConfig)
     _refuse_sizes(is_config, rows, tokens, inputs, host_memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_l2l.device.slots import fetched_in_backward, fetched_in_forward
+from hf_l2l.device.prefetch import fetched_in_backward, fetched_in_forward
 
 FORWARD = [
     # called last time, called now -> fetched while each of them computes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import L2LConfig, attach_l2l, devices
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
 from memory_switches import forced_copies
@@ -58,12 +58,12 @@ def test_forced_copies_end_with_their_context():
 
 @pytest.mark.parametrize("asked", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
 def test_the_host_has_one_name(asked):
-    assert stream.execution_device(asked) == HOST
+    assert devices.execution_device(asked) == HOST
 
 
 def test_without_an_accelerator_the_host_executes(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    assert stream.execution_device(None) == HOST
+    assert devices.execution_device(None) == HOST
 
 
 @pytest.mark.parametrize("missing", ["get_rng_state", "set_rng_state"])
@@ -90,18 +90,18 @@ def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert stream.execution_device(None) == torch.device("cuda", 3)
+    assert devices.execution_device(None) == torch.device("cuda", 3)
     assert checked == [True]
-    assert stream.execution_device("cuda") == torch.device("cuda", 3)
-    assert stream.execution_device("cuda:1") == torch.device("cuda", 1)
+    assert devices.execution_device("cuda") == torch.device("cuda", 3)
+    assert devices.execution_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"must be one this machine has \(got cuda:4\)"):
-        stream.execution_device("cuda:4")
+        devices.execution_device("cuda:4")
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError) as error:
-        stream.execution_device("cuda")
+        devices.execution_device("cuda")
     assert str(error.value) == (
         "the execution device must be one this machine has (got cuda); set device to None for the current "
         "accelerator, or to 'cpu'"
@@ -235,6 +235,6 @@ def test_a_device_module_with_no_more_than_is_needed_computes_in_program_order(m
     for name in ("is_available", "device_count", "get_rng_state", "set_rng_state"):
         setattr(module, name, lambda *args: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    device = stream.execution_device("xpu:0")
+    device = devices.execution_device("xpu:0")
     assert device == torch.device("xpu", 0)
     assert not stream.is_asynchronous(device) and not stream.can_page_lock(device) and stream.record(device) is None
