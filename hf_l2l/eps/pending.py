@@ -15,7 +15,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from hf_l2l.compat import current_backward, without_interception
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.worker import Task
-
-if TYPE_CHECKING:
-    from hf_l2l.eps.masters import Masters
 
 
 class Pending:
@@ -340,22 +337,24 @@ _KINDS = {func: kind for kind, names in _NAMES.items() for name in names.split()
 """Functions that do not use values -> what they read or write instead: the gradient, the version, or metadata."""
 
 
-def total_norm(masters: Masters) -> torch.Tensor:
-    """The norm of all gradients as one vector, computed like `torch.nn.utils` does: a 0-dim host tensor.
+def total_norm(masters: Iterable[Any]) -> torch.Tensor:
+    """The norm of all gradients of `masters`, records of the module of that name, as one vector, computed like
+    `torch.nn.utils` does: a 0-dim host tensor.
 
     It is the norm of the norms of the single gradients, stacked in the order of the model. Gradients that eager
     updates have already used are included.
     """
     with without_interception():
-        known = [m for m in masters.all() if m.taken_norm is not None or m.parameter.grad is not None]
+        known = [m for m in masters if m.taken_norm is not None or m.parameter.grad is not None]
         given = [(m.parameter.grad, m.dtype) for m in known if m.taken_norm is None]
         current = iter(current_norms([(grad, dtype) for grad, dtype in given if grad is not None]))
         norms = [next(current) if m.taken_norm is None else m.taken_norm for m in known]
     return torch.linalg.vector_norm(torch.stack(downloaded(norms))) if norms else torch.tensor(0.0)
 
 
-def clip(masters: Masters, total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
-    """Scale the gradients, whose norm is `total_norm` (0-dim, on the host), so that it is at most `max_norm`.
+def clip(parameters: Iterable[torch.Tensor], total_norm: torch.Tensor, max_norm: float, *, later: bool) -> None:
+    """Scale the gradients of `parameters`, whose norm is `total_norm` (0-dim, on the host), so that it is at most
+    `max_norm`.
 
     With `later`, each gradient is scaled when its values are used next.
     """
@@ -364,7 +363,7 @@ def clip(masters: Masters, total_norm: torch.Tensor, max_norm: float, *, later: 
         return  # nan does not return here
     there: list[torch.Tensor] = []
     with without_interception(), torch.no_grad():
-        for grad in [p.grad for p in masters.parameters if p.grad is not None]:
+        for grad in [p.grad for p in parameters if p.grad is not None]:
             pending = grad.__dict__.get("_l2l_pending")
             if later and isinstance(pending, PendingSum) and pending.may_be_scaled:
                 pending.norm, pending.factor, pending.may_be_scaled = None, factor, False

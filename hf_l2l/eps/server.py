@@ -307,7 +307,7 @@ class EagerParamServer:
         On the CPU it has the bits of torch's result; on an accelerator, the norms of single gradients were computed
         there.
         """
-        return total_norm(self.masters)
+        return total_norm(self.masters.all())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip like `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, with less stall time.
@@ -329,7 +329,7 @@ class EagerParamServer:
         if self._vote(lambda: norm):
             # Gradients kept in 16 bits are scaled when the update converts them to fp32.
             later = (self.updates.mode == "deferred" and self.masters.has_streamed) or self.updates.in_parts
-            clip(self.masters, norm, float(max_norm), later=later)
+            clip(self.masters.parameters, norm, float(max_norm), later=later)
         return norm
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from hf_l2l.runtime import stream
 
-if TYPE_CHECKING:
-    from hf_l2l.report.timeline import Timeline
-
 
 class OtherDevice:
-    """The observer of a device of a timeline other than the first."""
+    """The observer of one of the devices of a `Timeline`, but not of the first."""
 
-    def __init__(self, timeline: Timeline, device: torch.device) -> None:
+    def __init__(self, timeline: Any, device: torch.device) -> None:
         self._timeline, self._device = weakref.ref(timeline), device
 
     def waits(self, point: stream.Point, why: str) -> None:

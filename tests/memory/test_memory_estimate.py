@@ -18,7 +18,7 @@ from transformers.optimization import Adafactor
 
 from families import VOCAB, batch_for, bert, gpt2, train_once
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.memory import host_limits
+from hf_l2l.memory import host_limits, memory_estimate
 from hf_l2l.memory.memory_estimate import (
     SKIP_VARIABLE,
     MemoryEstimate,
@@ -26,8 +26,8 @@ from hf_l2l.memory.memory_estimate import (
     estimate,
     moment_bytes,
 )
+from hf_l2l.report import summary as summaries
 from hf_l2l.report.summary import summary
-from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Pages, Room
 from hf_l2l.runtime.tensors import size_text
 from training import inner_optimizer, l2l_trainer
@@ -402,7 +402,9 @@ def test_page_locked_memory_is_the_processes_own():
 
 def told(monkeypatch, device: str, **options) -> dict[str, str]:
     """The lines of the summary, by their heads. No device of that type needs to be there."""
-    monkeypatch.setattr(stream, "execution_device", lambda asked: torch.device(device))
+    for each in (summaries, memory_estimate):
+        monkeypatch.setattr(each, "execution_devices", lambda asked: [torch.device(device)], raising=False)
+        monkeypatch.setattr(each, "execution_device", lambda asked: torch.device(device), raising=False)
     for module in ("memory.memory_estimate", "report.summary"):
         monkeypatch.setattr(f"hf_l2l.{module}.computing_dtype", lambda cmp, on: cmp and torch.bfloat16)
     model, config = small_bert(), L2LConfig(**options)
