@@ -44,13 +44,21 @@ ROUNDED_AT_ONCE = 2**23  # elements of a sum that are on the device in 16 bits a
 class Gradients:
     """Receives the gradient sums of one model and holds them in `p.grad`."""
 
-    def __init__(self, device: torch.device, masters: Masters, memory: HostMemory, backwards: Backwards) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        masters: Masters,
+        memory: HostMemory,
+        backwards: Backwards,
+        others: Sequence[torch.device] = (),
+    ) -> None:
+        """Of the layers that run on `device`, and on `others` in turn."""
         self.device = device
         self.masters = masters
         self.memory = memory
         self.lane = stream.Lane(device, "download")
         """Of the first device."""
-        self._lanes = {device: self.lane}
+        self._lanes = {device: self.lane, **{each: stream.Lane(each, "download") for each in others}}
         """Of each device that layers run on."""
         self.backwards = backwards
         self._arriving: list[Master] = []
@@ -70,8 +78,6 @@ class Gradients:
 
     def lane_of(self, device: torch.device) -> stream.Lane:
         """The lane that downloads gradients from one of several devices."""
-        if device not in self._lanes:
-            self._lanes[device] = stream.Lane(device, self.lane.row)
         return self._lanes[device]
 
     def _submitted(self) -> list[stream.Point]:
@@ -90,7 +96,7 @@ class Gradients:
         task = self.backwards.join()
         if task != self._task:
             self._hold_gradients(task)
-        device = sums[0][1].device if sums else self.device
+        device = next((each.device for _, each in sums if each.device in self._lanes), self.device)
         complete = stream.record(device)
         others = [point for point in self._submitted() if point.device != device] if self._adds(sums) else []
         with self.lane_of(device).entered(), without_interception():

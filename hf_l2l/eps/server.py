@@ -89,7 +89,8 @@ class EagerParamServer:
         self.backwards = Backwards()
         self.backwards.call(at_end=self.timeline.end_backward, at_failure=self.timeline.end_backward)
         self.copies = Copies(self.masters, self.memory)
-        self.gradients = Gradients(device, self.masters, self.memory, self.backwards)
+        others = [memory.device for memory in self.timeline.ledger.on_device.each[1:]]
+        self.gradients = Gradients(device, self.masters, self.memory, self.backwards, others)
         self.updates = Updates(
             self.masters,
             self.gradients,

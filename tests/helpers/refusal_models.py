@@ -20,7 +20,7 @@ from hf_l2l.memory import host_limits
 from hf_l2l.model import precision
 from hf_l2l.runtime import stream
 from hf_l2l.stash import spill
-from hf_l2l.testing import page_lock_limit
+from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit
 from refusals import Act, Case, Prepare, Scene
 from toy_quantized import ToyInt8, quantized
 from training import rows, tiny_bert
@@ -253,8 +253,23 @@ def _budget_without_batches(scene: Scene) -> Act:
     return lambda: L2LTrainer(model, args, train_dataset=data).train()
 
 
+def _on_devices(asked: str, *, visible: int = 1) -> Prepare:
+    def prepare(scene: Scene) -> Act:
+        enable_simulated_accelerator(devices=visible)
+        scene.exits.callback(enable_simulated_accelerator)
+        model, data, args = scene.model(), rows(), scene.arguments(l2l_devices=asked)
+        return lambda: L2LTrainer(model, args, train_dataset=data)
+
+    return prepare
+
+
 DEVICES = [
     _with(device="sim:9"),
+    _with(device=["sim:0", "cpu"]),
+    _with(device=["sim:0", "sim:0"]),
+    _with(device=[]),
+    Case("`l2l_devices='2'`, where one is visible", _on_devices("2")),
+    Case("`l2l_devices='1,0'`", _on_devices("1,0", visible=2)),
     _with(device="meta"),
     Case("a device whose torch module has no `get_rng_state`", _attached(_no_generator, device="sim")),
     Case("`cmp='bf16'`, on a device that only emulates it", _attached(_no_bf16, cmp="bf16")),
@@ -377,7 +392,14 @@ def _called_back(config: L2LConfig) -> Prepare:
     return prepare
 
 
+def _several_visible(scene: Scene) -> Act:
+    scene.patch.setattr(hf.TrainingArguments, "n_gpu", property(lambda self: 2))
+    scene.patch.setattr("sys.argv", ["train.py"])
+    return _called_back(L2LConfig())(scene)
+
+
 CALLBACKS = [
+    Case("`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices", _several_visible, is_early=False),
     Case("`L2LCallback(L2LConfig(nonfinite='skip'))`", lambda scene: lambda: L2LCallback(L2LConfig(nonfinite="skip"))),
     Case(
         "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`",

@@ -70,6 +70,7 @@ TOGETHER: list[dict[str, Any]] = [
 """Options of `L2LConfig` that are refused together, some with the defaults of others."""
 
 OF_THE_TRAINER: dict[str, Any] = {
+    "l2l_devices": "all",
     "l2l_optimizer": "lion",
     "l2l_save_dtype": "fp8",
     "l2l_merge_accumulation": "on",
@@ -216,7 +217,6 @@ WITH_THE_TRAINER = [
     ),
     Case("`accelerate launch --dynamo_backend inductor`", _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
     Case("`accelerate launch --num_processes 4`", _several("world_size", 4)),
-    Case("several visible devices, without a launcher", _several("n_gpu", 2)),
     Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
     Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
     Case(

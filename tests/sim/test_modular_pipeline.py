@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16 host": {"cmp": "bf16", "stash": "host", "boundary": "host", "grad_dtype": "16bit", "moment_dtype": "bf16"},
     "fp16": {"cmp": "fp16", "host_copies": "per_sweep"},
     "no prefetch": {"prefetch": False, "gradient_slots": 1},
-    "whole batch": {"ubatch_size": None},
+    "whole batch": {"ubatch_size": 8},
     "kept": {"kept_weights": 2, "kept_graphs": 1},
     "kept inputs": {"stash": "host", "device_stash": 2, "gradient_slots": 1},
     "resident layers": {"resident_layers": 3},

@@ -96,7 +96,7 @@ CHECKED = (
     "optim/layerwise_check.py",
     "optim/optimizer_check.py",
     "plan/planner.py",
-    "runtime/stream.py",
+    "devices.py",
     "sizing/arguments.py",
     "sizing/estimate.py",
     "stash/spill.py",
