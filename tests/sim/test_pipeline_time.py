@@ -11,6 +11,7 @@ import torch
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.pipeline.schedule import sweep_s
+from hf_l2l.pipeline.times import LayerSeconds, step_time
 from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, virtual_clock
 from pipelined import devices
 from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
@@ -61,6 +62,23 @@ def test_layers_in_turn_take_the_time_of_the_formula(machine, count):
     assert sum(clock.busy("compute", device=each) for each in range(count)) == pytest.approx(
         machine.compute_s, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    "machine", [MACHINE, replace(MACHINE, layers=10, ubatches=3, transfer_s=6.0), replace(MACHINE, transfer_s=16.0)]
+)
+def test_the_estimate_of_time_is_what_the_engine_does(machine, count):
+    rows = machine.ubatches * machine.forward_s
+    usual = LayerSeconds(rows, 2 * rows, rows, up=machine.transfer_s, down=machine.transfer_s)
+    # The last two layers of each device stay in their slots.
+    layers = [
+        usual._replace(up_again=machine.transfer_s if number < machine.layers - 2 * count else 0.0)
+        for number in range(machine.layers)
+    ]
+    found = step_time(layers, LayerSeconds(0.0, 0.0, 0.0), count, machine.ubatches)
+    clock = timed(machine, count)
+    assert clock.end == pytest.approx(found.forward + found.backward, rel=0.05)
 
 
 def test_each_link_carries_its_share_of_the_weights():
