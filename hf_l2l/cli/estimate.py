@@ -60,6 +60,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--figures", metavar="FILE", help="the machine's figures, as `hf-l2l env --probe --json` prints"
     )
+    parser.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="devices that run the layers in turn (default: 1)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
     _add(parser, "optim", metavar="NAME", help="the optimizer (default: that of the Trainer)")
@@ -277,6 +280,7 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.shapes.inputs import example_inputs
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
+    from hf_l2l.sizing.several import several_devices
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget, "--budget")
@@ -289,7 +293,9 @@ def _run(options: argparse.Namespace) -> int:
                 )
         model = _model(options)
         asked = asked_by(_arguments(options), model)
-        config, rows = asked.config, asked.rows * asked.batches
+        if options.devices < 1:
+            raise ValueError(f"--devices must be at least 1 (got {options.devices}); leave it out for one")
+        config, rows = asked.config, asked.rows * asked.batches * options.devices
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         figures, device = _figures(options), _device(options.device_type)
@@ -303,6 +309,7 @@ def _run(options: argparse.Namespace) -> int:
             batches=asked.batches,
             accumulates=asked.accumulates,
             autocast=asked.autocast,
+            devices=options.devices,
             given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
         )
         rates = None if figures is None else _rates(figures, run, config, measures=options.probe)
@@ -319,6 +326,8 @@ def _run(options: argparse.Namespace) -> int:
             found = replace(found, largest=largest_models(run, config, host_memory))
         time = None if rates is None else time_of(run, config, rates)
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
+        if options.devices > 1 and rates is not None:
+            found = replace(found, notes=(*found.notes, *several_devices(run, config, rates)))
         show(options, found, time, plan, hidden)
     return GOOD
 

@@ -32,6 +32,9 @@ def show(
                 "model": options.model,
                 "rows": found.rows,
                 "device": found.report["device"],
+                "other_devices": {
+                    name: sizes for name, sizes in found.report.items() if name not in ("device", "host", "of which")
+                },
                 "host": found.report["host"],
                 "phase": found.phase,
                 "notes": found.notes,

@@ -315,12 +315,8 @@ def _attach(
         is_accumulating=lambda: not GradientState().sync_gradients,
     )
     eps.memory.adopt()
-    shell = Shell(
-        device,
-        eps,
-        overlap=config.prefetch,
-        cuts=RowCuts(config.ubatch_size, parts=2 * len(devices) if len(devices) > 1 else 1),
-    )
+    cuts = RowCuts(config.ubatch_size, parts=RowCuts.parts_for(len(devices)))
+    shell = Shell(device, eps, overlap=config.prefetch, cuts=cuts)
     shell.keeps_copies = config.resident != "none" and config.resident_update == "host"
     relay = Relay(config, devices, eps, shell)
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.

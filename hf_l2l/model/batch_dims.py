@@ -77,6 +77,12 @@ class RowCuts:
         self.merged: tuple[int, ...] = ()
         """The rows of each batch that was merged; none if the batch is one."""
 
+    @staticmethod
+    def parts_for(devices: int) -> int:
+        """The ubatches of a batch for so many devices, if nobody says how large they are: two for each of several,
+        since with one they would take turns."""
+        return 2 * devices if devices > 1 else 1
+
     @contextmanager
     def between(self, rows: Sequence[int]) -> Iterator[None]:
         """Inside, the model's batch is merged of batches with so many rows each.

@@ -21,6 +21,23 @@ class Step(NamedTuple):
     ubatch: int
 
 
+class Turn(NamedTuple):
+    """The calls of layers that one of several devices runs."""
+
+    number: int
+    """Of the device, from 0."""
+    devices: int
+
+    def has(self, call: int) -> bool:
+        """Whether the device runs this call."""
+        return call % self.devices == self.number
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the modules outside the layers are on it."""
+        return self.number == 0
+
+
 def forward_steps(layers: int, ubatches: int, devices: int) -> list[Step]:
     """The forward sweep through `layers` layers on so many devices, by start and then by device."""
     return _steps(list(range(layers)), ubatches, devices)

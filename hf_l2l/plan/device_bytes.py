@@ -1,8 +1,7 @@
 """The bytes that training layer to layer takes on the device, by name, in each phase of a step.
 
-A step has these phases: what is computed before the layers, each layer, and what is computed after them, forward and
-backward. In each, the sum of what is held and of what is computed with is known (`Traced`), and the largest is the
-peak. Names are those of `eps.memory_report()`.
+Its phases are what is computed before the layers, each layer, and what is computed after them, forward and backward.
+In each, what is held and computed with is known (`Traced`); the largest is the peak. Names as in the memory report.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from hf_l2l.memory.device_memory import (
     WORKSPACE,
 )
 from hf_l2l.model.residency import LayerPlace
+from hf_l2l.pipeline.schedule import Turn
 from hf_l2l.plan.weights import ModelWeights, WeightBytes
 from hf_l2l.shapes.passed import Passed
-from hf_l2l.shapes.pieces import Traced, TracedCall, graph_bytes
+from hf_l2l.shapes.pieces import Traced, TracedCall, graph_bytes, most_of_last
 
 Bytes = dict[str, int]
 
@@ -63,19 +63,20 @@ class DeviceBytes:
         transients: int = 0,
         accumulates: bool = False,
         copies_of_inputs: int = 1,
+        turn: Turn,
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
-        is one micro-batch. `accumulates` says whether a step has several batches, one after the other."""
+        is one micro-batch. `accumulates` says whether a step has several batches, one after the other. `turn` tells
+        which calls run on the device."""
+        self.turn = turn
         self.weights, self.held = weights, held
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
         self.chunked_head = head
         """Traced with all rows in host memory, if the boundary is there and logits are made in chunks."""
-        self.transients = transients
-        """What the optimizer allocates for its step on the device."""
+        self.transients = transients  # of the optimizer's step on the device
         self.accumulates = accumulates
-        self.copies_of_inputs = copies_of_inputs
-        """2 where batches are put together, and are there as well."""
+        self.copies_of_inputs = copies_of_inputs  # 2 where batches are put together, and are there as well
         self.whole, self.part = whole, part or whole
         self.is_split = part is not None
         self.by_rows = boundary == "host" and self.is_split
@@ -92,8 +93,10 @@ class DeviceBytes:
         whole, part = self.whole, self.part
         calls = whole.calls
         for number in reversed(range(len(calls))):
-            if calls[number].in_graph:
+            if calls[number].in_graph and self.turn.has(number):
                 yield f"backward of layer {number + 1}", self._layer(number)
+        if not self.turn.is_first:
+            return
         yield "head", self._head()
         for number, piece in enumerate(whole.pieces[1:-1]):
             if piece.backward_peak > 0:
@@ -133,7 +136,7 @@ class DeviceBytes:
     def most(self) -> int:
         """The most bytes at once on a slow link: gradients of the head may leave as late as in the last layer."""
         peak, last = sum(self.peak()[1].values()), len(self.whole.calls) - 1
-        if self.held.shell_is_resident or not self.whole.calls[last].in_graph:
+        if self.held.shell_is_resident or not self.whole.calls[last].in_graph or not self.turn.is_first:
             return peak
         later = self.weights.shell.widened(self.whole.of_last - self.whole.leaves_last)
         return max(peak, sum(self._layer(last).values()) + later)
@@ -145,7 +148,7 @@ class DeviceBytes:
         return hidden + self.weights.shell.widened(0 if self.held.shell_is_resident else self.whole.leaves_last)
 
     def _early_gradients(self) -> int:
-        """Of the resident shell: the gradients of what is computed after the layers alone."""
+        """Of the resident shell: gradients of what is computed after the layers alone."""
         return self.weights.shell.widened(self.whole.of_last) if self.held.shell_is_resident else 0
 
     def _with_gradients(self, found: Bytes, number: int) -> Bytes:
@@ -167,7 +170,7 @@ class DeviceBytes:
         return len(set(both)) == 2
 
     def _kept_of(self, number: int) -> Iterator[tuple[int, _Kept]]:
-        if not self.whole.calls[number].in_graph:
+        if not self.whole.calls[number].in_graph or not self.turn.has(number):
             return
         arguments = self.whole.calls[number].arguments
         likes = [torch.empty(a.shape, device="meta") for a in arguments]
@@ -193,16 +196,19 @@ class DeviceBytes:
 
     def _base(self) -> Bytes:
         held = self.held
-        return {
-            # What is computed by rows before the layers keeps its weights until it is recomputed.
-            SHELL: held.shell - (0 if held.shell_is_resident or self.by_rows else self.weights.frozen_tables),
-            RESIDENT: held.resident,
-            SLOTS: held.slots,
-            KEPT_WEIGHTS: held.kept,
-            # What trains before the layers is recomputed of them, if it is computed by rows.
-            INPUTS: (self.whole.inputs if self.by_rows and self._arguments_of_first() else self.whole.kept_inputs)
-            + (self.copies_of_inputs - 1) * self.whole.inputs,
-        }
+        found = {SHELL: 0, RESIDENT: held.resident, SLOTS: held.slots, KEPT_WEIGHTS: held.kept, INPUTS: 0}
+        return (
+            found
+            if not self.turn.is_first
+            else found
+            | {
+                # What is computed by rows before the layers keeps its weights until it is recomputed.
+                SHELL: held.shell - (0 if held.shell_is_resident or self.by_rows else self.weights.frozen_tables),
+                # What trains before the layers is recomputed of them, if it is computed by rows.
+                INPUTS: (self.whole.inputs if self.by_rows and self._arguments_of_first() else self.whole.kept_inputs)
+                + (self.copies_of_inputs - 1) * self.whole.inputs,
+            }
+        )
 
     def _held(self, number: int) -> Bytes:
         """What is held in the backward of call `number`, besides what it computes with."""
@@ -215,13 +221,15 @@ class DeviceBytes:
                 found[kept.name] += kept.num_bytes
         if self.by_rows:
             return found | {EMBEDDING: self._last_sent, HEAD: whole.late}
+        if not self.turn.is_first:
+            return found | {EMBEDDING: 0, HEAD: 0}
         left = whole.left + whole.late
         found[EMBEDDING] = min(left, max(0, whole.pieces[0].kept))
         return found | {HEAD: left - found[EMBEDDING]}
 
     def _graphs(self, number: int) -> int:
         """Graphs that are kept up to this call, of all rows."""
-        kept = [i for i, place in enumerate(self.places[: number + 1]) if place.keeps_graph]
+        kept = [i for i, place in enumerate(self.places[: number + 1]) if place.keeps_graph and self.turn.has(i)]
         # A graph has the 16-bit copies of masters that are on the device.
         copies = [self.weights.layers[self.whole.calls[i].number].copies for i in kept if self.places[i].is_resident]
         # Of a whole batch, what a layer returns is the memory that the next one is given.
@@ -257,9 +265,12 @@ class DeviceBytes:
         found[WORKSPACE] += self._added_gradients(number)
         if not self.places[number].is_resident:
             found[WORKSPACE] = max(found[WORKSPACE], self.weights.layers[call.number].rounded)
-        if number == len(self.whole.calls) - 1:
+        if number == len(self.whole.calls) - 1 and self.turn.is_first:
             found[HEAD] += self._leaving()
         self._add_boundary(found, number)
+        if self.turn.devices > 1 and self.is_split and not self.by_rows:
+            # The gradients of the last micro-batch are on their way to another device.
+            found[WORKSPACE] += max((a.num_bytes for a in small.arguments if a.needs_gradient), default=0)
         ahead = self._rows_on_host(number) if self.leaves and self.is_split else 0
         if self.by_rows:
             rows = self._gradient_rows(call, small, number)
@@ -305,8 +316,9 @@ class DeviceBytes:
 
     def _uploaded(self, number: int) -> int:
         """Rows of one micro-batch in host memory, and those that are uploaded meanwhile: of the next micro-batch, or
-        the first ones of the layer before."""
-        rows, before = (self._rows_on_host(each) if each >= 0 else 0 for each in (number, number - 1))
+        the first ones of the layer before on this device."""
+        both = (number, number - self.turn.devices)
+        rows, before = (self._rows_on_host(each) if each >= 0 else 0 for each in both)
         return rows + max(before, rows if self.is_split else 0)
 
     def _rows_on_host(self, number: int) -> int:
@@ -327,7 +339,7 @@ class DeviceBytes:
         ]
 
     def _gradient_rows(self, call: TracedCall, small: TracedCall, number: int) -> int:
-        """Gradients of one micro-batch of the outputs, and of the next one, which are uploaded meanwhile."""
+        """Gradients of the outputs of one micro-batch, and of the next one, uploaded meanwhile."""
         return sum(
             2 * small.outputs[i].num_bytes
             for i in self._gradients_arrive(number, call)
@@ -345,7 +357,9 @@ class DeviceBytes:
         total = sum(
             call.outputs[i].num_bytes for i in self._gradients_arrive(number, call) if not self._passes(call, small, i)
         )
-        if self.is_split and (not self.by_rows or self.places[number].keeps_input):
+        given = self.is_split and (not self.by_rows or self.places[number].keeps_input)
+        # Of several devices, another one is sent the gradients, but there is memory for what this one is sent next.
+        if given and (self.turn.devices == 1 or number >= self.turn.devices):
             total += sum(
                 a.num_bytes for i, a in enumerate(call.arguments) if a.needs_gradient and self._has_rows(number, i)
             )
@@ -364,8 +378,8 @@ class DeviceBytes:
         return rows_per_chunk(width) * width * given.num_bytes // given.shape.numel()
 
     def _uploaded_for_head(self, hidden: int) -> int:
-        """Hidden states of one chunk of tokens and of the next one, instead of gradients of all `hidden` bytes of
-        them, which go to the host, and which the first chunk does not have yet."""
+        """Hidden states of one chunk of tokens and of the next one, instead of all `hidden` bytes of gradients, which
+        go to the host, and which the first chunk does not have yet."""
         two = 2 * self._chunk()
         return two - hidden if hidden >= two else hidden
 
@@ -375,10 +389,9 @@ class DeviceBytes:
         early = 0 if self.accumulates else self._early_gradients()
         found[SHELL] += early
         if self.chunked_head is not None:
-            # Gradients of hidden states go to the host.
             last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
             return found | {HEAD: max(last.backward_peak, last.forward_peak) + self._uploaded_for_head(hidden) - early}
-        found[HEAD] = _of_last(self.whole) - early
+        found[HEAD] = most_of_last(self.whole) - early
         found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
         # With a boundary on the host, all rows of the last layer's output alone are needed at once.
         there = self.whole.calls[-1:] if self.by_rows else self.whole.calls
@@ -389,10 +402,3 @@ class DeviceBytes:
         found[BOUNDARY] += kept + later
         found[HEAD] -= later
         return found
-
-
-def _of_last(traced: Traced) -> int:
-    """The most that the last piece holds of its own: it frees what earlier pieces have kept for their forward only."""
-    *earlier, last = traced.pieces
-    freed = sum(piece.kept for piece in earlier) - traced.left
-    return max(last.backward_peak, last.forward_peak) + freed

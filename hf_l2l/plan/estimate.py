@@ -15,8 +15,9 @@ from hf_l2l.memory.device_memory import DEVICE_NAMES, KEPT_WEIGHTS, RESIDENT, SH
 from hf_l2l.memory.host_limits import process_bytes
 from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MASTERS, MOMENTS, NORMS, OTHER, TRANSIENTS
 from hf_l2l.memory.memory_estimate import MemoryEstimate
-from hf_l2l.memory.memory_report import MemoryReport
+from hf_l2l.memory.memory_report import Bytes, MemoryReport
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.pipeline.schedule import Turn
 from hf_l2l.plan.phases import Phases, phases_of_l2l, phases_of_plain
 from hf_l2l.plan.plain import PlainBytes
 from hf_l2l.plan.run_shapes import RunShapes
@@ -83,17 +84,24 @@ def _values(state: MemoryEstimate) -> dict[str, Any]:
     return {each.name: getattr(state, each.name) for each in fields(MemoryEstimate)}
 
 
+def _of_device(run: RunShapes, config: L2LConfig, turn: Turn) -> tuple[str, dict[str, Bytes]]:
+    """One of the devices, and its bytes by name."""
+    found = run.on_device(config, turn.number)
+    held, peak = found.held, found.peak()[1]
+    sizes = {name: {"now": 0, "peak": peak.get(name, 0)} for name in DEVICE_NAMES}
+    between = {RESIDENT: held.resident, SLOTS: held.slots, KEPT_WEIGHTS: held.kept}
+    between[SHELL] = held.shell if config.resident != "none" and turn.is_first else 0
+    for name, size in between.items():
+        sizes[name]["now"] = size
+    return "device" if turn.is_first else f"{run.device.type}:{turn.number}", sizes
+
+
 def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     """The report before the run, with these options."""
     state = memory_estimate.estimate(run.model, config, run.optimizer, run.device)
     stash, boundary, ubatch = run.resolved(config)
     phase, peak = run.peak(config)
-    device = {name: {"now": 0, "peak": peak.get(name, 0)} for name in DEVICE_NAMES}
-    held = run.on_device(config).held
-    between = {RESIDENT: held.resident, SLOTS: held.slots, KEPT_WEIGHTS: held.kept}
-    between[SHELL] = held.shell if config.resident != "none" else 0
-    for name, size in between.items():
-        device[name]["now"] = size
+    devices = dict(_of_device(run, config, turn) for turn in run.turns)
     host = host_bytes(run, config, state)
     title = (
         f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
@@ -101,7 +109,7 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     )
     report = MemoryReport(
         title,
-        {"device": device},
+        devices,
         host,
         {"now": 0, "peak": 0},
         f"The device holds most in the {phase}.",

@@ -16,9 +16,10 @@ from typing import Any
 from hf_l2l.config import L2LConfig, option
 from hf_l2l.counts import parse_size
 from hf_l2l.own_command import with_options
+from hf_l2l.pipeline.times import step_time as pipeline_time
 from hf_l2l.plan.device_bytes import Bytes
-from hf_l2l.plan.run_shapes import RunShapes
-from hf_l2l.plan.step_time import Rates, StepTime, step_time
+from hf_l2l.plan.run_shapes import Costs, RunShapes
+from hf_l2l.plan.step_time import Rates, StepTime, pipelined, step_time
 from hf_l2l.runtime.tensors import size_text
 
 _KINDS = ("resident", "resident_layers", "kept_weights", "kept_graphs", "device_stash")
@@ -334,6 +335,8 @@ class _Search:
 def time_of(run: RunShapes, config: L2LConfig, rates: Rates, *, batches: int = 1) -> StepTime:
     """The time of a step with these options, and with so many batches one after the other."""
     costs = run.costs(config)
+    if len(run.turns) > 1:
+        return _time_on_several(run, config, rates, costs, batches)
     options: dict[str, Any] = {
         "ubatches": costs.ubatches,
         "gradient_slots": config.gradient_slots,
@@ -353,3 +356,20 @@ def time_of(run: RunShapes, config: L2LConfig, rates: Rates, *, batches: int = 1
         step.backward + (batches - 1) * other.backward,
         seconds,
     )
+
+
+def _time_on_several(run: RunShapes, config: L2LConfig, rates: Rates, costs: Costs, batches: int) -> StepTime:
+    """The time of a step on devices that run layers in turn; rows that pass through host memory are not counted."""
+    layers = [pipelined(cost, rates) for cost in costs.layers if cost.forward_flops]
+    found = pipeline_time(
+        layers,
+        pipelined(costs.shell, rates),
+        len(run.turns),
+        costs.ubatches,
+        passed=run.own_input / costs.ubatches / rates.link_down,
+        launch=rates.per_call,
+        defers=config.eps_update != "serial",
+    )
+    busy = {lane: batches * seconds for lane, seconds in found.busy.items()}
+    busy["update"] /= batches
+    return StepTime(found.seconds * batches, found.forward * batches, found.backward * batches, busy)

@@ -13,9 +13,11 @@ from torch import nn
 from hf_l2l.config import L2LConfig, option
 from hf_l2l.devices import execution_device
 from hf_l2l.memory import memory_estimate
+from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.pipeline.schedule import Turn
 from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
 from hf_l2l.plan.step_time import Cost, Rates
 from hf_l2l.plan.weights import ModelWeights
@@ -59,12 +61,15 @@ class RunShapes:
         batches: int = 1,
         accumulates: bool = False,
         autocast: torch.dtype | None = None,
+        devices: int = 1,
     ) -> None:
         """`inputs` are those of the whole device batch, which consists of so many `batches`, whose rows are in
         micro-batches of their own; `accumulates` says whether a step has several such batches, one after the other;
         `given` names options of `config` that bind a plan even if they have their defaults; the model is called under
-        `autocast` in this dtype, or, with None, as the region of autocast says that is entered now for the device; see
-        `estimate` for the others."""
+        `autocast` in this dtype, or, with None, as the region of autocast says that is entered now for the device; so
+        many `devices` run the layers in turn; see `estimate` for the others."""
+        self.turns = [Turn(number, devices) for number in range(devices)]
+        """Of the devices that run the layers."""
         self.given = given
         self.device = device or device_to_train_on(config)
         self.model, self.config, self.inputs = model, config, dict(inputs)
@@ -130,36 +135,42 @@ class RunShapes:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     @property
-    def _own_input(self) -> int:
+    def own_input(self) -> int:
         """Bytes of a layer's own input, the largest."""
         return max(_own(call.arguments) for call in self.traced(self.rows).calls)
 
     def resolved(self, config: L2LConfig) -> tuple[str, str, int]:
         """Where the stash is, and the boundary, and the rows of a micro-batch: without "auto" and None."""
-        ubatch = min(config.ubatch_size or self.most_rows, self.most_rows)
+        parts = RowCuts.parts_for(len(self.turns))
+        ubatch = min(config.ubatch_size or -(-self.most_rows // parts), self.most_rows)
         stash: str = config.stash
         if stash == "auto":
-            needed = self._own_input * len(self.layers)
+            needed = self.own_input * len(self.layers)
             fits = self.device_memory is not None and needed * SHARE <= self.device_memory
             stash = "device" if fits and config.boundary != "host" else "host"
         boundary: str = "device" if stash == "device" else config.boundary
         if boundary == "auto":
             fewest = fewest_bytes_on_host(self.device_memory)
-            boundary = "host" if fewest is not None and self._own_input >= fewest else "device"
+            boundary = "host" if fewest is not None and self.own_input >= fewest else "device"
         return stash, boundary, ubatch
 
     def places(self, config: L2LConfig) -> list[LayerPlace]:
         """What stays on the device of each layer."""
         return list(places_of(self.layers, config, self.device).values())
 
-    def on_device(self, config: L2LConfig) -> DeviceBytes:
-        """The device memory of a step."""
+    def on_device(self, config: L2LConfig, number: int = 0) -> DeviceBytes:
+        """The memory of device `number` in a step."""
+        turn = self.turns[number]
         stash, boundary, ubatch = self.resolved(config)
         places = self.places(config)
+        # What stays of a layer is on the device of its number.
+        places = [place if turn.has(place.number) else LayerPlace(number=place.number) for place in places]
         whole = self.traced(self.rows)
         part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
         shell = _updates_shell_there(config)
         held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
+        if all(place.is_resident for place in places if turn.has(place.number)):
+            held = replace(held, slots=0)  # nothing is uploaded there
         is_chunked = part is not None and boundary == "host" and self.has_chunked_head
         head = self.traced(self.rows, by_rows=True) if is_chunked else None
         return DeviceBytes(
@@ -174,6 +185,7 @@ class RunShapes:
             transients=self._transients(places, shell),
             accumulates=self.accumulates,
             copies_of_inputs=2 if self.batches > 1 else 1,
+            turn=turn,
         )
 
     def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:
@@ -190,13 +202,14 @@ class RunShapes:
         return 2 * max((unit.largest for unit in units), default=0)
 
     def peak(self, config: L2LConfig) -> tuple[str, Bytes]:
-        """What runs when the device holds most, and its bytes by name."""
-        return self.on_device(config).peak()
+        """What runs when a device holds most, and its bytes by name."""
+        peaks = (self.on_device(config, turn.number).peak() for turn in self.turns)
+        return max(peaks, key=lambda peak: sum(peak[1].values()))
 
     def most(self, config: L2LConfig) -> int:
-        """Bytes of the device that are enough, however slow its link is."""
+        """Bytes that are enough on each device, however slow its link is."""
         if config not in self._most:
-            self._most[config] = self.on_device(config).most()
+            self._most[config] = max(self.on_device(config, turn.number).most() for turn in self.turns)
         return self._most[config]
 
     def costs(self, config: L2LConfig) -> Costs:
@@ -215,8 +228,8 @@ class RunShapes:
             updated.add(call.number)
             own = _own(call.arguments)
             up = 0 if place.is_resident else weights.travels
-            # Of what takes turns, the last two layers of the forward are still in their slots.
-            up_again = up if number in in_turn[:-2] else 0
+            # Of what takes turns, the last two layers of the forward on each device are still in their slots.
+            up_again = up if number in in_turn[: -2 * len(self.turns)] else 0
             stashed = own if leaves and not place.keeps_input and call.in_graph else 0
             passing = own if by_rows and not place.keeps_input else 0
             layers.append(
@@ -239,7 +252,7 @@ class RunShapes:
                 )
             )
         if by_rows:
-            own = self._own_input
+            own = self.own_input
             # The embedding, and a final norm and a head.
             layers.insert(0, Cost(rows_down=own, rows_up_again=own, gradient_rows=own))
             if self.has_chunked_head:
@@ -247,11 +260,16 @@ class RunShapes:
                 layers += [replace(head, rows_down=own, rows_up_again=2 * own, gradient_rows=own), head]
         return Costs(layers, self._shell_cost(config, short), self.batches * -(-self.most_rows // ubatch))
 
+    @property
+    def tokens_per_row(self) -> int:
+        """The tokens of the longest row."""
+        return max((t.shape[1] for t in self.inputs.values() if t.dim() > 1), default=1)
+
     def tokens_that_hide(self, config: L2LConfig, rates: Rates) -> dict[str, int]:
         """From how many tokens per step on the forward of the layers takes as long as the upload of their weights
         ("upload"), and as the update of their masters ("update"; "update in a step" for forward and backward)."""
         costs = self.costs(config).layers
-        tokens = self.rows * max((t.shape[1] for t in self.inputs.values() if t.dim() > 1), default=1)
+        tokens = self.rows * self.tokens_per_row
         streamed = [
             self.weights.layers[number] for number, place in enumerate(self.places(config)) if not place.is_resident
         ]
@@ -269,6 +287,7 @@ class RunShapes:
         is_resident = _updates_shell_there(config)
         return Cost(
             forward_flops=sum(piece.forward_flops for piece in whole.pieces),
+            recomputes=False,
             backward_flops=sum(piece.backward_flops for piece in whole.pieces),
             forward_up=0 if is_resident else shell.travels,
             backward_down=0 if is_resident else shell.trained * short,

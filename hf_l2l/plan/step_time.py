@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_l2l.pipeline.times import LayerSeconds
 from hf_l2l.probe.figures import HardwareFigures
 
 
@@ -312,3 +313,17 @@ def step_time(
     """
     run = _Steps(layers, shell, rates, ubatches, gradient_slots, prefetches=prefetches)
     return [run.step(defers=defers) for _ in range(steps)][-1]
+
+
+def pipelined(cost: Cost, rates: Rates) -> LayerSeconds:
+    """The seconds of a layer call on one of several devices."""
+    recompute = cost.forward_flops / rates.flops if cost.recomputes else 0.0
+    return LayerSeconds(
+        forward=cost.forward_flops / rates.flops,
+        backward=cost.backward_flops / rates.flops - recompute,
+        recompute=recompute,
+        up=cost.forward_up / rates.link_up,
+        up_again=cost.backward_up / rates.link_up,
+        down=cost.backward_down / rates.link_down,
+        update=cost.parameters / rates.adamw,
+    )

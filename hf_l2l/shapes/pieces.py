@@ -130,3 +130,10 @@ def graph_bytes(whole: Traced, part: Traced, number: int) -> int:
     of_row = (large - small) / (whole.rows - part.rows)
     count = -(-whole.rows // part.rows)
     return round(count * (small - part.rows * of_row) + whole.rows * of_row)
+
+
+def most_of_last(traced: Traced) -> int:
+    """The most that the last piece holds of its own: it frees what earlier pieces have kept for their forward only."""
+    *earlier, last = traced.pieces
+    freed = sum(piece.kept for piece in earlier) - traced.left
+    return max(last.backward_peak, last.forward_peak) + freed
