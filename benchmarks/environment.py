@@ -18,8 +18,9 @@ import psutil
 import torch
 
 import hf_l2l
-from hf_l2l.devices import execution_device, is_asynchronous
+from hf_l2l.devices import execution_device
 from hf_l2l.memory.host_limits import available_host_bytes
+from hf_l2l.runtime.stream import is_asynchronous
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.runtime.worker import default_num_threads
 
