@@ -23,7 +23,7 @@ from benchmarks import environment, gpu_rows
 ROWS = Path(os.environ["HF_L2L_GPU_TEST_ROWS"]) if "HF_L2L_GPU_TEST_ROWS" in os.environ else None
 FATAL = ("CUDA error", "CUDA driver error", "cudaError", "unspecified launch failure")
 """Words of errors after which CUDA refuses everything else in the process. Out of memory is not among them."""
-ORDER = ("engine", "overlap", "trainer", "attention", "faults", "sanitizer")
+ORDER = ("engine", "several", "overlap", "trainer", "attention", "faults", "sanitizer")
 """Of the modules, the most valuable first: there may not be time for all."""
 LONGEST = 4000
 """Characters of a failure that are kept, from its end."""

@@ -98,9 +98,9 @@ class Trained(NamedTuple):
         return [name for name, (one, two) in pairs.items() if not torch.equal(one, two)]
 
 
-def devices(count: int) -> list[str]:
-    """The first so many simulated devices."""
-    return [f"sim:{index}" for index in range(count)]
+def devices(count: int, kind: str = "sim") -> list[str]:
+    """The first so many devices, simulated ones unless another kind is named."""
+    return [f"{kind}:{index}" for index in range(count)]
 
 
 def trained(
@@ -110,13 +110,14 @@ def trained(
     steps: int = 3,
     rows: int = 8,
     clips: bool = True,
+    kind: str = "sim",
     batches: Callable[[nn.Module, int], dict[str, torch.Tensor]] | None = None,
     **options: Any,
 ) -> Trained:
     """Train `model` on so many devices. Batches have masked rows, and every third one has other rows."""
     torch.manual_seed(0)
     options = {"ubatch_size": 2, "eps_update": "deferred", **options}
-    eps = attach_l2l(model, L2LConfig(device=devices(count) if count > 1 else "sim:0", **options))
+    eps = attach_l2l(model, L2LConfig(device=devices(count, kind), **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     model.train()
     losses, norms = [], []
@@ -131,6 +132,6 @@ def trained(
         losses.append(loss.detach().cpu())
     eps.synchronize()
     moments = [t.cpu().clone() for state in optimizer.state.values() for t in state.values()]
-    drawn = torch.rand(4, device="sim:0").cpu()
+    drawn = torch.rand(4, device=f"{kind}:0").cpu()
     detach_l2l(model)
     return Trained(losses, norms, {n: p.detach().cpu().clone() for n, p in model.named_parameters()}, moments, drawn)
