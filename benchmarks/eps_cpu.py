@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hf_l2l
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.eps.pending import clip
 from hf_l2l.memory.host_limits import available_host_bytes
 from hf_l2l.runtime.tensors import size_text
 
@@ -125,7 +126,7 @@ class Updates:
         """The same, with gradients that are to be clipped, and a copy of the weights in 16 bits."""
         # Torch runs such hooks after every step of any optimizer: here, on the thread of the update, after each layer.
         hook = register_optimizer_step_post_hook(self._copy)
-        self.eps.gradients.clip(torch.tensor(NORM), 1.0, later=True)
+        clip(self.eps.masters.parameters, torch.tensor(NORM), 1.0, later=True)
         self.layered()
         hook.remove()
 

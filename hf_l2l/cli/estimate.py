@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
 from hf_l2l.cli.estimate_output import show
-from hf_l2l.devices import execution_device
 
 if TYPE_CHECKING:
     import torch
@@ -247,6 +246,7 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
     """Of these figures; one that `measures` runs a layer of the model, too."""
     import torch
 
+    from hf_l2l.devices import execution_device
     from hf_l2l.plan.layer_probe import with_layer_rates
     from hf_l2l.plan.step_time import Rates
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import hf_l2l
-from hf_l2l.devices import execution_device
 from hf_l2l.memory import host_limits
 from hf_l2l.probe.rates import device_name
 from hf_l2l.runtime import stream
@@ -122,6 +121,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 def page_locking() -> dict[str, Any]:
     """Whether the current accelerator grants page-locked host memory, and the limit of the process for locked memory,
     in bytes, None without one."""
+    from hf_l2l.devices import execution_device
+
     device = execution_device(None)
     if not stream.can_page_lock(device):
         result = "not used: no accelerator" if device == stream.HOST else f"not used: {device} has no page-locking"

@@ -72,8 +72,7 @@ class DeviceBytes:
         self.weights, self.held = weights, held
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
-        self.chunked_head = head
-        """Traced with all rows in host memory, if the boundary is there and logits are made in chunks."""
+        self.chunked_head = head  # with all rows in host memory, if the boundary is there, and logits in chunks
         self.transients = transients  # of the optimizer's step on the device
         self.accumulates = accumulates
         self.copies_of_inputs = copies_of_inputs  # 2 where batches are put together, and are there as well
@@ -90,11 +89,9 @@ class DeviceBytes:
 
     def phases(self) -> Iterator[tuple[str, Bytes]]:
         """All phases in which the peak may be."""
-        whole, part = self.whole, self.part
-        calls = whole.calls
-        for number in reversed(range(len(calls))):
-            if calls[number].in_graph and self.turn.has(number):
-                yield f"backward of layer {number + 1}", self._layer(number)
+        whole, part, calls = self.whole, self.part, self.whole.calls
+        for number in [n for n in reversed(range(len(calls))) if calls[n].in_graph and self.turn.has(n)]:
+            yield f"backward of layer {number + 1}", self._layer(number)
         if not self.turn.is_first:
             return
         yield "head", self._head()
@@ -104,8 +101,8 @@ class DeviceBytes:
         rows = self._arguments_of_first()
         before = self.weights.sent_in_turn(whole.first, whole.pieces[0].backward_peak)
         if self.by_rows:
-            # While the last micro-batch is still there, the sums are converted.
             sums, short = self.weights.table_sums, self.weights.table_gradients
+            # While the last micro-batch is still there, the sums are converted.
             before = sums + max(part.pieces[0].backward_peak + 2 * rows, short + 3 * rows)
             before = max(before, short + self.weights.tables_leaving)
         found = self._base() | {EMBEDDING: before, HEAD: whole.late, BOUNDARY: 0 if self.by_rows else rows}
@@ -118,8 +115,7 @@ class DeviceBytes:
     def _between(self, number: int) -> Bytes:
         """In the backward of what is computed after call `number`, such as the embedding of a decoder."""
         found = self._held(number)
-        # Gradients of a table that is read in several places are added to a new one.
-        found[EMBEDDING] += self.whole.late
+        found[EMBEDDING] += self.whole.late  # gradients of a table that is read in several places are added anew
         if self.by_rows:
             found[EMBEDDING] += self.weights.table_sums + 2 * self._arguments_of_first()
         else:
@@ -230,7 +226,7 @@ class DeviceBytes:
     def _graphs(self, number: int) -> int:
         """Graphs that are kept up to this call, of all rows."""
         kept = [i for i, place in enumerate(self.places[: number + 1]) if place.keeps_graph and self.turn.has(i)]
-        # A graph has the 16-bit copies of masters that are on the device.
+        # It has the 16-bit copies of masters that are on the device.
         copies = [self.weights.layers[self.whole.calls[i].number].copies for i in kept if self.places[i].is_resident]
         # Of a whole batch, what a layer returns is the memory that the next one is given.
         given = [out for i in kept for out in self.whole.calls[i].outputs if out.is_new and out.memory in self._kept]

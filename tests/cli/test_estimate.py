@@ -128,6 +128,21 @@ def test_fewer_threads_update_longer(tmp_path, capsys, machine):
     assert one["busy"]["update"] == pytest.approx(4 * every["busy"]["update"])
 
 
+def test_several_devices(tmp_path, capsys, machine):
+    """The batch has rows for each; each link carries a part, the host updates all."""
+    flags = ["--per_device_train_batch_size", "4", "--figures", machine, "--json"]
+    one, two = (estimated(capsys, tmp_path, *flags, "--devices", count).json for count in ("1", "2"))
+    assert (one["rows"], two["rows"]) == (4, 8) and one["other_devices"] == {}
+    [(name, other)] = two["other_devices"].items()
+    assert name.endswith(":1") and set(other) == {*DEVICE_NAMES, "total"}
+    assert other["shell"]["peak"] == 0 < other["total"]["peak"] < two["device"]["total"]["peak"]
+    assert two["busy"]["update"] == one["busy"]["update"] and two["busy"]["download"] < one["busy"]["download"]
+    text = estimated(capsys, tmp_path, *flags[:-1], "--devices", "2").out
+    assert "8 rows in micro-batches of 2" in text  # two for each device
+    assert "2 devices run the layers in turn, with 4 micro-batches: a step takes" in text
+    assert "Each link carries one part in 2 of the weights" in text and "data parallel" in text
+
+
 def test_the_device_of_the_figures_decides_where_the_stash_is(tmp_path, capsys, machine):
     """This machine has no device whose memory is known."""
     flags = ["--figures", machine, "--stash", "auto"]

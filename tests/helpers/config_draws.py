@@ -119,6 +119,7 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "eps_update": (["serial", "deferred", "eager", "auto"], ["lazy"]),
     "l2l_num_threads": ([1], [0, 1000000]),
     "l2l_layer_classes": ([["BertLayer"]], [["NoLayer"], [], "BertLayer"]),
+    "l2l_devices": (["1", "auto"], ["all", 0]),
     "l2l_optimizer": (["lamb"], ["lars"]),
     "l2l_save_dtype": (["bf16", "fp16"], ["fp8"]),
     "l2l_async_save": ([True], ["yes"]),

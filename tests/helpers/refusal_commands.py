@@ -43,6 +43,7 @@ def _of_program(*words: str, **more: Any) -> Case:
 PROGRAM = [
     _of_program("estimate", "MODEL", "--per_device_train_batch_size", "0"),
     _of_program("estimate", "MODEL", "--tokens", "0"),
+    _of_program("estimate", "MODEL", "--devices", "0"),
     _of_program("estimate", "MODEL", "--optim", "adamw"),
     _of_program("estimate", "MODEL", "--params", "1e9"),
     _of_program("estimate", "--params", "0", "--layers", "2", "--hidden", "64", "--vocab", "1e3"),

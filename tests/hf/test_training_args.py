@@ -19,7 +19,7 @@ import transformers as hf
 from accelerate import ParallelismConfig
 from transformers.training_args import OptimizerNames
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l, make_l2l_arguments
+from hf_l2l import L2LCallback, L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l, make_l2l_arguments
 from hf_l2l.hf.training_args import OWN_OPTIONS, l2l_config, refuse_conflicts, refuse_for_layers
 from training import arguments, rows, tiny_bert
 
@@ -145,7 +145,8 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
 
 
 def test_own_options_are_those_that_plain_arguments_lack():
-    trainer_only = ["l2l_optimizer", "l2l_save_dtype", "l2l_async_save", "l2l_merge_accumulation", "l2l_log_times"]
+    names = ("devices", "optimizer", "save_dtype", "async_save", "merge_accumulation", "log_times")
+    trainer_only = [f"l2l_{name}" for name in names]
     assert list(OWN_OPTIONS) == [*map(argument_of, OPTIONS), *trainer_only]
     assert set(OWN_OPTIONS) == {f.name for f in fields(L2LTrainingArguments)} - {
         f.name for f in fields(hf.TrainingArguments)
@@ -309,15 +310,23 @@ def test_bf16_and_the_defaults_are_no_conflict(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
-def test_several_devices_are_refused_with_the_command(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--stash", "host"])
+def test_a_trainer_counts_the_devices_that_layers_run_on(kind, tmp_path):
+    """Here the CPU alone, whatever transformers has found."""
     args = arguments(kind, tmp_path)
     args._n_gpu = 2
+    made = L2LTrainer(tiny_bert(), args, train_dataset=rows())
+    assert args.n_gpu == 1 and made._train_batch_size == args.per_device_train_batch_size
+
+
+def test_a_trainer_of_another_library_is_refused_several_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--stash", "host"])
+    args = arguments(hf.TrainingArguments, tmp_path)
+    args._n_gpu = 2
     with pytest.raises(ValueError) as error:
-        L2LTrainer(tiny_bert(), args, train_dataset=rows())
+        hf.Trainer(tiny_bert(), args, train_dataset=rows(), callbacks=[L2LCallback()])
     assert str(error.value) == (
-        "L2L runs on one device, and without a launcher the Trainer would use every visible one (got 2); run it as: "
-        "CUDA_VISIBLE_DEVICES=0 python finetune.py"
+        "a model under L2L runs in no DataParallel, in which this Trainer would put it (got 2 visible devices); use "
+        "L2LTrainer, which runs layers on them in turn, or one: CUDA_VISIBLE_DEVICES=0 python finetune.py"
     )
 
 
@@ -327,8 +336,8 @@ def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
     with pytest.raises(ValueError) as error:
         L2LTrainer(tiny_bert(), arguments(L2LTrainingArguments, tmp_path), train_dataset=rows())
     assert str(error.value) == (
-        "L2L runs in one process (got a launcher with 4); run it without the launcher: CUDA_VISIBLE_DEVICES=0 python "
-        "your_script.py"
+        "L2L runs in one process (got a launcher with 4), which uses all visible devices; run it without the "
+        "launcher: python your_script.py"
     )
 
 

@@ -162,9 +162,9 @@ def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
     seen: Counter[L2LConfig] = Counter()
     counted = RunShapes.on_device
 
-    def count(run: RunShapes, config: L2LConfig) -> DeviceBytes:
+    def count(run: RunShapes, config: L2LConfig, number: int) -> DeviceBytes:
         seen[config] += 1
-        return counted(run, config)
+        return counted(run, config, number)
 
     monkeypatch.setattr(RunShapes, "on_device", count)
     run = run_of(layers=6)
