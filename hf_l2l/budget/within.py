@@ -17,7 +17,7 @@ from torch import nn
 from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import L2LConfig, option
 from hf_l2l.counts import parse_size
-from hf_l2l.devices import execution_device
+from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.model.residency import LayerPlace, parameters_to_move
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
@@ -103,7 +103,8 @@ def plan_within(
     if budget is None:
         return None
     if not is_running:
-        check_free(budget, config, device)
+        for each in execution_devices(config.device):
+            check_free(budget, config, each)
     with _in_training_mode(model):
         bare = unwrapped(optimizer) if optimizer else None
         return _plan_within(model, config, inputs, bare, batches, chosen, budget, autocast)
@@ -131,7 +132,8 @@ def _plan_within(
     budget: int,
     autocast: torch.dtype | None,
 ) -> Plan:
-    device = execution_device(config.device)
+    devices = execution_devices(config.device)
+    device = devices[0]
     bound, apart = _bound(model, config, optimizer)
 
     def run_of(at_once: int) -> RunShapes:
@@ -146,6 +148,7 @@ def _plan_within(
                 batches=at_once,
                 accumulates=batches > at_once,
                 autocast=autocast,
+                devices=len(devices),
             )
 
     run = run_of(1)

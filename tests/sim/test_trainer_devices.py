@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from budgeted import FIGURES
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.testing import enable_simulated_accelerator
@@ -48,6 +49,23 @@ def test_a_checkpoint_of_two_devices_is_resumed_on_one(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_budget_is_that_of_each_device(tmp_path, monkeypatch):
+    """The smallest one that is enough for each; less is refused."""
+    (tmp_path / "figures.json").write_text(FIGURES.to_json())
+    monkeypatch.setenv("HF_L2L_FIGURES", str(tmp_path / "figures.json"))
+    enable_simulated_accelerator("1MB", devices=2)
+    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=2, device_memory_budget="400KiB")
+    for number in range(2):
+        torch.accelerator.reset_peak_memory_stats(torch.device("sim", number))
+    made.train()
+    held = [torch.accelerator.memory_stats(torch.device("sim", n))["allocated_bytes.all.peak"] for n in range(2)]
+    assert 0 < max(held) <= 400 * 1024
+    plan = attachment_of(made.model).plan
+    assert plan is not None and max(held) <= plan.peak_bytes * 1.03
+    with pytest.raises(ValueError, match="device_memory_budget"):
+        l2l_trainer(tmp_path / "less", per_device_train_batch_size=4, device_memory_budget="10KiB").train()
 
 
 def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog):
