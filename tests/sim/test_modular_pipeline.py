@@ -53,7 +53,7 @@ def on_one(family: str, mode: str, steps: int) -> Trained:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("family", pipelined.FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 def test_layers_in_turn_have_the_bits_of_one_device(family, mode, count):
     if family == "albert" and mode in ("kept", "kept inputs", "resident layers", "resident layers host"):
         pytest.skip("it has one layer")

@@ -31,6 +31,7 @@ def run(folder, **options):
 
 
 @pytest.mark.filterwarnings("ignore:batch . x accumulation 2")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("merges", ["off", "auto"])
 def test_two_devices_run_as_one_with_twice_the_rows(tmp_path, merges):
     """Dropout, evaluation, accumulation."""
