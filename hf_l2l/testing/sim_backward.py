@@ -36,7 +36,8 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
         try:
             _raise_pending()
         finally:
-            error, taken = sys.exception(), _taken()
+            error = sys.exception()
+            taken = None if error is None else _taken()
             if error is not None and taken is not None:
                 taken.append(error)
             return self._type  # noqa: B012  # the backward that it ends raises it again
@@ -44,7 +45,7 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
 
 def _taken() -> list[BaseException] | None:
     """The exceptions taken in the innermost backward that this thread runs."""
-    taken: list[BaseException] | None = _in_tls(_KEY)
+    taken: list[BaseException] | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
     return taken
 
 

@@ -166,6 +166,9 @@ OF_BACKWARD = "hf_l2l.testing: streams of a backward"
 """Where torch takes along the `Streams` of the thread that calls a backward, for those that run it."""
 
 
+_is_in_tls = torch._C._is_key_in_tls
+
+
 class _Current(threading.local):
     """The device of a thread, and its stream on each device; every thread starts on default streams, on the first.
 
@@ -180,7 +183,7 @@ class _Current(threading.local):
         """Those of a backward that the thread has taken over."""
 
     def _now(self) -> Streams:
-        if torch._C._is_key_in_tls(OF_BACKWARD):
+        if _is_in_tls(OF_BACKWARD):
             given = torch._C._get_obj_in_tls(OF_BACKWARD)
             if given is not None and given is not self._taken and given.thread != self._streams.thread:
                 self._taken, self._streams.lines = given, list(given.lines)
@@ -190,7 +193,8 @@ class _Current(threading.local):
     @property
     def lines(self) -> list[Line]:
         """By device."""
-        return self._now().lines
+        # Asked for by every operation, so that a call less counts.
+        return self._now().lines if _is_in_tls(OF_BACKWARD) else self._streams.lines
 
     @property
     def streams(self) -> list[torch.Stream | None]:
