@@ -172,8 +172,9 @@ class LayerDevice:
         pieces = zip(cut(once), cut(room), strict=True) if once is tensor else [(once, room)]
         arrivals = self.transit.arrivals
         with self.transit.lane(tensor.device, self.device).entered(), torch.no_grad():
-            for point in (computed, *arrivals.free(room)):
-                stream.wait(point, wait_reasons.GIVEN_COMPUTED)
+            stream.wait(computed, wait_reasons.GIVEN_COMPUTED)
+            for free in arrivals.free(room):
+                stream.wait(free, wait_reasons.ROWS_MEMORY_FREE)
             with stream.span(self.device, stream.PEER, "input"):
                 for piece, place in pieces:
                     for point in () if computed else arrivals.of(piece):
@@ -195,15 +196,6 @@ class LayerDevice:
     def forget_given(self) -> None:
         """The call of the model is over."""
         self._there = WeakIdKeyDictionary()
-
-    # ---- settling
-
-    def settle(self) -> None:
-        """Make the host wait until all copies from and to host memory have finished."""
-        with self._compute.entered():
-            self.stash.settle()
-            if self.weight_slots is not None:
-                self.weight_slots.settle()
 
 
 def layer_devices(

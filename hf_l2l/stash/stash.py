@@ -123,9 +123,10 @@ class Stash:
             stream.wait(complete, wait_reasons.INPUT_COMPUTED)
             for place, tensor in downloads:
                 arrivals.begin(place)
-                # It may come from another device, and the rooms may have been read by one.
-                for point in (*arrivals.of(tensor), *arrivals.free(place)):
-                    stream.wait(point, wait_reasons.INPUT_COMPUTED, on=self.device)
+                for point in arrivals.of(tensor):  # it may come from another device
+                    stream.wait(point, wait_reasons.ROWS_ARRIVED, on=self.device)
+                for free in arrivals.free(place):  # another device may have read what was there
+                    stream.wait(free, wait_reasons.ROWS_MEMORY_FREE, on=self.device)
                 place.copy_(tensor, non_blocking=self.lane.is_stream)
             if self.transit.has_several:  # some were not allocated for the compute stream
                 stream.keep_until_done(self.device, [tensor for _, tensor in downloads])
