@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from textwrap import fill
 from typing import Any, Literal, get_args
@@ -29,6 +27,7 @@ from hf_l2l.counts import (
     is_whole_number,
 )
 from hf_l2l.devices import named_devices
+from hf_l2l.option_names import option
 from hf_l2l.paths import check_folder_path, check_trace_path
 from hf_l2l.runtime import stream
 
@@ -42,6 +41,7 @@ Nonfinite = Literal["raise", "skip"]
 Resident = Literal["none", "shell", "all"]
 ResidentUpdate = Literal["device", "host"]
 ChunkedLoss = Literal["auto", "off"]
+HeadDevice = Literal["auto", "first"]
 BoundaryPlace = Literal["auto", "device", "host"]
 
 
@@ -190,6 +190,12 @@ class L2LConfig(OptionNames):
         "Of several, each executes the layers in turn, with all micro-batches of a layer (modular pipeline; "
         "arXiv:2106.02679, section 4), and the first one what is not in a layer.",
     )
+    head_device: HeadDevice = _described(
+        "auto",
+        'Which of several devices compute logits in chunks (`chunked_loss`): "auto", all in turn where they can read '
+        "each other's memory, which adds the gradients of the head in another order than one device does; or "
+        '"first", which keeps the bits of one device.',
+    )
     prefetch: bool = _described(
         True,
         "Whether the next layer's weights travel while this one computes (arXiv:2002.05645, first version, figure "
@@ -330,6 +336,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "resident_update": (ResidentUpdate, "use 'host' for the bits of a run in which nothing is resident"),
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
     "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
+    "head_device": (HeadDevice, "use 'first' for the bits of one device"),
     "eps_update": (EpsUpdate, "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"),
 }
 """Option -> its values, and what to do."""
@@ -346,39 +353,6 @@ EAGER_FP16 = (
     "eps_update='eager' updates layers before it is known whether a gradient of another one overflows in fp16 (got "
     "cmp with fp16); use eps_update='deferred', which knows and gives the same bits as 'serial', or cmp='bf16'"
 )
-
-
-SHORT_NAMES = ("ubatch_size", "stash", "cmp", "eps_update", "device_memory_budget")
-"""Options that the Trainer's arguments call what `L2LConfig` calls them; the others begin with "l2l_" there."""
-
-_called: ContextVar[Callable[[str], str]] = ContextVar("_called", default=str)
-
-
-@contextmanager
-def options_called(named: Callable[[str], str]) -> Iterator[None]:
-    """Inside, errors name options as `named` does."""
-    before = _called.set(named)
-    try:
-        yield
-    finally:
-        _called.reset(before)
-
-
-@contextmanager
-def options_of_the_trainer() -> Iterator[None]:
-    """Inside, errors name options as the Trainer's arguments do."""
-    with options_called(argument):
-        yield
-
-
-def argument(name: str) -> str:
-    """What the Trainer's arguments call the option `name` of `L2LConfig`."""
-    return name if name in SHORT_NAMES else f"l2l_{name}"
-
-
-def option(name: str) -> str:
-    """What the user called the option `name` of `L2LConfig`; every error about one says it so."""
-    return _called.get()(name)
 
 
 def help_text(options: Iterable[Field[Any]]) -> str:

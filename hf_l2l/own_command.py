@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_l2l.config import option
+from hf_l2l.option_names import option
 
 _OF_THE_TRAINER = "--output_dir"
 """The flag that tells a script whose options come from the command line."""

@@ -25,6 +25,7 @@ FLOORS: dict[str, set[str]] = {
     "paths": set(),
     "version": set(),
     "counts": set(),
+    "option_names": set(),
     "config": TORCH,
     "own_command": set(),
     "model_source": {"torch", "transformers", "huggingface_hub"},

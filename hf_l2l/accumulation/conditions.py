@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_l2l.compat import mixes_rows
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
+from hf_l2l.option_names import option
 
 _OWN = ("transformers.", "hf_l2l.")
 """Modules whose methods of a Trainer are known."""

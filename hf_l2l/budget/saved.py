@@ -10,7 +10,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
+from hf_l2l.option_names import option
 from hf_l2l.plan.planner import CHOSEN, Plan
 
 logger = logging.getLogger("hf_l2l")

@@ -15,8 +15,9 @@ from hf_l2l.accumulation.conditions import own_method, why_not_folded
 from hf_l2l.budget.example import NoExample, longest_batch
 from hf_l2l.budget.saved import save_plan, saved_choice
 from hf_l2l.budget.within import budget_bytes, plan_within
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device
+from hf_l2l.option_names import option
 from hf_l2l.plan.planner import Plan
 from hf_l2l.shapes.losses import Untraceable, told_failures
 

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
 from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.model.residency import LayerPlace, parameters_to_move
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of
 from hf_l2l.plan.run_shapes import RunShapes

@@ -87,7 +87,8 @@ def _options() -> dict[str, tuple[str, str]]:
     """The options of `L2LConfig` by name: what the Trainer's arguments call them, and what they are."""
     from dataclasses import fields
 
-    from hf_l2l.config import L2LConfig, argument
+    from hf_l2l.config import L2LConfig
+    from hf_l2l.option_names import argument
 
     texts = {each.name: each.metadata["help"] for each in fields(L2LConfig) if each.name not in _OWN}
     return {name: (argument(name), text.split(". ")[0].replace("%", "%%") + ".") for name, text in texts.items()}
@@ -124,8 +125,8 @@ def _arguments(options: argparse.Namespace) -> TrainingArguments:
     import torch
     from transformers.training_args import OptimizerNames
 
-    from hf_l2l.config import argument
     from hf_l2l.hf.training_args import L2LTrainingArguments
+    from hf_l2l.option_names import argument
 
     given: dict[str, Any] = {
         argument(name.removeprefix("config_")): [*value] if isinstance(value, list) else _value(value)
@@ -273,7 +274,7 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
 
 
 def _run(options: argparse.Namespace) -> int:
-    from hf_l2l.config import options_of_the_trainer
+    from hf_l2l.option_names import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
     from hf_l2l.plan.run_shapes import RunShapes

@@ -29,8 +29,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from hf_l2l.cli.model_facts import facts_of
-    from hf_l2l.config import options_called
     from hf_l2l.model_source import load_shapes
+    from hf_l2l.option_names import options_called
 
     quiet()
     model = load_shapes(options.model, model_class=options.model_class, trust_remote_code=options.trust_remote_code)

@@ -19,6 +19,7 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.device.slots import GradientSlots, WeightSlots
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.logits.places import FIRST, OtherPlace, Place
 from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.stash.stash import Stash
@@ -193,6 +194,10 @@ class LayerDevice:
             return None
         return self.first if waiting is None or waiting.made_on is None else waiting.made_on
 
+    def head_place(self) -> Place:
+        """Where this device computes its chunks of logits."""
+        return FIRST if self.device == self.first else OtherPlace(self.first, self._compute)
+
     def forget_given(self) -> None:
         """The call of the model is over."""
         self._there = WeakIdKeyDictionary()
@@ -217,3 +222,14 @@ def layer_devices(
     return [
         LayerDevice(device, config, eps, st, transit, compute[device], lane) for device, st, lane in found
     ], outside
+
+
+def head_places(devices: Sequence[LayerDevice], config: L2LConfig) -> tuple[Place, ...]:
+    """The devices that compute chunks of logits, in turn: all of them, or the first one."""
+    first = devices[0]
+    if len(devices) == 1 or config.head_device == "first":
+        return (FIRST,)
+    if first.transit.indirect:
+        logger.info("logits are computed on %s alone, since devices cannot read each other's memory", first.device)
+        return (FIRST,)
+    return tuple(each.head_place() for each in devices)

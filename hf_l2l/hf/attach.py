@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.budget.watch import PlanWatch
 from hf_l2l.budget.within import budget_bytes, plan_within
-from hf_l2l.config import EAGER_FP16, L2LConfig, option
+from hf_l2l.config import EAGER_FP16, L2LConfig
+from hf_l2l.device.layer_device import head_places
 from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.engine.relay import Relay
@@ -50,6 +51,7 @@ from hf_l2l.model.quantized import refuse_untrainable
 from hf_l2l.model.residency import LayerPlace, make_resident, move_back, moves_shell, places_of, state_follows
 from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights, shell_modules
 from hf_l2l.optim.loss_scale import LossScale
+from hf_l2l.option_names import option
 from hf_l2l.plan.planner import Plan
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
@@ -326,8 +328,8 @@ def _attach(
     heads = {head for head in found if head is not None}
     by_rows = ByRows(relay, input_embeddings(outside, layers) - heads)
     runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, heads.union(layers)), by_rows)
-    if config.chunked_loss == "auto" and not stream.shares_host_memory(device):
-        runners |= dict.fromkeys(heads, OutputEmbeddings(shell))
+    if heads and config.chunked_loss == "auto" and not stream.shares_host_memory(device):
+        runners |= dict.fromkeys(heads, OutputEmbeddings(shell, head_places(relay.devices, config)))
     for module in outside:
         add_hook_to_module(module, L2LHook(runners.get(module, shell), device))
     for layer in layers:

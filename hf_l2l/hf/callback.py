@@ -11,12 +11,13 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_l2l.budget.within import budget_bytes
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import config_of, is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
 from hf_l2l.model.precision import computing_dtype
+from hf_l2l.option_names import option
 from hf_l2l.runtime import stream
 
 logger = logging.getLogger("hf_l2l")

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_l2l.config import LAYER_COUNTS, L2LConfig, options_of_the_trainer
+from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_new, attachment_of
 from hf_l2l.hf.preparation import is_placed
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.option_names import options_of_the_trainer
 
 
 def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:

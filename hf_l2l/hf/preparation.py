@@ -18,10 +18,11 @@ from tqdm.auto import tqdm
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l.compat import is_compiled
-from hf_l2l.config import L2LConfig, argument, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parsed_devices
 from hf_l2l.devices import execution_devices
 from hf_l2l.model.quantized import refuse_quantized
+from hf_l2l.option_names import argument, option
 from hf_l2l.runtime import stream
 
 _BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")

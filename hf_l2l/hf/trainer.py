@@ -25,7 +25,7 @@ from hf_l2l.accumulation.folding import Folding
 from hf_l2l.accumulation.step import Step, step_of
 from hf_l2l.budget.trainer_plan import Purpose, TrainerPlan
 from hf_l2l.checkpoint.finding import checkpoint_to_resume
-from hf_l2l.config import L2LConfig, options_of_the_trainer
+from hf_l2l.config import L2LConfig
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import Attachment, attach_with_losses, attachment_of, check_attachable, detach_l2l
 from hf_l2l.hf.checkpoints import CheckpointsMixin
@@ -55,6 +55,7 @@ from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
+from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.report.log_entries import TokenCount, log_entries
 from hf_l2l.report.summary import summary
 

@@ -15,6 +15,7 @@ from hf_l2l.config import (
     Cmp,
     EpsUpdate,
     GradDtype,
+    HeadDevice,
     HostCopies,
     L2LConfig,
     MomentDtype,
@@ -22,11 +23,10 @@ from hf_l2l.config import (
     Resident,
     ResidentUpdate,
     StashPlace,
-    argument,
     help_text,
-    options_of_the_trainer,
 )
 from hf_l2l.counts import OptionNames, parsed_devices
+from hf_l2l.option_names import argument, options_of_the_trainer
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -95,6 +95,7 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_kept_graphs: int = _as_configured("kept_graphs")
     l2l_device_stash: int = _as_configured("device_stash")
     l2l_chunked_loss: ChunkedLoss = _as_configured("chunked_loss")
+    l2l_head_device: HeadDevice = _as_configured("head_device")
     device_memory_budget: str | None = _as_configured("device_memory_budget", "auto")
     l2l_prefetch: bool = _as_configured("prefetch")
     l2l_gradient_slots: int = _as_configured("gradient_slots")

@@ -141,17 +141,19 @@ class Deferred:
         make: Callable[[torch.Tensor], torch.Tensor],
         *,
         hidden: torch.Tensor | None = None,
-        step: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        step: Callable[..., torch.Tensor] | None = None,
+        shared: tuple[torch.Tensor, ...] = (),
         view: torch.Tensor | None = None,
     ) -> DeferredLogits:
-        """The logits that `make` makes of the values: those of other hidden states, or after another step.
+        """The logits that `make` makes of the values: those of other hidden states, or after another step,
+        which is given the logits of a chunk and what is `shared` by all rows.
 
         `view` has their strides, on the meta device, if they are a view: they see what is written to the values.
         """
         head, sample = self.head, self.sample
         hidden = self.hidden if hidden is None else hidden
         if step is not None:
-            recorded = Step(step, AutocastState.current(hidden.device))
+            recorded = Step(step, AutocastState.current(hidden.device), shared)
             head = head.then(recorded)
             with torch.no_grad():
                 sample = recorded(sample)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from hf_l2l.logits import recorded  # noqa: F401  # it registers what can be done with deferred logits
 from hf_l2l.logits.chunks import Head, rows_per_chunk
 from hf_l2l.logits.deferred import Deferred, DeferredLogits
+from hf_l2l.logits.places import FIRST, Place
 from hf_l2l.runtime.compute_state import AutocastState
 from hf_l2l.runtime.tensors import is_quantized, size_text
 
@@ -54,8 +55,10 @@ class OutputEmbeddings:
     """Runs the calls of output embeddings: as the runner of other modules does, but logits are deferred in a forward
     that trains, or that is made for its loss alone."""
 
-    def __init__(self, runner: _Runner) -> None:
+    def __init__(self, runner: _Runner, places: tuple[Place, ...] = (FIRST,)) -> None:
+        """Chunks are computed at the `places` in turn."""
         self._runner = runner
+        self._places = places
         self._told: set[nn.Module] = set()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -74,7 +77,7 @@ class OutputEmbeddings:
         if getattr(forward, "__func__", None) is not nn.Linear.forward or is_quantized(module.weight):
             return self._whole(module, forward(hidden))
         weight, bias = module.weight, module.bias
-        head = Head(weight, bias, AutocastState.current(hidden.device))
+        head = Head(weight, bias, AutocastState.current(hidden.device), places=self._places)
         with torch.no_grad():
             sample = head.linear(hidden.new_empty(0, hidden.shape[-1]))
         return DeferredLogits.of(Deferred(head, hidden, sample, lambda: functional.linear(hidden, weight, bias)))

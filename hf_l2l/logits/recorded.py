@@ -46,8 +46,10 @@ def _is_last(dim: Any, logits: DeferredLogits) -> bool:
 # ---- functions of each number, or of each row
 
 
-def _step(logits: DeferredLogits, of_any: Callable[[Tensor], Tensor], of_chunk: Callable[[Tensor], Tensor]) -> Any:
-    return logits.deferred.derived(of_any, step=of_chunk)
+def _step(
+    logits: DeferredLogits, of_any: Callable[[Tensor], Tensor], of_chunk: Callable[..., Tensor], *shared: Tensor
+) -> Any:
+    return logits.deferred.derived(of_any, step=of_chunk, shared=shared)
 
 
 _ELEMENTWISE = _methods(
@@ -73,14 +75,14 @@ def _elementwise(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     version = other._version
 
-    def of_chunk(chunk: Tensor) -> Any:
+    def of_chunk(chunk: Tensor, there: Tensor) -> Any:
         if other._version != version:
             raise RuntimeError(
                 "a tensor that logits were computed with has been changed in place before their backward"
             )
-        return func(chunk, other.reshape(-1))  # whatever the number of dimensions, a chunk has two
+        return func(chunk, there.reshape(-1))  # whatever the number of dimensions, a chunk has two
 
-    return _step(logits, lambda t: func(t, other), of_chunk)
+    return _step(logits, lambda t: func(t, other), of_chunk, other)
 
 
 def _is_one_row(other: Any, logits: DeferredLogits) -> bool:
@@ -242,13 +244,15 @@ _handles(*_methods("narrow", "select", "index_select"))(_part(0))
 # ---- functions that leave few numbers per row
 
 
-def _per_row(logits: DeferredLogits, function: RowFunction, rows: Iterable[Tensor] = ()) -> Tensor:
-    """(..., n) of logits (..., V) and `rows` (..., m); computed in chunks."""
+def _per_row(
+    logits: DeferredLogits, function: RowFunction, rows: Iterable[Tensor] = (), shared: Iterable[Tensor] = ()
+) -> Tensor:
+    """(..., n) of logits (..., V), `rows` (..., m) and what all rows share; computed in chunks."""
     deferred = logits.deferred
     deferred.refuse_changed()
     hidden = deferred.hidden.reshape(-1, deferred.hidden.shape[-1])
     flat = [each.reshape(len(hidden), -1) for each in rows]
-    found = in_chunks(deferred.head, hidden, function, flat)
+    found = in_chunks(deferred.head, hidden, function, flat, [*shared])
     if found.requires_grad:
         deferred.chunked()
     return found.reshape(*logits.shape[:-1], found.shape[-1])
@@ -277,18 +281,18 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    of_classes = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
-    if not (_is_waiting(logits) and of_classes and logits.dim() == 2 and _has_rows_of(target[:, None], logits)):
+    by_class = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
+    if not (_is_waiting(logits) and by_class and logits.dim() == 2 and _has_rows_of(target[:, None], logits)):
         return NotImplemented
     given = (size_average, reduce) == (None, None) and reduction in ("mean", "sum", "none")
     if not given or (weight is not None and (weight.requires_grad or weight.device != logits.device)):
         return NotImplemented
 
-    def loss(chunk: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = func(chunk, labels[:, 0], weight, None, ignore_index, None, "none", label_smoothing)
+    def loss(chunk: Tensor, labels: Tensor, of_classes: Tensor | None = None) -> Tensor:
+        found: Tensor = func(chunk, labels[:, 0], of_classes, None, ignore_index, None, "none", label_smoothing)
         return found[:, None]
 
-    losses = _per_row(logits, loss, [target[:, None]])[:, 0]
+    losses = _per_row(logits, loss, [target[:, None]], () if weight is None else (weight,))[:, 0]
     if reduction == "none":
         return losses
     is_counted = target != ignore_index

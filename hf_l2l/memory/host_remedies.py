@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.optim.layerwise_check import why_not_layer_local
+from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.runtime.tensors import is_quantized, parts_of, size_text, tensor_bytes
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks
-from hf_l2l.config import LAYER_COUNTS, L2LConfig, option
+from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.optim.bf16_state import widened
 from hf_l2l.optim.layerwise_step import gradient_hook_error
+from hf_l2l.option_names import option
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import is_plain, sharing_memory
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from hf_l2l.config import option
+from hf_l2l.option_names import option
 from hf_l2l.runtime.tensors import tensor_bytes
 
 LAYER_BASE_CLASS = "GradientCheckpointingLayer"

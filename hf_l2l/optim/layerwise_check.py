@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import unhooked_step
-from hf_l2l.config import option
 from hf_l2l.optim.layerwise_step import SplitStep
+from hf_l2l.option_names import option
 
 _SCALES = (1.0, 2.0**-10, 2.0**12)
 """Scales of the gradients, per step: what an optimizer does with all of them, as clipping, may need large ones."""

@@ -13,8 +13,9 @@ from functools import cache, partial
 from itertools import chain, combinations
 from typing import Any
 
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
+from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.pipeline.times import step_time as pipeline_time
 from hf_l2l.plan.device_bytes import Bytes

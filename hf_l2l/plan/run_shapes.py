@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig, option
+from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.option_names import option
 from hf_l2l.pipeline.schedule import Turn
 from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
 from hf_l2l.plan.step_time import Cost, Rates

@@ -90,7 +90,7 @@ def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[
 
 _OF_BATCH = (
     *("ubatch_size", "stash", "spill_dir", "boundary", "device_stash", "kept_weights", "kept_graphs"),
-    *("chunked_loss", "device", "layer_classes"),
+    *("chunked_loss", "head_device", "device", "layer_classes"),
 )
 """Options by which it is decided where inputs of layers are."""
 

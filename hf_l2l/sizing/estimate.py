@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig, options_of_the_trainer
+from hf_l2l.config import L2LConfig
 from hf_l2l.devices import check_device_name
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model_source import model_of, named_as_arguments
+from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.estimate import Estimate, estimate_of, without_batch
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.shapes.inputs import example_inputs

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_l2l.config import option
 from hf_l2l.memory.host_limits import is_in_memory
+from hf_l2l.option_names import option
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.runtime.tensors import size_text
 

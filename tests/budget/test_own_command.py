@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_l2l.config import options_of_the_trainer
+from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.own_command import with_options
 
 SCRIPT = "python train.py --output_dir out"

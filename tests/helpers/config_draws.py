@@ -113,6 +113,7 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_kept_graphs": ([1, 2], [9, "1"]),
     "l2l_device_stash": ([1, 2], [9]),
     "l2l_chunked_loss": (["off", "auto"], ["on"]),
+    "l2l_head_device": (["first", "auto"], ["last"]),
     "device_memory_budget": (["auto", "off", "8GiB"], ["-1", 8]),
     "l2l_prefetch": ([False, True], ["no"]),
     "l2l_gradient_slots": ([1, 2], [3]),

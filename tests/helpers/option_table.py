@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_l2l import L2LConfig
-from hf_l2l.config import argument
 from hf_l2l.hf.training_args import OWN_OPTIONS
+from hf_l2l.option_names import argument
 
 README = Path(__file__).parents[2] / "README.md"
 HEAD = "| `L2LConfig` | `L2LTrainingArguments` and flag | default | meaning |"

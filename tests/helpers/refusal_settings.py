@@ -13,8 +13,8 @@ from accelerate import ParallelismConfig
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainerMixin, L2LTrainingArguments, make_l2l_arguments, make_l2l_trainer
 from hf_l2l.checkpoint import reserved
-from hf_l2l.config import argument
 from hf_l2l.hf.training_args import L2LArgumentsMixin
+from hf_l2l.option_names import argument
 from refusals import Act, Case, Prepare, Scene
 from training import rows
 
@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     "kept_graphs": 1.5,
     "device_stash": "all",
     "chunked_loss": "on",
+    "head_device": "last",
     "device_memory_budget": "8",
     "prefetch": 1,
     "gradient_slots": 3,

@@ -11,10 +11,10 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig
-from hf_l2l.config import options_of_the_trainer
 from hf_l2l.memory import host_limits
 from hf_l2l.memory.host_remedies import host_advice, lora_bytes, remedies
 from hf_l2l.memory.memory_estimate import SKIP_VARIABLE, estimate
+from hf_l2l.option_names import options_of_the_trainer
 from training import l2l_trainer
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 
 from hf_l2l import L2LConfig
-from hf_l2l.config import options_of_the_trainer
+from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.device_bytes import DeviceBytes
 from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, time_of
 from hf_l2l.plan.run_shapes import RunShapes

@@ -21,8 +21,8 @@ from families import batch_for
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
 from hf_l2l.budget.within import plan_within
-from hf_l2l.config import argument
 from hf_l2l.hf.attach import attachment_of
+from hf_l2l.option_names import argument
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.config import argument
 from hf_l2l.hf.training_args import OWN_OPTIONS
+from hf_l2l.option_names import argument
 from hf_l2l.testing import page_locked_bytes
 from refusal_models import OPTIMIZERS
 from refusal_settings import MORE_VALUES, OF_THE_TRAINER, TOGETHER, VALUES, as_config, of_config, shown

@@ -1,0 +1,184 @@
+"""Logits in chunks on several simulated devices: each computes every n-th chunk, with its own copy of the head."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional
+
+from families import SMALL, VOCAB
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.logits import chunks
+from hf_l2l.testing import enable_simulated_accelerator
+from pipelined import Trained, devices, trained
+
+MODES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"stash": "host", "boundary": "host"},
+    "bf16": {"cmp": "bf16"},
+    "all resident": {"resident": "all"},
+}
+ROWS, LENGTH = 16, 40
+"""Five chunks of 128 tokens."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _four() -> Iterator[None]:
+    enable_simulated_accelerator(devices=4)
+    yield
+    enable_simulated_accelerator()
+
+
+def _llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False))
+
+
+def _bart() -> nn.Module:
+    """Its logits have a bias that all rows share, and its head is its embedding."""
+    config = hf.BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=VOCAB, max_position_embeddings=64, decoder_start_token_id=0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    return hf.BartForConditionalGeneration(config)
+
+
+def _bert() -> nn.Module:
+    """Its head has a bias that is trained."""
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, tie_word_embeddings=False))
+
+
+FAMILIES = {"llama": _llama, "bart": _bart, "bert": _bert}
+
+
+def batch(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(2, VOCAB, (ROWS - step % 2, LENGTH), generator=drawn).to("sim:0")
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
+
+
+@cache
+def model_of(family: str) -> nn.Module:
+    torch.manual_seed(1)
+    return FAMILIES[family]()
+
+
+def run(family: str, count: int, mode: str, **options: Any) -> Trained:
+    return trained(copy.deepcopy(model_of(family)), count, steps=2, batches=batch, **MODES[mode], **options)
+
+
+def far(one: Trained, other: Trained) -> float:
+    return max(float((one.weights[n] - other.weights[n]).abs().max()) for n in one.weights)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(4)
+def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
+    placed = []
+    send = chunks.Place.send
+    for kind in chunks.Place.__subclasses__():
+        of_other = kind.send
+        monkeypatch.setattr(kind, "send", lambda at, t, send=of_other: placed.append(at.device) or send(at, t))
+    assert send is chunks.Place.send
+    found = run(family, count, mode)
+    assert {str(device) for device in placed} == {*devices(count)[1:]}
+    one = run(family, 1, mode)
+    # The gradients of the head are added in another order.
+    assert far(found, one) < (1e-2 if mode == "bf16" else 1e-5)
+    for loss, expected in zip(found.losses, one.losses, strict=True):
+        torch.testing.assert_close(loss, expected)
+    assert not found.differences(run(family, count, mode)), "a training can be repeated"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(4)
+def test_the_head_on_the_first_device_has_the_bits_of_one(family, mode):
+    assert not run(family, 3, mode, head_device="first").differences(run(family, 1, mode))
+
+
+def _head(count: int, **options: Any) -> nn.Module:
+    model = copy.deepcopy(model_of("llama"))
+    attach_l2l(model, L2LConfig(device=devices(count), ubatch_size=4, **options))
+    return model.eval()
+
+
+def test_weights_of_classes_are_copied_to_each_device():
+    losses, gradients = [], []
+    for count in (1, 3):
+        model = _head(count)
+        given = batch(model, 0)
+        logits = model(input_ids=given["input_ids"]).logits.flatten(0, 1)
+        weight = torch.linspace(0.5, 1.5, VOCAB).to("sim:0")
+        loss = functional.cross_entropy(logits, given["labels"].flatten(), weight, label_smoothing=0.1)
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        detach_l2l(model)
+        gradients.append(model.lm_head.weight.grad.cpu())
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_frozen_head_has_no_sums():
+    losses, gradients = [], []
+    for count in (1, 4):
+        model = copy.deepcopy(model_of("llama"))
+        model.lm_head.requires_grad_(False)
+        attach_l2l(model, L2LConfig(device=devices(count), ubatch_size=4))
+        loss = model(**batch(model, 0)).loss
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        detach_l2l(model)
+        assert model.lm_head.weight.grad is None
+        gradients.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(*losses)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True)), "no sums differ"
+
+
+def test_few_rows_stay_on_the_first_device(monkeypatch):
+    monkeypatch.setattr(chunks.Place, "send", lambda *given: pytest.fail("one chunk is not sent"))
+    model = _head(4)
+    ids = torch.zeros(2, LENGTH, dtype=torch.long, device="sim:0")
+    model(input_ids=ids, labels=ids).loss.backward()
+    detach_l2l(model)
+
+
+def test_without_peer_access_the_head_stays_on_the_first_device(caplog):
+    enable_simulated_accelerator(devices=2, peer_access=False)
+    try:
+        with caplog.at_level(logging.INFO, "hf_l2l"):
+            found = run("llama", 2, "device")
+            assert "logits are computed on sim:0 alone, since devices cannot read each other's memory" in caplog.text
+        one = run("llama", 1, "device")
+    finally:
+        enable_simulated_accelerator(devices=4)
+    assert not found.differences(one)
+
+
+def test_the_devices_compute_chunks_at_the_same_time():
+    """No wait of the first device lies between a chunk that it computes and the next one."""
+    model = _head(2)
+    given = batch(model, 0)
+    order: list[str] = []
+    linear = chunks.Head.linear
+
+    def recorded(head: chunks.Head, hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) > 1:
+            order.append(str(hidden.device))
+        return linear(head, hidden)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks.Head, "linear", recorded)
+        model(**given).loss.backward()
+    detach_l2l(model)
+    assert order == ["sim:0", "sim:1", "sim:0", "sim:1", "sim:0"] * 2
