@@ -56,6 +56,8 @@ class LayerDevice:
         self.gradient_slots = GradientSlots(device, config.gradient_slots, eps.masters)
         self.weight_slots: WeightSlots | None = None
         """Allocated when the first layer is uploaded."""
+        self.is_told_idle = False
+        """Whether it has been said that a forward has no layer for it."""
         self._eps = eps
         self._compute = compute
         self._upload = upload
@@ -222,6 +224,17 @@ def layer_devices(
     return [
         LayerDevice(device, config, eps, st, transit, compute[device], lane) for device, st, lane in found
     ], outside
+
+
+def tell_idle(devices: Sequence[LayerDevice], calls: int) -> None:
+    """Say once of each device that a forward with so many layer calls has none for it."""
+    idle = [each for each in devices[calls:] if calls and not each.is_told_idle]
+    if not idle:
+        return
+    for each in idle:
+        each.is_told_idle = True
+    names = ", ".join(str(each.device) for each in idle)
+    logger.warning("%d layers run on %d devices in turn: none on %s", calls, len(devices), names)
 
 
 def head_places(devices: Sequence[LayerDevice], config: L2LConfig) -> tuple[Place, ...]:

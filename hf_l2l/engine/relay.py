@@ -22,7 +22,7 @@ from torch import nn
 from hf_l2l.compat import graph_is_retained, in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.device.device_weights import DeviceWeights, uploaded
-from hf_l2l.device.layer_device import LayerDevice, layer_devices
+from hf_l2l.device.layer_device import LayerDevice, layer_devices, tell_idle
 from hf_l2l.device.prefetch import Prefetch, fetched_in_backward, fetched_in_forward
 from hf_l2l.device.slots import LayerSums, WeightSlots
 from hf_l2l.engine.layer_call import LayerCall
@@ -329,6 +329,7 @@ class Relay:
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
+        tell_idle(self.devices, len(root.layer_calls))
         self.settle()
         for at in self.devices:
             at.forget_given()

@@ -1,7 +1,5 @@
-"""The bytes that training layer to layer takes on the device, by name, in each phase of a step.
-
-Its phases are what is computed before the layers, each layer, and what is computed after them, forward and backward.
-In each, what is held and computed with is known (`Traced`); the largest is the peak. Names as in the memory report.
+"""The bytes that training layer to layer takes on the device, by name as in its report, in each phase of a step:
+what is computed before the layers, each layer, and what comes after, forward and backward; the largest is the peak.
 """
 
 from __future__ import annotations
@@ -64,11 +62,12 @@ class DeviceBytes:
         accumulates: bool = False,
         copies_of_inputs: int = 1,
         turn: Turn,
+        head_copy: int = 0,
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
         is one micro-batch. `accumulates` says whether a step has several batches, one after the other. `turn` tells
-        which calls run on the device."""
-        self.turn = turn
+        which calls run on the device; with a copy of the head, it takes `head_copy` bytes."""
+        self.turn, self.head_copy = turn, head_copy
         self.weights, self.held = weights, held
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
@@ -93,6 +92,7 @@ class DeviceBytes:
         for number in [n for n in reversed(range(len(calls))) if calls[n].in_graph and self.turn.has(n)]:
             yield f"backward of layer {number + 1}", self._layer(number)
         if not self.turn.is_first:
+            yield "head", self._held(len(calls)) | {HEAD: self.head_copy}
             return
         yield "head", self._head()
         for number, piece in enumerate(whole.pieces[1:-1]):

@@ -364,7 +364,7 @@ def _time_on_several(run: RunShapes, config: L2LConfig, rates: Rates, costs: Cos
     layers = [pipelined(cost, rates) for cost in costs.layers if cost.forward_flops]
     found = pipeline_time(
         layers,
-        pipelined(costs.shell, rates),
+        run.outside_seconds(config, rates),
         len(run.turns),
         costs.ubatches,
         passed=run.own_input / costs.ubatches / rates.link_down,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +12,19 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
-from hf_l2l.devices import execution_device
+from hf_l2l.devices import execution_device, execution_devices
+from hf_l2l.logits.heads import output_embedding
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
-from hf_l2l.model.stacks import find_stacks
+from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.option_names import option
 from hf_l2l.pipeline.schedule import Turn
+from hf_l2l.pipeline.times import LayerSeconds
 from hf_l2l.plan.device_bytes import Bytes, DeviceBytes
-from hf_l2l.plan.step_time import Cost, Rates
-from hf_l2l.plan.weights import ModelWeights
+from hf_l2l.plan.step_time import Cost, Rates, pipelined
+from hf_l2l.plan.weights import ModelWeights, SplitHead
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.compute_state import autocast_dtype
 from hf_l2l.shapes.inputs import rows_of
@@ -166,7 +169,7 @@ class RunShapes:
         places = self.places(config)
         # What stays of a layer is on the device of its number.
         places = [place if turn.has(place.number) else LayerPlace(number=place.number) for place in places]
-        whole = self.traced(self.rows)
+        whole, head_copy = self.traced(self.rows), self.split_head(config)
         part = self.traced(ubatch, by_rows=boundary == "host") if ubatch < self.rows else None
         shell = _updates_shell_there(config)
         held = self.weights.on_device(places, gradient_slots=config.gradient_slots, shell_is_resident=shell)
@@ -187,6 +190,37 @@ class RunShapes:
             accumulates=self.accumulates,
             copies_of_inputs=2 if self.batches > 1 else 1,
             turn=turn,
+            head_copy=head_copy.num_bytes if head_copy and number < head_copy.devices else 0,
+        )
+
+    def split_head(self, config: L2LConfig) -> SplitHead | None:
+        """The output embedding, if several devices compute chunks of logits. Devices that are not known can read each
+        other's memory."""
+        if len(self.turns) == 1 or config.head_device == "first" or not self.has_chunked_head:
+            return None
+        if isinstance(config.device, tuple):
+            devices = execution_devices(config.device)
+            if not all(stream.copies_directly(*pair) for pair in itertools.permutations(devices, 2)):
+                return None
+        outside = list(shell_modules(self.model, self.layers))
+        [head, *_] = [head for module in outside if (head := output_embedding(module, outside)) is not None]
+        labels = self.inputs.get("labels")
+        tokens = self.rows * self.tokens_per_row if labels is None or labels.dim() < 2 else labels.numel()
+        itemsize = 4 if self.multiplies_in is None else self.multiplies_in.itemsize
+        return SplitHead.of(head, itemsize, tokens, len(self.turns))
+
+    def outside_seconds(self, config: L2LConfig, rates: Rates) -> LayerSeconds:
+        """The time of what is in no layer, of which several devices may compute the head."""
+        cost, head = self.costs(config).shell, self.split_head(config)
+        if head is None:
+            return pipelined(cost, rates)
+        (forward, backward), (left, came) = head.spared_flops, head.copied
+        found = pipelined(
+            replace(cost, forward_flops=cost.forward_flops - forward, backward_flops=cost.backward_flops - backward),
+            rates,
+        )
+        return found._replace(
+            forward=found.forward + left / rates.link_down, backward=found.backward + came / rates.link_down
         )
 
     def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l.eps.gradients import ROUNDED_AT_ONCE
+from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.model.stacks import shell_modules
@@ -54,6 +55,56 @@ class WeightBytes:
     resident: int
     slots: int
     kept: int
+
+
+@dataclass(frozen=True)
+class SplitHead:
+    """An output embedding that several devices have, of which each computes logits in chunks."""
+
+    weights: int
+    """Of V x H parameters, their number."""
+    hidden: int
+    """H"""
+    itemsize: int
+    """Of what it computes with."""
+    is_trained: bool
+    tokens: int
+    """Of the device batch, each a row of logits."""
+    devices: int
+    """That have chunks."""
+
+    @classmethod
+    def of(cls, head: nn.Module, itemsize: int, tokens: int, devices: int) -> SplitHead | None:
+        """That of a batch with so many tokens on so many devices; None if one computes all of it."""
+        weight = getattr(head, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            return None
+        chunks = -(-tokens // rows_per_chunk(weight.shape[1]))
+        itemsize = min(itemsize, weight.itemsize)
+        found = cls(weight.numel(), weight.shape[1], itemsize, weight.requires_grad, tokens, min(devices, chunks))
+        return found if found.devices > 1 else None
+
+    @property
+    def num_bytes(self) -> int:
+        """On a device other than the first: weight and sum of its gradients; of a chunk, logits, what a cross-entropy
+        makes of them in fp32, and their gradient; hidden states of this chunk and the next one."""
+        chunk = rows_per_chunk(self.hidden)
+        sums = 4 * self.weights if self.is_trained else 0
+        logits = chunk * self.weights // self.hidden * (12 + self.itemsize)
+        given = min(2, self.tokens // chunk // self.devices) * chunk * self.hidden * self.itemsize
+        return self.weights * self.itemsize + sums + logits + given
+
+    @property
+    def copied(self) -> tuple[int, int]:
+        """Bytes that leave the first device in the forward, and that come there in the backward, for all others."""
+        others = self.devices - 1
+        return others * self.weights * self.itemsize, others * 4 * self.weights if self.is_trained else 0
+
+    @property
+    def spared_flops(self) -> tuple[int, int]:
+        """Operations that the first device does not do, in the forward, and in the backward with its recompute."""
+        product = 2 * self.tokens * self.weights * (self.devices - 1) // self.devices
+        return product, product * (3 if self.is_trained else 2)
 
 
 class ModelWeights:

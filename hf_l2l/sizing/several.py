@@ -19,7 +19,7 @@ def several_devices(run: RunShapes, config: L2LConfig, rates: Rates) -> list[str
     layers = [pipelined(cost, rates) for cost in costs.layers if cost.forward_flops]
     outside = pipelined(costs.shell, rates)
     passed = run.own_input / costs.ubatches / rates.link_down
-    found = step_time(layers, outside, count, costs.ubatches, passed=passed, **options)
+    found = step_time(layers, run.outside_seconds(config, rates), count, costs.ubatches, passed=passed, **options)
     one = step_time(layers, outside, 1, costs.ubatches, **options)
     part = [
         each._replace(forward=each.forward / count, backward=each.backward / count, recompute=each.recompute / count)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 import families
 import pipelined
-from families import batch_for
+from families import SMALL, batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.device.layer_device import LayerDevice
 from hf_l2l.runtime import stream, wait_reasons
@@ -207,3 +208,14 @@ def test_evaluation_and_generation_are_those_of_one_device():
             detach_l2l(model)
     one, three = ([t for n, t in found if n == count] for count in (1, 3))
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+
+
+def test_devices_without_a_layer_are_named_once(caplog):
+    """Two layers on three devices have the bits of one."""
+    config = hf.BertConfig(**{**SMALL, "num_hidden_layers": 2})
+    torch.manual_seed(1)
+    model = hf.BertForSequenceClassification(config)
+    found = trained(copy.deepcopy(model), 3)
+    told = [r.message for r in caplog.records if "in turn: none" in r.message]
+    assert told == ["2 layers run on 3 devices in turn: none on sim:2"]
+    assert not found.differences(trained(copy.deepcopy(model), 1))

@@ -27,6 +27,13 @@ def llama(layers: int) -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=1, num_hidden_layers=layers))
 
 
+def vocabulary(layers: int) -> nn.Module:
+    """Most of it is the head, whose logits take more than a layer: eight chunks."""
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{**SIZES, "vocab_size": 3000}, num_key_value_heads=1, num_hidden_layers=layers)
+    )
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _four() -> Iterator[None]:
     enable_simulated_accelerator("4GB", devices=4)
@@ -36,8 +43,8 @@ def _four() -> Iterator[None]:
 
 def batch_of(make: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 100, (16, 32), generator=generator)
-    labels = ids.clone() if make is llama else torch.randint(0, 2, (16,), generator=generator)
+    ids = torch.randint(5, 100, (16, 64 if make is vocabulary else 32), generator=generator)
+    labels = ids.clone() if make is not bert else torch.randint(0, 2, (16,), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
@@ -51,6 +58,10 @@ def batch_of(make: Any) -> dict[str, torch.Tensor]:
         (llama, 6, {"stash": "host", "boundary": "host"}),
         (llama, 6, {"resident_layers": 3}),
         (bert, 5, {"kept_weights": 2}),
+        (vocabulary, 6, {}),
+        (vocabulary, 6, {"cmp": "bf16"}),
+        (vocabulary, 6, {"stash": "host", "boundary": "host"}),
+        (vocabulary, 6, {"head_device": "first"}),
     ],
     ids=lambda each: str(each) if isinstance(each, dict | int) else each.__name__,
 )
