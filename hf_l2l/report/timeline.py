@@ -114,6 +114,11 @@ class Timeline:
         if trace is not None:
             self.watch()
 
+    @property
+    def clocks(self) -> list[DeviceClock]:
+        """Of all its devices, the first one's first."""
+        return [*self._clocks.values()]
+
     # ---- recording
 
     @property

@@ -59,8 +59,8 @@ def engine_on_clock(clock: VirtualClock, eps: Any) -> Iterator[None]:
     No thread is used: work is done, in the worker's own virtual time, when a thread waits for it or for later work. A
     timeline that is recorded starts over, since other times are not comparable.
     """
-    lane, worker, times = _Lane(clock), eps.updates.worker, eps.timeline.clock
-    before = times.now, times.is_reached
+    lane, worker, clocks = _Lane(clock), eps.updates.worker, eps.timeline.clocks
+    before = [(each, each.now, each.is_reached) for each in clocks]
 
     def submit(task: Any, run: Callable[[], None], modes: Any = None) -> None:
         worker.check()
@@ -68,14 +68,16 @@ def engine_on_clock(clock: VirtualClock, eps: Any) -> Iterator[None]:
         lane.jobs.append(task._over)
 
     worker.submit = submit
-    times.now = lambda: clock.now
-    times.is_reached = lambda point: point.event.is_reached()  # on this clock, `query` is a wait
+    for each in clocks:
+        each.now = lambda: clock.now
+        each.is_reached = lambda point: point.event.is_reached()  # on this clock, `query` is a wait
     if eps.timeline.is_watched:
         eps.timeline.watch()
     try:
         yield
     finally:
         del worker.submit
-        times.now, times.is_reached = before
+        for each, now, is_reached in before:
+            each.now, each.is_reached = now, is_reached
         while lane.jobs:
             lane.jobs.pop(0).do()
