@@ -1,7 +1,8 @@
 """Times of a device's events on the host's clock.
 
 Events only give the time elapsed between two of them. Waits of the host relate them to its clock: when a wait returns,
-the device has passed its point, and has done so just now if the wait had to block.
+the device has passed its point, and has done so just now if the wait had to block. Of several devices, the host waits
+for the first one; another one passes a point of an idle stream as soon as that is recorded.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ Mark = stream.Point | float
 class DeviceClock:
     """Reads timed points of one device after it has passed them, in seconds of the host's clock `now`."""
 
-    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
+    def __init__(self, device: torch.device, now: Callable[[], float], idle: stream.Lane | None = None) -> None:
+        """`idle` is a lane without work, for a device that the host does not wait for."""
         self.device = device
+        self._idle = idle
         self.now = now
         self.is_reached: Callable[[stream.Point], bool] = stream.is_reached
         self._lock = threading.Lock()  # background threads also wait for the device
@@ -39,13 +42,15 @@ class DeviceClock:
 
     def begin(self) -> None:
         """Set the base to now, since events measure long times less exactly."""
-        base = stream.record(self.device)
+        base = stream.record(self.device) if self._idle is None else self._idle.record()
         with self._lock:
             self._base = None if base is None else (base, self.now())
             self._latest_s, self._waits = math.inf, []
 
     def host_reached(self, point: stream.Point) -> None:
         """The host has just waited for `point`."""
+        if self._idle is not None:
+            return
         with self._lock:
             self._waits.append((point, self.now()))
             self._take_in()
@@ -55,6 +60,8 @@ class DeviceClock:
         with self._lock:
             if self._base is None:
                 return 0.0
+            if self._idle is not None:
+                return self._base[1]
             self._take_in()
             return None if self._latest_s == math.inf else max(self._base[1], self._latest_s)
 

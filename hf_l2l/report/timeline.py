@@ -83,7 +83,9 @@ class Timeline:
         Raises:
             ValueError: if that file is not writable.
         """
-        self._clocks = {each: DeviceClock(each, time.perf_counter) for each in (device, *others)}
+        self._clocks = {device: DeviceClock(device, time.perf_counter)}
+        for each in others:
+            self._clocks[each] = DeviceClock(each, time.perf_counter, stream.Lane(each, "clock"))
         self.clock = self._clocks[device]
         self.device = device
         self._observers = {each: OtherDevice(self, each) for each in others}

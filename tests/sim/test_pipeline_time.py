@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.pipeline.schedule import sweep_s
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.pipeline.schedule import forward_steps, sweep_s
 from hf_l2l.pipeline.times import LayerSeconds, step_time
-from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, virtual_clock
+from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, engine_on_clock, virtual_clock
 from pipelined import devices
 from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
 
@@ -81,6 +82,84 @@ def test_the_estimate_of_time_is_what_the_engine_does(machine, count):
     found = step_time(layers, LayerSeconds(0.0, 0.0, 0.0), count, machine.ubatches)
     clock = timed(machine, count)
     assert clock.end == pytest.approx(found.forward + found.backward, rel=0.05)
+
+
+class Shape(NamedTuple):
+    """A model's layer with the rows of one micro-batch, on a machine: seconds of each."""
+
+    layers: int
+    computes: float
+    """Forwards."""
+    travels: float
+    """Its weights, in 16 bits, from the host."""
+    passes: float
+    """What it returns, in 16 bits, to the next device."""
+
+    @classmethod
+    def of(cls, layers: int, parameters: float, width: int, *, flops: float, link: float, peer: float) -> Shape:
+        tokens = 4096
+        return cls(layers, 2 * parameters * tokens / flops, 2 * parameters / link, 2 * tokens * width / peer)
+
+
+BERT_LARGE = 24, 12.6e6, 1024
+LLAMA_8B = 32, 218e6, 4096
+SHAPES = {
+    "BERT-large, V100, PCIe": Shape.of(*BERT_LARGE, flops=100e12, link=12e9, peer=12e9),
+    "BERT-large, V100, NVLink": Shape.of(*BERT_LARGE, flops=100e12, link=12e9, peer=150e9),
+    "Llama-8B, H100, PCIe": Shape.of(*LLAMA_8B, flops=400e12, link=50e9, peer=50e9),
+    "Llama-8B, H100, NVLink": Shape.of(*LLAMA_8B, flops=400e12, link=50e9, peer=300e9),
+}
+
+
+def hops_s(shape: Shape, ubatches: int, count: int) -> float:
+    """Forward and backward by the formula of the pipeline, with the way of the rows from device to device."""
+    rounds, rest = divmod(shape.layers - 1, count)
+    passes, one = shape.passes if count > 1 else 0.0, shape.computes
+    return sum(
+        rounds * max(ubatches * step, count * hop) + rest * hop + ubatches * step
+        for step, hop in ((one, one + passes), (3 * one, 2 * one + passes))
+    )
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("count", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_known_models_take_the_time_of_the_formula(shape, count):
+    machine = Machine(shape.layers, 8, forward_s=shape.computes, transfer_s=shape.travels, optimizer_s=1.0)
+    peer = {"peer_bytes_per_s": 4 * WIDTH / shape.passes}
+    expected = hops_s(shape, machine.ubatches, count)
+    found = sweeps_s(timed(machine, count, costs=peer))
+    assert found == pytest.approx(expected, rel=0.05)
+    # One thread launches some twenty operations of a micro-batch and layer, 2 % of the computation of one device.
+    launched = timed(machine, count, costs=peer | {"launch_s": shape.computes / 1000})
+    bound = max(expected, launched.busy("launch"))
+    assert bound <= 1.001 * sweeps_s(launched) <= 1.05 * 1.001 * bound
+
+
+def test_the_trace_has_the_times_of_all_devices(tmp_path):
+    """The devices' own clocks begin at the same time: a layer ends one micro-batch after the layer before."""
+    torch.manual_seed(0)
+    machine, file = replace(MACHINE, layers=8), tmp_path / "trace.json"
+    model = Stack(machine.layers, Block)
+    config = L2LConfig(
+        device=devices(4), ubatch_size=1, layer_classes=("Block",), eps_update="serial", trace=file, prefetch=True
+    )
+    x = torch.randn(machine.ubatches, WIDTH, device="sim:0", requires_grad=True)
+    with virtual_clock(machine.costs()) as clock:
+        eps = attach_l2l(model, config)
+        optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+        with engine_on_clock(clock, eps):
+            for _ in range(2):
+                model(x).backward()
+                optimizer.step()
+            detach_l2l(model)
+    events = json.loads(file.read_text())["traceEvents"]
+    ends = {}  # of the last step
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        ends[event["name"]] = (event["ts"] + event["dur"]) / 1e6
+    done = [ends[f"forward blocks.{layer}"] - ends["forward blocks.0"] for layer in range(machine.layers)]
+    by_rule = [step.when for step in forward_steps(machine.layers, machine.ubatches, 4) if step.ubatch == 0]
+    assert done == pytest.approx(sorted(by_rule), abs=0.1)
 
 
 def test_each_link_carries_its_share_of_the_weights():
