@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -58,6 +59,8 @@ class LayerDevice:
         """Allocated when the first layer is uploaded."""
         self.is_told_idle = False
         """Whether it has been said that a forward has no layer for it."""
+        self._own_thread: ThreadPoolExecutor | None = None
+        """Runs backwards of this device; made for the first one."""
         self._eps = eps
         self._compute = compute
         self._upload = upload
@@ -88,6 +91,27 @@ class LayerDevice:
                 now = compute_state.get_rng_state(self.device)
                 compute_state.set_rng_state(own, self.device)
                 compute_state.set_rng_state(now, self.first)
+
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, keep: bool) -> None:
+        """Run backward through a graph of this device, inside the backward of the program; `keep` retains it.
+
+        A thread of autograd that waits for an inner backward runs other nodes of the outer one meanwhile, if they are
+        of its device: on the first device, those of other layer calls, of a second stack or a second call of the
+        model. So the inner backward of another device is called in a thread of its own, and that of the first device
+        waits for it outside of autograd. On the first device itself, nodes of the inner backward come first.
+        """
+        if self.device == self.first:
+            torch.autograd.backward(roots, gradients, retain_graph=keep)
+            return
+        current, autocast = stream.current(self.device), compute_state.AutocastState.current(self.device)
+
+        def run() -> None:
+            with stream.entered(self.device, current), autocast.entered():
+                torch.autograd.backward(roots, gradients, retain_graph=keep)
+
+        if self._own_thread is None:
+            self._own_thread = ThreadPoolExecutor(thread_name_prefix=f"hf_l2l backward on {self.device}")
+        self._own_thread.submit(run).result()
 
     def reserve(self, *, is_needed: bool) -> None:
         """A layer is about to run: allocate memory for what the next one on this device will be sent, if one follows
@@ -153,7 +177,7 @@ class LayerDevice:
             return memory
         copy, version = self._there.get(memory, (None, -1))
         now = 0 if memory.is_inference() else memory._version
-        if version != now:
+        if version != now or memory.is_inference():  # whose changes are not counted
             copy = self._brought(memory.detach(), cut, None if waits else stream.record(self.first))
             self._there[memory] = copy, now
         return memory if copy is None else copy
@@ -226,9 +250,11 @@ def layer_devices(
     ], outside
 
 
-def tell_idle(devices: Sequence[LayerDevice], calls: int) -> None:
-    """Say once of each device that a forward with so many layer calls has none for it."""
-    idle = [each for each in devices[calls:] if calls and not each.is_told_idle]
+def tell_idle(devices: Sequence[LayerDevice], calls: int, layers: int) -> None:
+    """Say once of each device that a forward with so many layer calls, of a model with so many layers, has none for
+    it."""
+    is_whole = calls >= layers  # a part of a model may be called alone
+    idle = [each for each in devices[calls:] if is_whole and not each.is_told_idle]
     if not idle:
         return
     for each in idle:

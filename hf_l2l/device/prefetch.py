@@ -37,7 +37,9 @@ class Prefetch:
             first = next((unit for unit in units[number :: len(self._devices)] if not unit.place.is_resident), None)
             if at.weight_slots is not None:
                 at.weight_slots.forget(self._eps.masters.layer_units)
-                if self._is_on and first is not None and not first.is_updating:
+                if self._is_on and first is not None and first.is_updating and len(self._devices) > 1:
+                    at.ahead = first  # while layers before it run on other devices
+                elif self._is_on and first is not None and not first.is_updating:
                     with RaisedIn("the upload of", first.name):
                         at.weight_slots.prefetch(first)
 

@@ -22,9 +22,10 @@ from torch import nn
 from hf_l2l.compat import graph_is_retained, in_whole_backward, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.device.device_weights import DeviceWeights, uploaded
-from hf_l2l.device.layer_device import LayerDevice, layer_devices, tell_idle
+from hf_l2l.device.layer_device import layer_devices, tell_idle
 from hf_l2l.device.prefetch import Prefetch, fetched_in_backward, fetched_in_forward
 from hf_l2l.device.slots import LayerSums, WeightSlots
+from hf_l2l.engine.in_turn import device_of, refusing_writes_to_copies, versions
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.shell import Shell
@@ -43,10 +44,6 @@ from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.tensors import flatten, is_cache
 from hf_l2l.stash.boundary import FOR_THE_MODEL, Boundary
 from hf_l2l.stash.tiers import Tiers
-
-
-def _versions(tensors: Tensors) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 class _RelayNode(torch.autograd.Function):
@@ -68,10 +65,11 @@ class _RelayNode(torch.autograd.Function):
             # Autograd itself finds out changes of arguments that get a gradient.
             pairs = zip(sources, call.needed, strict=True)
             given = [t for t, needed in pairs if t.is_floating_point() and not needed]
-            before = _versions(given)
-            outputs = relay.forward(call, sources, for_backward=True)
+            before = versions(given)
+            with refusing_writes_to_copies(call, tensors, sources):
+                outputs = relay.forward(call, sources, for_backward=True)
             ctx.graph, call.graph = call.graph, None
-            ctx.has_changed_arguments = _versions(given) != before
+            ctx.has_changed_arguments = versions(given) != before
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return tuple(outputs)
 
@@ -146,7 +144,7 @@ class Relay:
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
         unit = self.eps.masters.unit(layer)
-        at = self._device_of(unit, len(root.layer_calls))
+        at = device_of(self.devices, unit, len(root.layer_calls), arguments)
         call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
         call.on_own_stream = not any([is_cache(leaf) for leaf in arguments])
         tensors = [arguments[i] for i in call.tensor_positions]
@@ -192,7 +190,7 @@ class Relay:
             if following is not None:
                 passing = self.boundary.between_devices(call.layer, self.is_in_forward)
             if following is not None and passing is not None:
-                next_one = self._device_of(following, number + 1)
+                next_one = device_of(self.devices, following, number + 1)
             call.at.reserve(is_needed=number + count < len(order))
             call.way = next_one.device, passing or FOR_THE_MODEL
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
@@ -200,7 +198,9 @@ class Relay:
                 tensor.on_device()  # the model has turned it, so that rows are not along the first dimension
         leads_down = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not (leads_down or (torch.is_grad_enabled() and call.unit.is_trained)):
-            return self.forward(call, call.given(tensors), for_backward=False)
+            given = call.given(tensors)
+            with refusing_writes_to_copies(call, tensors, given):
+                return self.forward(call, given, for_backward=False)
         # No backward reaches a layer below the lowest one that trains.
         lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
         below = fetched_in_backward(called, number, lowest, lambda each: each.unit.place.is_fetched_in_backward, count)
@@ -216,11 +216,6 @@ class Relay:
         # The whole stash of an unsplit call is uploaded at once, so all of it may be kept on the host.
         has_rows = [call.split is None or dim is not None for dim in call.input_dims]
         return call.at.stash.keeping(sources, has_rows)
-
-    def _device_of(self, unit: MasterUnit, number: int) -> LayerDevice:
-        """The device that runs call number `number`, of `unit`: in turn, but where what stays of the unit is."""
-        stays = unit.place.is_resident or unit.place.keeps_weights
-        return self.devices[(unit.place.number if stays else number) % len(self.devices)]
 
     def is_in_forward(self) -> bool:
         """Whether the model is running, and not the program."""
@@ -261,13 +256,13 @@ class Relay:
         kernel makes another dropout mask from the same generator state. That a layer draws can be seen from outside;
         which of its functions choose in this way cannot.
         """
-        before = _versions(sources)
+        before = versions(sources)
         outputs = forward_sweep(call, sources, weights, for_backward=True)
         drew = next((state for state in call.rng if state is not None), None)
         if drew is None:
             return outputs
         call.unit.drawing_modes.add(call.layer.training)
-        if _versions(sources) != before:
+        if versions(sources) != before:
             return outputs  # the layer has written into its arguments, so that this call cannot be repeated
         del outputs  # so that the device holds the outputs of one sweep at a time
         compute_state.set_rng_state(drew, call.device)  # as at the start: ubatches before it drew nothing
@@ -329,7 +324,8 @@ class Relay:
 
     def _end_forward(self, root: ModelCall) -> None:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
-        tell_idle(self.devices, len(root.layer_calls))
+        tell_idle(self.devices, len(root.layer_calls), len(self.eps.masters.layer_units))
+        self.stash.transit.forget_reserved()
         self.settle()
         for at in self.devices:
             at.forget_given()

@@ -131,13 +131,15 @@ class _Joined:
         if split.outputs.dims[number] is None:
             return self.whole(out)
         shape = split.all_rows(out, number, ubatch)
+        if out.device != self._call.device:
+            return out.new_empty(shape)
         place, passing = self._call.way_of(split, number, shape, out.element_size())
         return out.new_empty(shape) if place is None else self._stash.room(out, shape, place, passing)
 
     def whole(self, out: torch.Tensor) -> torch.Tensor:
         """An output that is not made of rows of several ubatches."""
         call = self._call
-        if call.way is None:
+        if call.way is None or out.device != call.device:  # a number of the host
             return out
         passes = out.shape in call.input_shapes
         return self._stash.pass_on(out, *(call.way if passes else (call.at.first, FOR_THE_MODEL)))
@@ -221,7 +223,7 @@ def _backward(
             roots.append(output)
             root_gradients.append(stash.fetch(rows))
     if roots:
-        torch.autograd.backward(roots, root_gradients, retain_graph=keep)
+        call.at.backward(roots, root_gradients, keep=keep)
 
 
 class InputGradients:

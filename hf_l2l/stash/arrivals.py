@@ -40,6 +40,8 @@ class Arrivals:
 
     def begin(self, memory: torch.Tensor, free: stream.Point | None = None) -> None:
         """From now on, the memory of `memory` is for its rows, which may be written after `free`."""
+        if memory.numel() == 0:  # it has no address
+            return
         start = memory.data_ptr()
         pairs = zip(memory.shape, memory.stride(), strict=True)
         stop = start + (1 + sum((size - 1) * step for size, step in pairs)) * memory.element_size()
@@ -58,6 +60,8 @@ class Arrivals:
 
     def add(self, rows: torch.Tensor, point: stream.Point | None) -> None:
         """`rows`, a view of what `begin` was given, are there after `point`."""
+        if rows.numel() == 0:
+            return
         use = self._at(rows)
         assert use is not None, "`begin` was called for the memory"
         use.points[key(rows)] = point

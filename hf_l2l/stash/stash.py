@@ -249,7 +249,7 @@ class Stash:
             if from_host:
                 self._last_upload = fetched.uploaded
             else:
-                stream.keep_until_done(kept.device, [kept])
+                stream.keep_until_done(kept.device, [kept, fetched.rows])
             if self.transit.has_several:
                 arrivals.was_read(kept, fetched.uploaded)
 

@@ -55,7 +55,8 @@ class Transit:
         self, shape: Sequence[int], dtype: torch.dtype, place: torch.device, like: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Memory on a device for rows that come there, in the order of the dimensions of `like`."""
-        with self._compute[place].entered():
+        # Memory of an evaluation in inference mode must not be what a training then writes to.
+        with self._compute[place].entered(), torch.inference_mode(False):
             if like is not None:
                 memory, free = torch.empty_like(like, device=place), stream.record(place)
             else:
@@ -75,16 +76,16 @@ class Transit:
         kind = self._last.get(place)
         if kind is not None and (place, kind) not in self._reserved:
             self.forget_reserved(place)
-            with self._compute[place].entered():
+            with self._compute[place].entered(), torch.inference_mode(False):
                 self._reserved[place, kind] = torch.empty(*kind[:1], dtype=kind[1], device=place), stream.record(place)
 
     def reserved_memory(self) -> list[torch.Tensor]:
         """Memory for what devices will be sent."""
         return [memory for memory, _ in self._reserved.values()]
 
-    def forget_reserved(self, place: torch.device) -> None:
-        """Nothing more is sent to the device."""
-        for each in [each for each in self._reserved if each[0] == place]:
+    def forget_reserved(self, place: torch.device | None = None) -> None:
+        """Nothing more is sent to the device, or to any."""
+        for each in [each for each in self._reserved if place is None or each[0] == place]:
             del self._reserved[each]
 
     def rows_of(self, memory: torch.Tensor, step: int, passing: Passing | None) -> HostRows:
