@@ -148,6 +148,11 @@ class LayerDevice:
             with self._compute.entered():
                 stream.wait(before, wait_reasons.GIVEN_COMPUTED)
 
+    def finish(self) -> None:
+        """Make the host wait for the layers: with one device, they are on the program's stream, in its order."""
+        if self.transit.has_several:
+            stream.wait(self._compute.record(), wait_reasons.LAYERS_COMPUTED, host=True)
+
     def slots(self) -> WeightSlots:
         """The slots for weights."""
         if self.weight_slots is None:
@@ -239,7 +244,7 @@ def layer_devices(
     if transit.has_several:
         way = "directly"
         for source, target in sorted(transit.indirect, key=str)[:1]:
-            way = f"through memory of the host, since {target} cannot read that of {source}"
+            way = f"through memory of the host, since {target} cannot read that of {source}, or reads it wrongly"
         logger.info("layers run on %s in turn; rows pass between them %s", ", ".join(map(str, devices)), way)
     outside = Stash(tiers, devices[0], transit)
     stashes = [Stash(tiers, device, transit) for device in devices] if len(devices) > 1 else [outside]

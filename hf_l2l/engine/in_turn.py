@@ -26,7 +26,7 @@ def device_of(
     """
     stays = unit.place.is_resident or unit.place.keeps_weights
     found, first = devices[(unit.place.number if stays else number) % len(devices)], devices[0]
-    if found is first or not any(_holds_tensors(each) for each in arguments):
+    if found is first or not any(holds_tensors(each) for each in arguments):
         return found
     if stays:
         raise ValueError(
@@ -37,7 +37,7 @@ def device_of(
     return first
 
 
-def _holds_tensors(argument: Any) -> bool:
+def holds_tensors(argument: Any) -> bool:
     """Whether it is an object with tensors; the tensors of a key-value cache are where its layer is."""
     if isinstance(argument, torch.Tensor) or is_cache(argument):
         return False

@@ -67,7 +67,7 @@ class LayerCall:
     """True while the layer runs to find something out about it."""
     on_own_stream: bool = True
     """With several devices, whether it computes on a stream that the program does not have. Not with a key-value
-    cache, whose tensors the program uses between calls."""
+    cache, whose tensors the program uses between calls, or another object with tensors."""
     leaves_tensors_only: bool = True
     """Whether the attributes that its last such run has written to are tensors, and no objects or containers."""
     left: KeptState | None = None

@@ -25,7 +25,7 @@ from hf_l2l.device.device_weights import DeviceWeights, uploaded
 from hf_l2l.device.layer_device import layer_devices, tell_idle
 from hf_l2l.device.prefetch import Prefetch, fetched_in_backward, fetched_in_forward
 from hf_l2l.device.slots import LayerSums, WeightSlots
-from hf_l2l.engine.in_turn import device_of, refusing_writes_to_copies, versions
+from hf_l2l.engine.in_turn import device_of, holds_tensors, refusing_writes_to_copies, versions
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
 from hf_l2l.engine.shell import Shell
@@ -146,7 +146,7 @@ class Relay:
         unit = self.eps.masters.unit(layer)
         at = device_of(self.devices, unit, len(root.layer_calls), arguments)
         call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
-        call.on_own_stream = not any([is_cache(leaf) for leaf in arguments])
+        call.on_own_stream = not any([is_cache(leaf) or holds_tensors(leaf) for leaf in arguments])
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors)
@@ -191,7 +191,9 @@ class Relay:
                 passing = self.boundary.between_devices(call.layer, self.is_in_forward)
             if following is not None and passing is not None:
                 next_one = device_of(self.devices, following, number + 1)
-            call.at.reserve(is_needed=number + count < len(order))
+            # The first device is sent what the last layer returns.
+            next_here = number + (1 if call.at is self.devices[0] else count)
+            call.at.reserve(is_needed=next_here < len(order))
             call.way = next_one.device, passing or FOR_THE_MODEL
         for tensor, dim in zip(tensors, call.input_dims, strict=True):
             if dim and isinstance(tensor, HostRows):
@@ -286,7 +288,7 @@ class Relay:
         fetched = call.fetched_in_backward if any(inputs.needed) else None
         with (
             self.shell.one_thread.in_layer(),
-            call.at.running(draws=False),
+            call.at.running(draws=False, on_own_stream=call.on_own_stream),
             self._weights(call, requires_grad=True, graph=graph) as weights,
             self.prefetch.during(call.at, fetched),
             self._summing(call, weights) as sums,
@@ -303,7 +305,8 @@ class Relay:
             found = inputs.complete()
         # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
-            with RaisedIn("the download of", call.unit.name), call.at.running(draws=False):
+            stream_of_layer = call.at.running(draws=False, on_own_stream=call.on_own_stream)
+            with RaisedIn("the download of", call.unit.name), stream_of_layer:
                 with without_interception():  # as in plain torch, what was frozen after the forward gets no gradient
                     received = [(m, total) for m, total in received if m.parameter.requires_grad]
                 # Sums that are in the slot, of every parameter that trains.
@@ -354,6 +357,12 @@ class Relay:
         self._settle_copies()
         for each in self._weight_slots():
             each.settle()
+
+    def finish(self) -> None:
+        """`settle`, and make the host wait until all layers have been computed: a call may have failed."""
+        self.settle()
+        for at in self.devices:
+            at.finish()
 
     def _settle_copies(self) -> None:
         for at in self.devices:

@@ -367,8 +367,8 @@ def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     root = attached.root
     for companion in attached.companions if with_companions else ():
         detach_l2l(companion)
-    # A backward that has failed leaves copies, whose memory is freed with the engine.
-    attached.relay.settle()
+    # A call or backward that has failed leaves work, whose memory is freed with the engine.
+    attached.relay.finish()
     optimizers = attached.eps.release()
     attached.tiers.release()
     for handle in attached.handles:

@@ -260,9 +260,17 @@ PEER = "peer"
 
 
 def copies_directly(source: torch.device, target: torch.device) -> bool:
-    """Whether memory of `source` can be copied to `target` without passing through the host."""
+    """Whether memory of `source` can be copied to `target` without passing through the host, as the devices say."""
     ask = getattr(device_module(source), "can_device_access_peer", None)
     return ask is not None and bool(ask(target.index, source.index))
+
+
+def arrives_as_sent(source: torch.device, target: torch.device) -> bool:
+    """Whether a copy from `source` has arrived at `target` as it was. On some machines an IOMMU lets devices copy
+    directly, and other bytes arrive."""
+    with torch.inference_mode(False):
+        sent = torch.arange(1024, dtype=torch.int32, device=source)
+        return torch.equal(sent.to(target).to(HOST), sent.to(HOST))
 
 
 def keep_until_done(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:

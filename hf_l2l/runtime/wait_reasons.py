@@ -33,6 +33,7 @@ ROWS_UPLOADED = "rows are recomputed after they have been uploaded from the stas
 ROWS_ARRIVED = "rows that another device sends are computed with after they have arrived"
 GIVEN_COMPUTED = "what the model gives to a layer is read by its device after it has been computed"
 ROWS_MEMORY_FREE = "rows are uploaded from the stash after their device memory has become free"
+LAYERS_COMPUTED = "device memory of a model that is detached is freed after its layers have been computed"
 STASH_COPIES_FINISHED = "stash memory is released after all copies from and to it have finished"
 
 # ---- updates

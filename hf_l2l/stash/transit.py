@@ -26,7 +26,8 @@ class Transit:
         on which layers compute, for several."""
         self.devices = devices
         self.has_several = len(devices) > 1
-        self.indirect = {p for p in itertools.permutations(devices, 2) if not stream.copies_directly(*p)}
+        pairs = itertools.permutations(devices, 2)
+        self.indirect = {p for p in pairs if not (stream.copies_directly(*p) and stream.arrives_as_sent(*p))}
         """Pairs of devices between which rows pass through page-locked memory of the host."""
         self.arrivals = Arrivals()
         self._outside: weakref.ref[Keeper] | None = None

@@ -98,6 +98,15 @@ def test_devices_without_peer_access_pass_rows_through_the_host(mode, family, ca
     assert "layers run on sim:0, sim:1, sim:2 in turn; rows pass between them directly" in caplog.text
 
 
+def test_a_direct_copy_that_arrives_changed_is_not_used(monkeypatch, caplog):
+    wanted = trained(model_of("bert"), 1)
+    sends_wrongly = (torch.device("sim:0"), torch.device("sim:2"))
+    monkeypatch.setattr(stream, "arrives_as_sent", lambda *pair: pair != sends_wrongly)
+    caplog.set_level(logging.INFO, "hf_l2l")
+    assert not trained(model_of("bert"), 3).differences(wanted)
+    assert "through memory of the host, since sim:2 cannot read that of sim:0, or reads it wrongly" in caplog.text
+
+
 class Broken(Exception):
     pass
 

@@ -136,14 +136,14 @@ def test_known_models_take_the_time_of_the_formula(shape, count):
     assert bound <= 1.001 * sweeps_s(launched) <= 1.05 * 1.001 * bound
 
 
-def test_the_trace_has_the_times_of_all_devices(tmp_path):
-    """The devices' own clocks begin at the same time: a layer ends one micro-batch after the layer before."""
+@pytest.mark.parametrize("update", ["serial", "deferred"])
+def test_the_trace_has_the_times_of_all_devices(update, tmp_path):
+    """The clocks of the devices begin together: a layer ends one micro-batch after the layer before. While masters are
+    updated, the first layers of all devices travel at once all the same."""
     torch.manual_seed(0)
-    machine, file = replace(MACHINE, layers=8), tmp_path / "trace.json"
+    machine, file = replace(MACHINE, layers=8, optimizer_s=0.1), tmp_path / "trace.json"
     model = Stack(machine.layers, Block)
-    config = L2LConfig(
-        device=devices(4), ubatch_size=1, layer_classes=("Block",), eps_update="serial", trace=file, prefetch=True
-    )
+    config = L2LConfig(device=devices(4), ubatch_size=1, layer_classes=("Block",), eps_update=update, trace=file)
     x = torch.randn(machine.ubatches, WIDTH, device="sim:0", requires_grad=True)
     with virtual_clock(machine.costs()) as clock:
         eps = attach_l2l(model, config)

@@ -147,11 +147,14 @@ def parts(kind: str, count: int, *, trains: bool, **options: Any) -> list[torch.
     torch.manual_seed(0)
     model = Parts(kind)
     attach_l2l(model, L2LConfig(device=devices(count), ubatch_size=2, layer_classes=("Part",), **options))
-    with torch.set_grad_enabled(trains):
-        loss = model(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to("sim:0"))
-    if trains:
-        loss.backward()
-    detach_l2l(model)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    try:
+        with torch.set_grad_enabled(trains):
+            loss = model(x.to("sim:0"))
+        if trains:
+            loss.backward()
+    finally:
+        detach_l2l(model)
     return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
 
 
