@@ -262,14 +262,6 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
     return execution_devices([torch.device(first.type, index) for index in indexes])
 
 
-def use_devices(args: Any, asked: Any) -> None:
-    """Make batches of a trainer as large as if each of the devices `asked` for had one, as with any Trainer."""
-    refuse_launcher(args)
-    devices = devices_of(args, asked)
-    if max(args.n_gpu, len(devices)) > 1:  # 0 is its count where devices are not CUDA's
-        args._n_gpu = len(devices)
-
-
 def warn_of_accumulation(args: Any, config: L2LConfig, reason: str) -> None:
     """Warn if training arguments accumulate gradients over several batches, which run one by one for this reason."""
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
