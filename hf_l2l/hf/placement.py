@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_new, attachment_of
-from hf_l2l.hf.preparation import is_placed
+from hf_l2l.hf.preparation import devices_of, is_placed, refuse_launcher
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.option_names import options_of_the_trainer
 
@@ -99,6 +99,46 @@ else:
 class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no types
     """What a Trainer does for `DataParallel` if there are several devices: one batch here, one model, one loss."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden because other trainers, as those of TRL, refuse several devices at their end of this, which with
+        them means `DataParallel`: the devices are counted afterwards."""
+        self._count: int | None = None
+        """How many devices the layers run on; None without layers."""
+        self._is_made = False
+        self._until_the_loop = ExitStack()
+        super().__init__(*args, **kwargs)
+        self._is_made = True
+        if self._count is not None:
+            self._tell_count()
+            self._train_batch_size = self.args.train_batch_size  # all that the Trainer has computed of their number
+
+    def _use_devices(self, asked: Any) -> None:
+        """Make batches as large as if each of the devices `asked` for had one, as with any Trainer."""
+        refuse_launcher(self.args)
+        self._count = len(devices_of(self.args, asked))
+        self._tell_count()
+
+    def _tell_count(self) -> None:
+        assert self._count is not None
+        if max(self.args.n_gpu, self._count) > 1:  # 0 is its count where devices are not CUDA's
+            self.args._n_gpu = self._count if self._is_made else 1
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Overridden for the end of what `_hp_search_setup` begins, also if the training fails before its loop."""
+        with self._until_the_loop:
+            return super().train(*args, **kwargs)
+
+    def _hp_search_setup(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden because `debug="underflow_overflow"`, which is looked at between this and the loop, is refused
+        for the replicas of `DataParallel`."""
+        super()._hp_search_setup(*args, **kwargs)
+        self._until_the_loop.enter_context(self._one_device())
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because batches are those of all devices again."""
+        self._until_the_loop.close()
+        return super()._inner_training_loop(batch_size, *args, **kwargs)
+
     def _wrap_model(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden because `DataParallel` would copy the model to each device."""
         with self._one_device():
@@ -117,7 +157,7 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
     @contextmanager
     def _one_device(self) -> Iterator[None]:
         before = self.args.n_gpu
-        if before < 2 or attachment_of(self.model) is None:
+        if before < 2 or self._count is None:
             yield
             return
         self.args._n_gpu = 1

@@ -238,36 +238,28 @@ def refuse_launcher(args: Any) -> None:
 
 def devices_of(args: Any, asked: Any) -> list[torch.device]:
     """The devices on which the layers of a trainer's model run in turn: those that are `asked` for, by default all
-    that are visible.
+    that are visible; on the CPU, that one alone.
 
     Raises:
         ValueError: if this machine has fewer, or the first is not the Trainer's.
     """
     first: torch.device = args.device
     found, name = parsed_devices(asked, argument("devices")), argument("devices")
-    count = 1 if first.type == "cpu" else stream.device_count(first)
+    if first.type == "cpu":  # the option changes nothing there
+        return [first]
+    count = stream.device_count(first)
     indexes = list(range(count)) if found is None else list(range(found)) if isinstance(found, int) else found
     if max(indexes) >= count:
         raise ValueError(
             f"{name} must name devices that this machine has (got {asked!r}, and {count} of type {first.type} "
             f"{'is' if count == 1 else 'are'} visible); leave it out for all of them"
         )
-    if first.type == "cpu":
-        return [first]
     if indexes[0] != (first.index or 0):
         raise ValueError(
             f"{name} must begin with the device of the Trainer, to which batches go (got {asked!r}, and it is "
             f"{first}); choose others with CUDA_VISIBLE_DEVICES"
         )
     return execution_devices([torch.device(first.type, index) for index in indexes])
-
-
-def use_devices(args: Any, asked: Any) -> None:
-    """Make batches of a trainer as large as if each of the devices `asked` for had one, as with any Trainer."""
-    refuse_launcher(args)
-    devices = devices_of(args, asked)
-    if max(args.n_gpu, len(devices)) > 1:  # 0 is its count where devices are not CUDA's
-        args._n_gpu = len(devices)
 
 
 def warn_of_accumulation(args: Any, config: L2LConfig, reason: str) -> None:

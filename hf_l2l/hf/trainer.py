@@ -38,7 +38,6 @@ from hf_l2l.hf.preparation import (
     refuse_config,
     stacklevel_of_the_caller,
     turn_off_activation_checkpointing,
-    use_devices,
     warn_of_accumulation,
 )
 from hf_l2l.hf.training_args import (
@@ -132,7 +131,7 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
         """Raise ValueError if a model with layers cannot run layer to layer, or not with these arguments."""
         if self._streams(model):
             refuse_for_layers(self.args)
-            use_devices(self.args, own_option(self.args, "l2l_devices"))
+            self._use_devices(own_option(self.args, "l2l_devices"))
             check_attachable(model)
 
     @options_of_the_trainer()

@@ -300,12 +300,14 @@ class Timeline:
 
     def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
         """See `observer.Observer`."""
+        if row == stream.PEER and not self._observers:  # of another model, which has several devices
+            return nullcontext()
         name = of if isinstance(of, str) else self._name(of)
         return self._span(row, name, row.split()[-1] if exposed else "")
 
     def waits(self, point: stream.Point, why: str) -> None:
-        """See `observer.Observer`."""
-        if point.is_timed:
+        """See `observer.Observer`. Another model on the device may wait for a device that has no clock here."""
+        if point.is_timed and point.device in self._clocks:
             self._noted.append(_Noted(WAITS, why, self.clock.mark(), point, point.row.split()[-1]))
 
     def host_reached(self, point: stream.Point) -> None:
@@ -320,7 +322,7 @@ class Timeline:
 
     def waits_on(self, device: torch.device, point: stream.Point, why: str) -> None:
         """See `observer.Observer`; of another device than the first, whose stall time alone is counted."""
-        if point.is_timed:
+        if point.is_timed and point.device in self._clocks:
             self._noted.append(_Noted(_row(device, WAITS), why, self._clocks[device].mark(), point))
 
     # ---- times

@@ -107,15 +107,18 @@ def empty_on(index: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of shape (0,) on a device, to be given memory."""
     if index == 0:
         return torch._C._acc.create_empty_tensor((0,), dtype)
-    found: torch.Tensor = torch.ops.aten.detach.default.redispatch(_HOST_KERNELS, _first_of(index, dtype))
+    first = _first_of(index, dtype, torch.is_inference_mode_enabled())
+    found: torch.Tensor = torch.ops.aten.detach.default.redispatch(_HOST_KERNELS, first)
     return found
 
 
 @functools.cache
-def _first_of(index: int, dtype: torch.dtype) -> torch.Tensor:
+def _first_of(index: int, dtype: torch.dtype, in_inference_mode: bool) -> torch.Tensor:
+    """The tensor that others are made like; in inference mode, which the caller is in or not, another one: what is
+    made like an inference tensor is one, too, and else not."""
     if dtype != torch.float32:
         as_dtype: torch.Tensor = torch.ops.aten.view.dtype.redispatch(
-            _HOST_KERNELS, _first_of(index, torch.float32), dtype
+            _HOST_KERNELS, _first_of(index, torch.float32, in_inference_mode), dtype
         )
         return as_dtype
     shape, strides, memory = (ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(1), (ctypes.c_char * 64)()

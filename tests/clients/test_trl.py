@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,9 +30,10 @@ from trl import (
 )
 
 from client_models import llama, saved, sentence, tokenizer
-from clients import UBATCHES, assert_same_bits, check_trainer, on_sim, options, run, start_again
+from clients import UBATCHES, Training, assert_same, assert_same_bits, check_trainer, on_sim, options, run, start_again
 from hf_l2l import detach_l2l, make_l2l_arguments, make_l2l_trainer
 from hf_l2l.hf.attach import attachment_of
+from hf_l2l.testing import enable_simulated_accelerator
 from training import settled_memory
 
 FP32 = {"dtype": "float32"}
@@ -203,6 +205,47 @@ def test_generation_while_it_trains(tmp_path, trainer, config, beta, ubatch_size
     given = {"max_completion_length": 6, "num_generations": 4, "beta": beta, "model_init_kwargs": FP32}
     found = check_trainer(trainer, config, tmp_path, made, ubatch_size, **given)
     assert len({entry["reward"] for entry in found.logs if "reward" in entry}) > 1
+
+
+# ---- several devices
+
+
+@pytest.fixture
+def _two_devices() -> Iterator[None]:
+    enable_simulated_accelerator(devices=2)
+    yield
+    enable_simulated_accelerator()
+
+
+SEVERAL = {
+    "SFT": (SFTTrainer, SFTConfig, "chat", {}),
+    "DPO": (DPOTrainer, DPOConfig, "preference", {}),
+    "KTO": (KTOTrainer, KTOConfig, "desirable", {}),
+    "reward": (RewardTrainer, RewardConfig, "preference", {}),
+    "GRPO": (GRPOTrainer, GRPOConfig, "prompt", {"max_completion_length": 4, "num_generations": 4}),
+}
+
+
+@pytest.mark.skipif(not on_sim(), reason="the host is one device")
+@pytest.mark.usefixtures("_two_devices")
+@pytest.mark.parametrize("case", SEVERAL)
+def test_two_devices_train_as_one_with_twice_the_rows(tmp_path, case):
+    """TRL refuses several devices by the arguments that it is made with: with its own trainers, they mean
+    `DataParallel`."""
+    trainer, config, kind, given = SEVERAL[case]
+    kinds = make_l2l_trainer(trainer), make_l2l_arguments(config)
+    folder = saved(llama(hf.LlamaForSequenceClassification, num_labels=1) if case == "reward" else llama(), tmp_path)
+    more = {"reward_funcs": reward} if case == "GRPO" else {}
+
+    def trained(devices: str, rows: int) -> Training:
+        sizes = {"per_device_train_batch_size": rows, "ubatch_size": 2, "l2l_devices": devices, "max_steps": 2}
+        made = lambda: parts(kind, model=folder, **more)  # noqa: E731
+        return run(*kinds, tmp_path / devices, made, model_init_kwargs=FP32, **sizes, **given)
+
+    two, one = trained("2", 4), trained("1", 8)
+    assert two.trainer.args.n_gpu == 2 and two.trainer._train_batch_size == 8
+    assert len(attachment_of(two.trainer.model).config.device) == 2
+    assert_same(two, one, None)
 
 
 # ---- what is saved

@@ -318,6 +318,13 @@ def test_a_trainer_counts_the_devices_that_layers_run_on(kind, tmp_path):
     assert args.n_gpu == 1 and made._train_batch_size == args.per_device_train_batch_size
 
 
+@pytest.mark.parametrize("asked", ["2", "0,1", "1,0", "auto"])
+def test_on_the_cpu_the_option_of_devices_changes_nothing(asked, tmp_path):
+    """A script for several devices runs there, too."""
+    made = L2LTrainer(tiny_bert(), arguments(L2LTrainingArguments, tmp_path, l2l_devices=asked, use_cpu=True))
+    assert made._asked_config().device == torch.device("cpu") and made.args.train_batch_size == 8
+
+
 def test_a_trainer_of_another_library_is_refused_several_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--stash", "host"])
     args = arguments(hf.TrainingArguments, tmp_path)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,3 +230,26 @@ def test_devices_without_a_layer_are_named_once(caplog):
     told = [r.message for r in caplog.records if "in turn: none" in r.message]
     assert told == ["2 layers run on 3 devices in turn: none on sim:2"]
     assert not found.differences(trained(copy.deepcopy(model), 1))
+
+
+@pytest.mark.parametrize("devices", [["sim:0"], ["sim:1"], ["sim:0", "sim:2"]], ids=str)
+def test_a_trace_beside_that_of_a_model_on_several_devices(devices, tmp_path):
+    """It is told of copies and waits of that model, which are those of a device that it has no clock for."""
+    files = tmp_path / "several.json", tmp_path / "other.json"
+    configs = [
+        L2LConfig(device=on, ubatch_size=2, trace=str(file))
+        for on, file in zip([["sim:0", "sim:1"], devices], files, strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the trace .* ends here")
+        both = [attach_l2l(model_of("bert"), config) for config in configs]
+    for _ in range(3):
+        for eps in both:
+            eps.model(**batch_for(eps.model)).loss.backward()
+    for eps in both:
+        detach_l2l(eps.model)
+    events = json.loads(files[1].read_text())["traceEvents"]
+    assert any(event["name"].startswith("backward") for event in events)
+    other_names = {f"sim:{n}" for n in range(3)} - set(devices)
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert not any(row.startswith(name) for row in rows for name in other_names)

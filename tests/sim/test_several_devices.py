@@ -64,6 +64,22 @@ def test_so_many_devices_cannot_be(devices):
         enable_simulated_accelerator(devices=devices)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16])
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_inference_tensors_are_those_that_are_made_in_inference_mode(index, dtype):
+    """Whatever the first one of a device and dtype in the process was."""
+    kwargs = {"dtype": dtype, "device": f"sim:{index}"}
+    made = torch.ones(2, **kwargs)
+    for _ in range(2):
+        with torch.inference_mode():
+            inside = [torch.ones(2, **kwargs), made + 1, torch.ones(2, dtype=dtype).to(f"sim:{index}")]
+        assert all(t.is_inference() for t in inside)
+        outside = [torch.ones(2, **kwargs), made + 1, torch.ones(2, dtype=dtype).to(f"sim:{index}")]
+        assert not any(t.is_inference() for t in outside)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        (torch.ones(2, device=f"sim:{index}", requires_grad=True) * inside[0]).sum()
+
+
 def test_an_operation_does_not_mix_devices():
     with pytest.raises(RuntimeError, match="aten::add.*: expected all tensors to be on the same device.*sim:0.*sim:1"):
         square("sim:0") + square("sim:1")

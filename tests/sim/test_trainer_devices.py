@@ -78,6 +78,29 @@ def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog)
     assert "Micro-batches = 4, two for each device" in caplog.text
 
 
+def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, capsys):
+    """transformers refuses it for the replicas of `DataParallel`. It looks into each layer on its device."""
+
+    def trainer(**more):
+        options = {"debug": "underflow_overflow", "per_device_train_batch_size": 4, "max_steps": 1, "ubatch_size": 2}
+        made = l2l_trainer(tmp_path, **options, **more)
+        made.train_dataset = [{k: v for k, v in row.items() if k != "attention_mask"} for row in made.train_dataset]
+        return made  # it cannot look into the boolean masks that layers get otherwise
+
+    made = trainer()
+    made.train()
+    assert made.args.n_gpu == 2 and made._train_batch_size == made.state.train_batch_size == 8
+    with pytest.raises(ValueError, match="nowhere"):
+        made.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+    assert made.args.n_gpu == 2
+    broken = tiny_bert()
+    with torch.no_grad():
+        broken.bert.encoder.layer[1].output.dense.weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match="inf/nan"):
+        trainer(model=broken).train()
+    assert "bert.encoder.layer.1.output" in capsys.readouterr().out
+
+
 def test_a_loss_of_items_is_that_of_the_whole_batch(tmp_path):
     """transformers divides the items of a batch by the devices, or multiplies the loss, for `DataParallel`."""
     config = hf.GPT2Config(
