@@ -176,6 +176,12 @@ class L2LConfig(OptionNames):
         "tokens (12 bytes per token and entry of the vocabulary). Few tokens are one chunk, with the bits of plain "
         "torch. What needs all logits gets them, and the log says so.",
     )
+    head_device: HeadDevice = _described(
+        "auto",
+        'Which of several devices compute logits in chunks (`chunked_loss`): "auto", all in turn where they can read '
+        "each other's memory, which adds the gradients of the head in another order than one device does; or "
+        '"first", which keeps the bits of one device.',
+    )
     device_memory_budget: str | None = _described(
         None,
         'Device memory that training may take, such as "8GiB", or "auto" for nine tenths of the device: before the '
@@ -189,12 +195,6 @@ class L2LConfig(OptionNames):
         "The execution device, of any torch device type. None takes the current accelerator, or the CPU without one. "
         "Of several, each executes the layers in turn, with all micro-batches of a layer (modular pipeline; "
         "arXiv:2106.02679, section 4), and the first one what is not in a layer.",
-    )
-    head_device: HeadDevice = _described(
-        "auto",
-        'Which of several devices compute logits in chunks (`chunked_loss`): "auto", all in turn where they can read '
-        "each other's memory, which adds the gradients of the head in another order than one device does; or "
-        '"first", which keeps the bits of one device.',
     )
     prefetch: bool = _described(
         True,

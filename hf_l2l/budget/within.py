@@ -17,7 +17,7 @@ from torch import nn
 from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
-from hf_l2l.devices import execution_device, execution_devices
+from hf_l2l.devices import execution_devices
 from hf_l2l.model.residency import LayerPlace, parameters_to_move
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
@@ -99,12 +99,13 @@ def plan_within(
         Untraceable: if the model cannot be run without values, or computes no loss of `inputs`.
         ValueError: if the device has less memory free, or would need more than the budget whatever is chosen.
     """
-    device = execution_device(config.device)
-    budget = budget_bytes(config, device)
+    devices = execution_devices(config.device)
+    # One plan for all: of devices of different sizes, "auto" is the share of the smallest.
+    budget = min((size for each in devices if (size := budget_bytes(config, each)) is not None), default=None)
     if budget is None:
         return None
     if not is_running:
-        for each in execution_devices(config.device):
+        for each in devices:
             check_free(budget, config, each)
     with _in_training_mode(model):
         bare = unwrapped(optimizer) if optimizer else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -277,6 +277,14 @@ def current_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return norm_of(gradient, dtype)
 
 
+def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """`tensors` by their devices, in the order in which these come first."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())
+
+
 def current_norms(gradients: list[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
     """`current_norm` of each gradient; those that nothing is pending for are computed at once, on an accelerator."""
     there = [
@@ -284,19 +292,20 @@ def current_norms(gradients: list[tuple[torch.Tensor, torch.dtype]]) -> list[tor
         for g, dtype in gradients
         if g.device != stream.HOST and g.dtype == dtype and g.layout is torch.strided and pending_of(g) is None
     ]
-    at_once = dict(zip(there, torch._foreach_norm(there), strict=True)) if there else {}
+    # Of the tensors of several devices in one call, kernels of another kind would compute other bits.
+    at_once = {g: norm for part in by_device(there) for g, norm in zip(part, torch._foreach_norm(part), strict=True)}
     return [at_once[g] if g in at_once else current_norm(g, dtype) for g, dtype in gradients]
 
 
 def downloaded(norms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`norms` (0-dim) on the host; the host waits for those that are on the device."""
-    there = [norm for norm in norms if norm.device != stream.HOST]
-    if not there:
-        return norms
-    stacked = torch.stack(there)
-    stream.wait(stream.record(stacked.device), wait_reasons.NORMS_COMPUTED, host=True)
-    copies = iter(stacked.to(stream.HOST).unbind())
-    return [norm if norm.device == stream.HOST else next(copies) for norm in norms]
+    """`norms` (0-dim) on the host; the host waits for those that are on devices."""
+    parts = by_device(norm for norm in norms if norm.device != stream.HOST)
+    stacked = [torch.stack(part) for part in parts]  # all devices have begun before the host waits for the first
+    copies: dict[torch.device, Iterator[torch.Tensor]] = {}
+    for each in stacked:
+        stream.wait(stream.record(each.device), wait_reasons.NORMS_COMPUTED, host=True)
+        copies[each.device] = iter(each.to(stream.HOST).unbind())
+    return [norm if norm.device == stream.HOST else next(copies[norm.device]) for norm in norms]
 
 
 def taken_factors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[torch.Tensor, torch.Tensor]:
@@ -375,5 +384,5 @@ def clip(parameters: Iterable[torch.Tensor], total_norm: torch.Tensor, max_norm:
                 there.append(grad)
             else:
                 grad.mul_(factor)
-        if there:  # one kernel for all
-            torch._foreach_mul_(there, factor.item())
+        for part in by_device(there):  # one kernel for all of a device
+            torch._foreach_mul_(part, factor.item())

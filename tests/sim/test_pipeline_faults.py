@@ -221,6 +221,35 @@ def test_evaluation_and_generation_are_those_of_one_device():
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
+CHANGES: dict[str, Any] = {
+    "scaled": lambda eps, parameters: [p.grad.mul_(0.5) for p in parameters],
+    "clipped twice": lambda eps, parameters: [eps.clip_grad_norm_(most) for most in (0.1, 0.05)],
+    # The norms of a device come together, and torch adds up in this order.
+    "clipped by torch": lambda eps, parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("resident", [{"resident_layers": 3}, {"resident": "all"}], ids=str)
+def test_gradients_that_stay_on_their_devices_can_change_before_the_step(resident, change):
+    """No norm is known of them any more."""
+    found = []
+    for count in (1, 3):
+        model = model_of("bert").eval()
+        eps = attach_l2l(model, L2LConfig(device=pipelined.devices(count), ubatch_size=2, **resident))
+        optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model(**batch_for(model)).loss.backward()
+        CHANGES[change](eps, list(model.parameters()))
+        norm = eps.grad_norm().cpu()
+        optimizer.step()
+        eps.synchronize()
+        found.append([norm, *(p.detach().cpu() for p in model.parameters())])
+        detach_l2l(model)
+    nearly = 1e-6 if change == "clipped by torch" else 0
+    for three, one in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(three, one, rtol=nearly, atol=nearly)
+
+
 def test_devices_without_a_layer_are_named_once(caplog):
     """Two layers on three devices have the bits of one."""
     config = hf.BertConfig(**{**SMALL, "num_hidden_layers": 2})

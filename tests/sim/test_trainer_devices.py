@@ -69,6 +69,23 @@ def test_a_budget_is_that_of_each_device(tmp_path, monkeypatch):
         l2l_trainer(tmp_path / "less", per_device_train_batch_size=4, device_memory_budget="10KiB").train()
 
 
+def test_of_unequal_devices_auto_is_a_share_of_the_smallest(tmp_path, monkeypatch):
+    (tmp_path / "figures.json").write_text(FIGURES.to_json())
+    monkeypatch.setenv("HF_L2L_FIGURES", str(tmp_path / "figures.json"))
+    enable_simulated_accelerator("8MiB", devices=2)
+    ask = torch.sim.mem_get_info
+
+    def half_on_the_second(device=None):
+        free, total = ask(device)
+        return (free - total // 2, total // 2) if torch.device(device).index == 1 else (free, total)
+
+    monkeypatch.setattr(torch.sim, "mem_get_info", half_on_the_second)
+    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1, device_memory_budget="auto")
+    made.train()
+    plan = attachment_of(made.model).plan
+    assert plan is not None and plan.budget == int(0.9 * 2**22)
+
+
 def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog):
     made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1)
     with caplog.at_level(logging.INFO, "transformers.hf_l2l"):
