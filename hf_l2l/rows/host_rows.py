@@ -1,4 +1,5 @@
-"""`HostRows`: a tensor of the device whose rows are in host memory until something needs all of them.
+"""`HostRows`: a tensor of the device whose rows are in host memory, or on another device, until something needs all of
+them.
 
 The output of a layer, and the gradient that flows back to it, pass between layers one micro-batch at a time (boundary;
 arXiv:2002.05645, 2.2). For the code of a model they are tensors of the device: an operation on one uploads its rows,
@@ -97,7 +98,8 @@ class _Rows:
 
 
 class HostRows(torch.Tensor):
-    """A tensor of a device, whose values are in host memory: all rows along the first dimension, or a view of them."""
+    """A tensor of a device, whose values are in host memory, or on another of several devices: all rows along the first
+    dimension, or a view of them."""
 
     rows: _Rows
 
@@ -172,7 +174,8 @@ def _on_device(leaf: Any) -> Any:
 
 
 def host_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The host tensor with the rows of `tensor` if it is one that waits; else `tensor` itself."""
+    """The tensor of the host, or of another device, with the rows of `tensor` if it is one that waits; else `tensor`
+    itself."""
     return tensor.rows.host if isinstance(tensor, HostRows) and tensor.is_waiting else tensor
 
 
