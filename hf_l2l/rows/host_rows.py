@@ -98,8 +98,8 @@ class _Rows:
 
 
 class HostRows(torch.Tensor):
-    """A tensor of a device, whose values are in host memory, or on another of several devices: all rows along the first
-    dimension, or a view of them."""
+    """A tensor of a device, whose values are in host memory, or on another of several devices: all rows along the
+    first dimension, or a view of them."""
 
     rows: _Rows
 

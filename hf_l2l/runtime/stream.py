@@ -305,12 +305,16 @@ def forget_refusal(device: torch.device) -> None:
     _REFUSALS.pop(device, None)
 
 
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for all devices of the process, several of which may copy the same memory."""
+
+
 def page_lock(address: int, num_bytes: int, device: torch.device) -> bool:
     """Page-lock host memory for the device; False if the device refuses."""
     module = device_module(device)
     assert module is not None and num_bytes > 0, "can_page_lock must be true"
     with module.device(device):  # else a context would be created, and take memory, on the current device
-        code = int(module.cudart().cudaHostRegister(address, num_bytes, 0))
+        code = int(module.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
         if code != 0:
             _REFUSALS[device] = code
             _clear_last_error(device)

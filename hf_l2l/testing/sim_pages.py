@@ -73,7 +73,7 @@ class CudaRuntime:
 
     @staticmethod
     def cudaHostRegister(pointer: int, num_bytes: int, flags: int) -> int:
-        """Register `num_bytes` from address `pointer` on as page-locked; `flags` have no effect.
+        """Register `num_bytes` from address `pointer` on as page-locked; for all devices, whatever the `flags`.
 
         Returns:
             0, or 712 if a page of it is in a range registered already, 2 if that is more than `page_lock_limit`

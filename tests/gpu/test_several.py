@@ -6,7 +6,9 @@ In a rehearsal, on two simulated devices.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -52,11 +54,37 @@ def test_two_devices_have_the_bits_of_one(family, mode):
     assert not two.differences(one)
 
 
-def test_rows_pass_in_the_way_that_is_told():
-    """By peer access if there is any."""
-    assert stream.copies_directly(torch.device(DEVICE.type, 0), torch.device(DEVICE.type, 1)) == bool(
-        module().can_device_access_peer(1, 0)
-    )
+def test_rows_pass_in_the_way_that_is_told(monkeypatch, caplog):
+    """By copies on lanes of two devices, there and back, where these read each other's memory; else no rows come from
+    the second device on one. The mask goes from the first one to the second one in any case. The bits are the same."""
+    lanes: list[tuple[int, int]] = []
+    entered = stream.PeerLane.entered
+
+    def noted(self: stream.PeerLane) -> AbstractContextManager[None]:
+        lanes.append((self.source.index, self.target.index))
+        return entered(self)
+
+    monkeypatch.setattr(stream.PeerLane, "entered", noted)
+    caplog.set_level(logging.INFO, "hf_l2l")
+    torch.manual_seed(1)
+    model = pipelined.FAMILIES["bert"]()
+
+    def trained_on_two() -> tuple[Any, set[tuple[int, int]], str]:
+        lanes.clear()
+        caplog.clear()
+        found = trained(copy.deepcopy(model), 2, kind=DEVICE.type, steps=2)
+        return found, set(lanes), caplog.text
+
+    peers = [bool(module().can_device_access_peer(*pair)) for pair in ((0, 1), (1, 0))]
+    found, used, said = trained_on_two()
+    if all(peers):
+        assert used == {(0, 1), (1, 0)} and "rows pass between them directly" in said
+    elif not any(peers):
+        assert (1, 0) not in used and "rows pass between them through memory of the host" in said
+    monkeypatch.setattr(stream, "copies_directly", lambda source, target: False)
+    through_host, used, said = trained_on_two()
+    assert (1, 0) not in used and "rows pass between them through memory of the host" in said
+    assert not through_host.differences(found)
 
 
 def test_each_device_holds_its_part():

@@ -183,6 +183,7 @@ class FakeCuda:
         return self
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 1, "cudaHostRegisterPortable: other devices copy this memory, too"
         return self.fails(2)
 
     def cudaHostUnregister(self, address: int) -> int:
