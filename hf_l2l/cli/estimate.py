@@ -239,7 +239,7 @@ def _device_memory(device: torch.device | None, figures: HardwareFigures | None)
     from hf_l2l.config import L2LConfig
     from hf_l2l.plan.run_shapes import device_to_train_on, known_memory
 
-    here = known_memory(device or device_to_train_on(L2LConfig()))
+    here = known_memory([device or device_to_train_on(L2LConfig())])
     return here if here is not None or figures is None else figures.device_memory_bytes
 
 

@@ -111,10 +111,10 @@ class Relay:
         self.eps = eps
         self.shell = shell
         stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
-        tiers = Tiers(config, device, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
+        tiers = Tiers(config, devices, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
         self.devices, self.stash = layer_devices(config, devices, eps, tiers, shell.lane)
         self.prefetch = Prefetch(self.devices, eps, is_on=config.prefetch)
-        self.boundary = Boundary(config, device)
+        self.boundary = Boundary(config, devices)
         shell.runs_plainly = len(devices) == 1
         self._last_time: dict[nn.Module, list[nn.Module]] = {}
         """The module that the program calls -> the layers that its last call called, in that order."""

@@ -64,7 +64,8 @@ class Estimate(MemoryEstimate):
 
     @property
     def device_peak(self) -> int:
-        """Device bytes at the peak; without the number of rows, those that do not depend on it."""
+        """Device bytes at the peak, of the first of several devices; without the number of rows, those that do not
+        depend on it."""
         return self.device_bytes if self.report is None else self.report["device"]["total"]["peak"]
 
     def __str__(self) -> str:
@@ -101,11 +102,12 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
     state = memory_estimate.estimate(run.model, config, run.optimizer, run.device)
     stash, boundary, ubatch = run.resolved(config)
     phase, peak = run.peak(config)
+    count = len(run.turns)
     devices = dict(_of_device(run, config, turn) for turn in run.turns)
     host = host_bytes(run, config, state)
     title = (
         f"Estimated memory of {type(run.model).__name__}: {run.rows} rows in micro-batches of {ubatch}, "
-        f"stash {stash}, boundary {boundary}"
+        f"stash {stash}, boundary {boundary}{f', layers on {count} devices in turn' if count > 1 else ''}"
     )
     report = MemoryReport(
         title,

@@ -83,7 +83,9 @@ class RunShapes:
         self.precision = Precision(model, self.dtype, gradients=config.grad_dtype)
         self.rows = rows_of(model, inputs)
         self.batches, self.most_rows, self.accumulates = batches, self.rows // batches, accumulates
-        self.device_memory = device_memory or known_memory(self.device)
+        self.device_memory = device_memory or known_memory(
+            [each for each in devices_here(config) if each.type == self.device.type] or [self.device]
+        )
         self.fuses = _always if self.device.type in _FUSING else _without_dropout
         self._tracer = Tracer(
             model,
@@ -149,7 +151,7 @@ class RunShapes:
         ubatch = min(config.ubatch_size or -(-self.most_rows // parts), self.most_rows)
         stash: str = config.stash
         if stash == "auto":
-            needed = self.own_input * len(self.layers)
+            needed = self.own_input * -(-len(self.layers) // len(self.turns))  # each device has its own layers
             fits = self.device_memory is not None and needed * SHARE <= self.device_memory
             stash = "device" if fits and config.boundary != "host" else "host"
         boundary: str = "device" if stash == "device" else config.boundary
@@ -198,10 +200,9 @@ class RunShapes:
         other's memory."""
         if len(self.turns) == 1 or config.head_device == "first" or not self.has_chunked_head:
             return None
-        if isinstance(config.device, tuple):
-            devices = execution_devices(config.device)
-            if not all(stream.copies_directly(*pair) for pair in itertools.permutations(devices, 2)):
-                return None
+        devices = devices_here(config)
+        if not all(stream.copies_directly(*pair) for pair in itertools.permutations(devices, 2)):
+            return None
         outside = list(shell_modules(self.model, self.layers))
         [head, *_] = [head for module in outside if (head := output_embedding(module, outside)) is not None]
         labels = self.inputs.get("labels")
@@ -343,10 +344,20 @@ def device_to_train_on(config: L2LConfig) -> torch.device:
     return ELSEWHERE if stream.shares_host_memory(device) else device
 
 
-def known_memory(device: torch.device) -> int | None:
-    """Bytes of the device in all; None if this machine has no such device, or it does not tell."""
-    module: Any = stream.device_module(device)
-    return stream.memory_of(device) if module is not None and module.is_available() else None
+def devices_here(config: L2LConfig) -> list[torch.device]:
+    """The several devices of `config`; none if it names one, or this machine does not have them."""
+    if not isinstance(config.device, tuple):
+        return []
+    try:
+        return execution_devices(config.device)
+    except ValueError:  # the estimate is for another machine
+        return []
+
+
+def known_memory(devices: Sequence[torch.device]) -> int | None:
+    """Bytes of the smallest of the devices in all; None if this machine has no such device, or it does not tell."""
+    module: Any = stream.device_module(devices[0])
+    return stream.least_memory(devices) if module is not None and module.is_available() else None
 
 
 def _own(arguments: Sequence[Any]) -> int:

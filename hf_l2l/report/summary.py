@@ -48,8 +48,8 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Precision = {_precision_text(config, device)}",
         f"  Host memory = {kinds_text(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
         "parameter)",
-        f"  Device memory = {_device_text(config, device, need)}",
-        f"  Link = {_link_text(model, config, device, layers, need)}",
+        f"  Device memory = {_device_text(config, devices, need)}",
+        f"  Link = {_link_text(model, config, device, layers, need)}{_in_parts(devices)}",
         f"  Bound by = what l2l_bound says in the logs: {_bound_text(config, mode)}",
     ]
     return "\n".join(lines)
@@ -75,7 +75,12 @@ def _bound_text(config: L2LConfig, mode: Mode) -> str:
     return text if on_host else text.replace("the shell and the first layer", "the first layer")
 
 
-def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) -> str:
+def _in_parts(devices: list[torch.device]) -> str:
+    return f", over {len(devices)} links together" if len(devices) > 1 else ""
+
+
+def _device_text(config: L2LConfig, devices: list[torch.device], need: MemoryEstimate) -> str:
+    device = devices[0]
     if not stream.shares_host_memory(device):
         on_device = config.resident_update == "device"
         stays = " (stays there, with its optimizer state)" if on_device else " (stays there, its state on the host)"
@@ -85,10 +90,11 @@ def _device_text(config: L2LConfig, device: torch.device, need: MemoryEstimate) 
         layers = f" + {count} {what} {size_text(need.resident)}" if need.resident else ""
         layers += f" + kept weights {size_text(need.kept_weights)}" if need.kept_weights else ""
         layers += f" + graphs of {config.kept_graphs} layers" if config.kept_graphs else ""
-        return (
-            f"shell {size_text(need.shell)}{stays}{layers} + slots {size_text(need.slots)} (weights of 2 layers, "
-            f"gradients of {config.gradient_slots}), and activations"
-        )
+        slots = f"slots {size_text(need.slots)} (weights of 2 layers, gradients of {config.gradient_slots})"
+        if len(devices) == 1:
+            return f"shell {size_text(need.shell)}{stays}{layers} + {slots}, and activations"
+        layers = f"; on all devices together{layers.replace(' +', '', 1)}" if layers else ""
+        return f"shell {size_text(need.shell)}{stays} on {device}; {slots} and activations on each device{layers}"
     weights = "masters" if computing_dtype(config.cmp, device) is None else "16-bit copies"
     return f"the host's, where layers compute with the {weights}: activations come on top"
 

@@ -10,7 +10,7 @@ If a device has an observer (see `observer`), points carry times, and each wait 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from types import ModuleType
@@ -39,6 +39,11 @@ def memory_of(device: torch.device) -> int | None:
     """Bytes of memory that the device has in all; None if its torch module does not say."""
     ask = getattr(device_module(device), "mem_get_info", None)
     return None if ask is None else int(ask(device)[1])
+
+
+def least_memory(devices: Sequence[torch.device]) -> int | None:
+    """`memory_of` the smallest of `devices`, which are of one type."""
+    return min((size for each in devices if (size := memory_of(each)) is not None), default=None)
 
 
 def memory_free(device: torch.device) -> int | None:

@@ -15,8 +15,11 @@ from transformers import Trainer, TrainingArguments
 from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.budget.trainer_plan import autocast_of
 from hf_l2l.config import L2LConfig
+from hf_l2l.counts import parsed_devices
+from hf_l2l.hf.preparation import devices_of
 from hf_l2l.hf.training_args import l2l_config, optim_of, own_option, refuse_for_layers
 from hf_l2l.optim.lamb import Lamb
+from hf_l2l.runtime import stream
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Asked:
     autocast: torch.dtype | None
     """In which the Trainer calls the model under autocast; None if it does not."""
     optimizer: torch.optim.Optimizer
+    devices: int
+    """How many devices of this machine run the layers; where it has none, those that are asked for by number."""
     notes: tuple[str, ...]
     """What of them an estimate does not follow."""
 
@@ -59,8 +64,17 @@ def asked_by(args: Any, model: nn.Module) -> Asked:
         steps > 1 and not as_one,
         autocast_of(args),
         optimizer_of(args, model),
+        _devices_of(args),
         tuple(_notes(config)),
     )
+
+
+def _devices_of(args: TrainingArguments) -> int:
+    asked = own_option(args, "l2l_devices")
+    if not stream.shares_host_memory(args.device):
+        return len(devices_of(args, asked))
+    found = parsed_devices(asked, "l2l_devices")
+    return 1 if found is None else found if isinstance(found, int) else len(found)
 
 
 def _batches_run_as_one(args: TrainingArguments, model: nn.Module, config: L2LConfig) -> bool:

@@ -74,6 +74,7 @@ def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[
                 optimizer=run.optimizer,
                 device=run.device,
                 device_memory=run.device_memory,
+                devices=len(run.turns),
             )
         its = runs[asked.cmp]
         state = memory_estimate.estimate(run.model, asked, run.optimizer, run.device)

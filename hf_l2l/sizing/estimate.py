@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
-from hf_l2l.devices import check_device_name
+from hf_l2l.devices import check_device_name, execution_devices
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model_source import model_of, named_as_arguments
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.estimate import Estimate, estimate_of, without_batch
 from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.runtime import stream
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import largest_models
 
@@ -58,7 +59,9 @@ def estimate(
         inputs: the arguments of one call of the model, labels included, instead of rows and tokens; on any device.
             They are those of all batches that run as one.
         device: the device that will train it, which this machine need not have; None takes that of `config`, or, if it
-            shares the host's memory and there are rows or inputs, a CUDA device.
+            shares the host's memory and there are rows or inputs, a CUDA device. If `config` names several, all are of
+            its type; each has a part of its own in the report. Arguments of the Trainer say with `l2l_devices` how
+            many there are, and without `rows` each adds as many as the arguments have.
         device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
             of the execution device.
         host_memory: bytes of a host, of which the largest model that it holds is wanted, too (`Estimate.largest`): one
@@ -105,11 +108,12 @@ def _estimated(
 
         asked = asked_by(config, model)
         config, notes, optimizer = asked.config, asked.notes, optimizer or asked.optimizer
-        of_step |= {"accumulates": asked.accumulates, "autocast": asked.autocast}
+        of_step |= {"accumulates": asked.accumulates, "autocast": asked.autocast, "devices": asked.devices}
         if inputs is None:
             of_step["batches"] = asked.batches
-            rows = asked.batches * (rows or asked.rows)
+            rows = asked.batches * (rows or asked.rows * asked.devices)
     config = config or L2LConfig()
+    of_step.setdefault("devices", _count_of_devices(config, device))
     _refuse_budget(config)
     if inputs is None and rows is None:
         found = without_batch(memory_estimate.estimate(model, config, optimizer, device))
@@ -120,6 +124,15 @@ def _estimated(
         if host_memory is not None:
             found = replace(found, largest=largest_models(run, config, host_memory))
     return replace(found, notes=(*notes, *found.notes))
+
+
+def _count_of_devices(config: L2LConfig, device: torch.device | None) -> int:
+    """How many devices run the layers: those of `config`, of which this machine needs none if a `device` is given."""
+    if device is None:
+        return len(execution_devices(config.device))
+    if isinstance(config.device, tuple) and not stream.shares_host_memory(device):
+        return len(config.device)
+    return 1
 
 
 def _refuse_budget(config: L2LConfig) -> None:

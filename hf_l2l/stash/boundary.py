@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,15 +44,15 @@ class Boundary:
     (a final norm, a head). What is read in another way is on the device, once that is known.
     """
 
-    def __init__(self, config: L2LConfig, device: torch.device) -> None:
-        """The options and the execution device."""
-        passes = config.stash != "device" and config.boundary != "device" and not stream.shares_host_memory(device)
+    def __init__(self, config: L2LConfig, devices: Sequence[torch.device]) -> None:
+        """The options and the execution devices."""
+        passes = config.stash != "device" and config.boundary != "device" and not stream.shares_host_memory(devices[0])
         self._fewest_bytes: int | None = None
         """Outputs of fewer bytes stay on the device; None: all do."""
         if passes and config.boundary == "host":
             self._fewest_bytes = 0
         elif passes:
-            self._fewest_bytes = fewest_bytes_on_host(stream.memory_of(device))
+            self._fewest_bytes = fewest_bytes_on_host(stream.least_memory(devices))
         self._read: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         """Modules whose output the model computes with, and functions in them."""
         self._waited_for: weakref.WeakSet[nn.Module] = weakref.WeakSet()

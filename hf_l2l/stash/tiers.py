@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -42,16 +42,18 @@ class Tiers:
     def __init__(
         self,
         config: L2LConfig,
-        device: torch.device,
+        devices: Sequence[torch.device],
         memory: HostMemory,
         *,
         layers: int,
         bytes_to_come: Callable[[], int] = lambda: 0,
     ) -> None:
-        """For a model of so many layers; `bytes_to_come` tells how much host memory the next step will still take."""
+        """For a model of so many layers, which run on `devices` in turn; `bytes_to_come` tells how much host memory
+        the next step will still take."""
+        device = devices[0]
         self._place = config.stash
         self._may_be_device = config.boundary != "host"
-        self._device = device
+        self._device, self._devices = device, devices
         self._memory = memory
         self._layers = layers
         self._bytes_to_come = bytes_to_come
@@ -111,11 +113,14 @@ class Tiers:
 
     def _choice(self, num_bytes: int) -> Tier:
         """The tier for a layer input of so many bytes per layer."""
-        needed = self._layers * num_bytes
-        of_device = stream.memory_of(self._device)
+        needed, count = self._layers * num_bytes, len(self._devices)
+        of_one = -(-self._layers // count) * num_bytes  # a device keeps the inputs of its own layers
+        of_device = stream.least_memory(self._devices)
         chosen: Tier
-        if self._may_be_device and of_device is not None and needed * SHARE <= of_device:
-            chosen, why = "device", f"at most one part in {SHARE} of the {size_text(of_device)} of {self._device}"
+        if self._may_be_device and of_device is not None and of_one * SHARE <= of_device:
+            chosen = "device"
+            whose = f"of {self._device}" if count == 1 else f"of each of {count} devices for those of its own layers"
+            why = f"at most one part in {SHARE} of the {size_text(of_device)} {whose}"
         else:
             left = available_host_bytes() + self._host.bytes_for(num_bytes) - self._bytes_to_come()
             may_take = max(0, int(left * _OF_HOST))

@@ -272,7 +272,7 @@ def test_auto_is_the_host_where_the_device_is_small(capacity, monkeypatch):
 
 def test_a_device_that_does_not_say_how_much_memory_it_has_keeps_the_boundary(monkeypatch):
     monkeypatch.setattr(stream, "memory_of", lambda device: None)
-    boundary = Boundary(L2LConfig(stash="host"), torch.device("sim", 0))
+    boundary = Boundary(L2LConfig(stash="host"), [torch.device("sim", 0)])
     assert boundary.after(nn.Linear(1, 1), lambda: True) is None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
+from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, estimate
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.planner import BudgetError, make_plan
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
+from hf_l2l.testing import enable_simulated_accelerator
 from training import settled_memory
 
 ROWS, TOKENS, WIDTH = 8, 128, 128
@@ -319,3 +320,50 @@ def test_a_plan_keeps_within_its_budget(model, megabytes):
         plan = make_plan(run, error.smallest, RATES)
         budget = error.smallest
     assert measured(made, plan.config)["device"]["total"]["peak"] <= 1.03 * budget
+
+
+# ---- of several devices
+
+
+@pytest.fixture
+def two() -> Iterator[None]:
+    enable_simulated_accelerator("64MB", devices=2)
+    yield
+    enable_simulated_accelerator()
+
+
+def totals(found: Any) -> dict[str, int]:
+    return {tier: names["total"]["peak"] for tier, names in found.report.items() if tier not in ("host", "of which")}
+
+
+def test_each_of_several_devices_has_its_bytes(two, tmp_path):
+    """Of a config, and of the arguments of a Trainer, which gives each device as many rows."""
+    model = bert()
+    one, several = (estimate(model, L2LConfig(device=names), rows=8) for names in ("sim:0", ["sim:0", "sim:1"]))
+    assert list(totals(one)) == ["device"] and list(totals(several)) == ["device", "sim:1"]
+    assert "layers on 2 devices in turn" in str(several) and several.device_peak < one.device_peak
+    args: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "per_device_train_batch_size": 4}
+    off: dict[str, Any] = {"device_memory_budget": "off"}
+    by_args = estimate(model, L2LTrainingArguments(**args, **off), adamw(model))
+    assert by_args.rows == 8
+    assert totals(by_args) == totals(estimate(model, L2LConfig(device=("sim:0", "sim:1")), adamw(model), rows=8))
+    assert list(totals(estimate(model, L2LTrainingArguments(**args, **off, l2l_devices="1"), tokens=8))) == ["device"]
+
+
+def test_devices_that_are_not_here_are_estimated_too(two):
+    found = estimate(bert(), L2LConfig(device=["cuda:0", "cuda:1", "cuda:2"]), rows=8, tokens=8, device="cuda")
+    assert list(totals(found)) == ["device", "cuda:1", "cuda:2"]
+
+
+@pytest.mark.parametrize(("megabytes", "stash"), [(66, "device"), (62, "host")])
+def test_the_stash_of_one_device_decides(megabytes, stash):
+    """Two of the four layer inputs, of 4 MiB each, are on each of two devices."""
+    enable_simulated_accelerator(f"{megabytes}MiB", devices=2)
+    try:
+        inputs = {"input_ids": torch.zeros(64, 128, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}
+        config = L2LConfig(device=("sim:0", "sim:1"), stash="auto", ubatch_size=2)
+        run = RunShapes(bert(), config, inputs, devices=2)
+        assert run.own_input == 2**22 and run.resolved(config)[0] == stash
+        assert RunShapes(bert(), config, inputs).resolved(config)[0] == "host"
+    finally:
+        enable_simulated_accelerator()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -87,12 +88,15 @@ def test_of_unequal_devices_auto_is_a_share_of_the_smallest(tmp_path, monkeypatc
 
 
 def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog):
-    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1)
+    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1, l2l_resident_layers=2)
     with caplog.at_level(logging.INFO, "transformers.hf_l2l"):
         made.train()
     assert attachment_of(made.model).cuts.of(8) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert "Device = sim:0, sim:1: layers run on them in turn" in caplog.text
     assert "Micro-batches = 4, two for each device" in caplog.text
+    of_all = r"shell .* on sim:0; slots .* and activations on each device; on all devices together the first 2 layers"
+    assert re.search(f"Device memory = {of_all} with their state", caplog.text)
+    assert re.search("Link = up to .* of gradients back, over 2 links together", caplog.text)
 
 
 def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, capsys):

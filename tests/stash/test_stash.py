@@ -32,7 +32,7 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def host_stash(place: str = "host") -> Stash:
-    return Stash(Tiers(L2LConfig(stash=place), HOST, HostMemory(HOST, nn.Module()), layers=1), HOST)
+    return Stash(Tiers(L2LConfig(stash=place), [HOST], HostMemory(HOST, nn.Module()), layers=1), HOST)
 
 
 def keep(stash: Stash, tensors: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:

@@ -35,10 +35,10 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tiers
     monkeypatch.setattr(stream, "memory_of", lambda device: 8 * GIB)
     monkeypatch.setattr(tiers, "available_host_bytes", lambda: 40 * GIB)
 
-    def make(stash: str = "auto", to_come: int = 0, **options: Any) -> Tiers:
+    def make(stash: str = "auto", to_come: int = 0, devices: int = 1, **options: Any) -> Tiers:
         config = L2LConfig(stash=stash, spill_dir=tmp_path if stash in ("disk", "auto") else None, **options)
         memory = HostMemory(HOST, nn.Module())
-        return Tiers(config, HOST, memory, layers=10, bytes_to_come=lambda: to_come)
+        return Tiers(config, [HOST] * devices, memory, layers=10, bytes_to_come=lambda: to_come)
 
     return make
 
@@ -57,6 +57,13 @@ def test_the_first_tier_that_the_stash_fits(apart, made):
     """An eighth of the device, three quarters of the host."""
     of = made()
     sizes = (GIB, 1.01 * GIB, 30 * GIB, 30.01 * GIB)
+    assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
+
+
+def test_each_of_several_devices_takes_the_inputs_of_its_own_layers(apart, made):
+    """Of 10 layers, one of 4 devices has at most 3."""
+    of = made(devices=4)
+    sizes = (10 / 3 * GIB, 3.35 * GIB, 30 * GIB, 30.01 * GIB)
     assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
 
 
