@@ -61,7 +61,8 @@ class L2LConfig(OptionNames):
     ubatch_size: int | None = _described(
         None,
         "Rows of the device batch that run through a layer at once (the inner loop; arXiv:2002.05645, section 2.2). "
-        "An uneven last micro-batch is fine. None runs the whole device batch as one micro-batch.",
+        "An uneven last micro-batch is fine. None runs the whole device batch as one micro-batch, or, on n devices, "
+        "as 2 n.",
     )
     stash: StashPlace = _described(
         "device",

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -62,6 +62,15 @@ def ubatches(rows: int, ubatch_size: int) -> list[Ubatch]:
     return [(start, min(start + ubatch_size, rows)) for start in range(0, rows, ubatch_size)]
 
 
+def even_ubatches(rows: int, parts: int) -> list[Ubatch]:
+    """The row ranges of so many parts, or of one for each row if there are fewer. The first ones may have one row
+    more: what is made for the first ubatch is large enough for all."""
+    count = min(parts, rows)
+    size, more = divmod(rows, count) if count else (0, 0)
+    stops = accumulate((size + (number < more) for number in range(count)), initial=0)
+    return list(pairwise(stops))
+
+
 class NotCut(RuntimeError):
     """Batches were merged whose rows cannot be computed apart; the text gives the reason. Nothing has been trained."""
 
@@ -71,7 +80,7 @@ class RowCuts:
     several batches, between those."""
 
     def __init__(self, size: int | None, parts: int = 1) -> None:
-        """Without a `size`, a batch is cut into so many `parts`, as far as its rows allow."""
+        """Without a `size`, a batch is cut into so many `parts`, or into its rows if these are fewer."""
         self.size = size
         self.parts = parts
         self.merged: tuple[int, ...] = ()
@@ -82,6 +91,11 @@ class RowCuts:
         """The ubatches of a batch for so many devices, if nobody says how large they are: two for each of several,
         since with one they would take turns."""
         return 2 * devices if devices > 1 else 1
+
+    @staticmethod
+    def parts_of_each(parts: int, batches: int) -> int:
+        """Of so many merged batches, each is cut into as many parts."""
+        return -(-parts // batches)
 
     @contextmanager
     def between(self, rows: Sequence[int]) -> Iterator[None]:
@@ -104,12 +118,12 @@ class RowCuts:
         if self.merged and sum(self.merged) != rows:
             raise NotCut(f"a part of the model is called with {rows} rows for a batch of {sum(self.merged)}")
         batches = self.merged or (rows,)
-        parts = -(-self.parts // len(batches))
+        parts = self.parts_of_each(self.parts, len(batches))
         starts = accumulate(batches, initial=0)
         return [
             (start + a, start + b)
             for start, count in zip(starts, batches, strict=False)
-            for a, b in ubatches(count, self.size or max(-(-count // parts), 1))
+            for a, b in (ubatches(count, self.size) if self.size else even_ubatches(count, parts))
         ]
 
 

@@ -15,7 +15,7 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.logits.heads import output_embedding
 from hf_l2l.memory import memory_estimate
-from hf_l2l.model.batch_dims import RowCuts
+from hf_l2l.model.batch_dims import RowCuts, Ubatch
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import LayerPlace, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
@@ -147,8 +147,7 @@ class RunShapes:
 
     def resolved(self, config: L2LConfig) -> tuple[str, str, int]:
         """Where the stash is, and the boundary, and the rows of a micro-batch: without "auto" and None."""
-        parts = RowCuts.parts_for(len(self.turns))
-        ubatch = min(config.ubatch_size or -(-self.most_rows // parts), self.most_rows)
+        ubatch = max(stop - start for start, stop in self._cuts(config))
         stash: str = config.stash
         if stash == "auto":
             needed = self.own_input * -(-len(self.layers) // len(self.turns))  # each device has its own layers
@@ -159,6 +158,11 @@ class RunShapes:
             fewest = fewest_bytes_on_host(self.device_memory)
             boundary = "host" if fewest is not None and self.own_input >= fewest else "device"
         return stash, boundary, ubatch
+
+    def _cuts(self, config: L2LConfig) -> list[Ubatch]:
+        """The micro-batches of each batch."""
+        parts = RowCuts.parts_of_each(RowCuts.parts_for(len(self.turns)), self.batches)
+        return RowCuts(config.ubatch_size, parts).of(self.most_rows)
 
     def places(self, config: L2LConfig) -> list[LayerPlace]:
         """What stays on the device of each layer."""
@@ -294,7 +298,7 @@ class RunShapes:
             if self.has_chunked_head:
                 head = Cost(rows_up=own, rows_up_again=own, rows_down_again=own)
                 layers += [replace(head, rows_down=own, rows_up_again=2 * own, gradient_rows=own), head]
-        return Costs(layers, self._shell_cost(config, short), self.batches * -(-self.most_rows // ubatch))
+        return Costs(layers, self._shell_cost(config, short), self.batches * len(self._cuts(config)))
 
     @property
     def tokens_per_row(self) -> int:

@@ -153,7 +153,7 @@ def _devices_text(devices: list[torch.device]) -> str:
 
 def _ubatch_text(config: L2LConfig, devices: int) -> str:
     if config.ubatch_size is None and devices > 1:
-        return f"{2 * devices}, two for each device, as far as the rows allow (ubatch_size=None)"
+        return f"{2 * devices}, two for each device, or one for each row of fewer (ubatch_size=None)"
     if config.ubatch_size is None:
         return "the whole device batch at once (ubatch_size=None)"
     return f"{config.ubatch_size} rows at a time (ubatch_size={config.ubatch_size})"

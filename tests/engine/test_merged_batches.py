@@ -42,6 +42,14 @@ def test_cuts_are_at_the_borders_and_after_so_many_rows(merged, size, rows):
     assert len(RowCuts(None).of(rows)) == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(9, [2, 1, 1, 1, 1, 1, 1, 1]), (8, [1] * 8), (3, [1] * 3), (20, [3] * 4 + [2] * 4)]
+)
+def test_without_a_size_there_are_as_many_ubatches_as_asked_for(rows, sizes):
+    cuts = RowCuts(None, RowCuts.parts_for(4)).of(rows)
+    assert [stop - start for start, stop in cuts] == sizes and (cuts[0][0], cuts[-1][1]) == (0, rows)
+
+
 def test_what_is_cut_after_the_block_is_not_merged():
     cuts = RowCuts(None)
     with pytest.raises(KeyError), cuts.between((2, 3)):

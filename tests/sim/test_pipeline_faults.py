@@ -20,6 +20,7 @@ import pipelined
 from families import SMALL, batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.device.layer_device import LayerDevice
+from hf_l2l.hf.attach import attachment_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import enable_simulated_accelerator
@@ -219,6 +220,23 @@ def test_evaluation_and_generation_are_those_of_one_device():
             detach_l2l(model)
     one, three = ([t for n, t in found if n == count] for count in (1, 3))
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+
+
+@pytest.mark.parametrize(("family", "places"), [("t5", {}), ("bert", {"stash": "host", "boundary": "host"})])
+def test_micro_batches_of_two_sizes_have_the_gradients_of_one(family, places):
+    """Of 9 rows, 3 devices get 6 micro-batches: three of two rows, and three of one."""
+    found = []
+    for count in (1, 3):
+        model = model_of(family).eval()
+        eps = attach_l2l(model, L2LConfig(device=pipelined.devices(count), **places))
+        sizes = [stop - start for start, stop in attachment_of(model).cuts.of(9)]
+        assert sizes == ([2, 2, 2, 1, 1, 1] if count == 3 else [9])
+        model(**batch_for(model, rows=9)).loss.backward()
+        eps.synchronize()
+        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+        detach_l2l(model)
+    for three, one in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(three, one, rtol=1e-4, atol=1e-6)
 
 
 CHANGES: dict[str, Any] = {
