@@ -45,14 +45,16 @@ class PipelineTime(NamedTuple):
         return max(self.busy, key=lambda lane: self.busy[lane])
 
 
-class _Lane:
+class Lane:
+    """What does one thing after the other: a stream of a device, a link in one direction, a thread of the host."""
+
     def __init__(self) -> None:
         self.free_at = 0.0
         self.busy = 0.0
 
     def run(self, seconds: float, *after: float) -> float:
         """Begin when the lane is free and all of `after` is reached; returns the end."""
-        if seconds == 0:
+        if seconds == 0:  # it waits for nothing
             return max(after, default=0.0)
         self.free_at = max(self.free_at, *after) + seconds
         self.busy += seconds
@@ -61,9 +63,9 @@ class _Lane:
 
 @dataclass
 class _Device:
-    compute: _Lane = field(default_factory=_Lane)
-    upload: _Lane = field(default_factory=_Lane)
-    download: _Lane = field(default_factory=_Lane)
+    compute: Lane = field(default_factory=Lane)
+    upload: Lane = field(default_factory=Lane)
+    download: Lane = field(default_factory=Lane)
     begun: float = 0.0
     """When its present layer has begun, so that the upload of the next one may."""
     ended: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -89,7 +91,7 @@ class _Steps:
         self.devices = [_Device() for _ in range(devices)]
         self.passed = passed if devices > 1 else 0.0
         self.launch_s = launch
-        self.launch, self.update = _Lane(), _Lane()
+        self.launch, self.update = Lane(), Lane()
         self.updated = [0.0] * (len(layers) + 1)
         """When the masters outside the layers, and of each layer, have been updated."""
         self.begin = 0.0

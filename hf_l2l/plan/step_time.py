@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_l2l.pipeline.times import LayerSeconds
+from hf_l2l.pipeline.times import Lane, LayerSeconds
 from hf_l2l.probe.figures import HardwareFigures
 
 
@@ -112,20 +112,6 @@ class StepTime:
         return max(self.busy, key=lambda lane: self.busy[lane])
 
 
-class _Lane:
-    def __init__(self) -> None:
-        self.free_at = 0.0
-        self.busy = 0.0
-
-    def run(self, seconds: float, *after: float) -> float:
-        """Begin when the lane is free and all of `after` is reached; returns the end."""
-        if seconds == 0:  # it waits for nothing
-            return max(after, default=0.0)
-        self.free_at = max(self.free_at, *after) + seconds
-        self.busy += seconds
-        return self.free_at
-
-
 class _Steps:
     """Steps of one training, one after the other."""
 
@@ -133,7 +119,7 @@ class _Steps:
         self, layers: Sequence[Cost], shell: Cost, rates: Rates, ubatches: int, sums: int, *, prefetches: bool
     ) -> None:
         self.layers, self.shell, self.rates = layers, shell, rates
-        self.lanes = {name: _Lane() for name in ("compute", "upload", "download", "update")}
+        self.lanes = {name: Lane() for name in ("compute", "upload", "download", "update")}
         self.ubatches, self.sums, self.prefetches = ubatches, sums, prefetches
         self.updated = [0.0] * (len(layers) + 1)
         """When the masters of the shell, and of each layer, have been updated."""
