@@ -23,6 +23,7 @@ from hf_l2l.counts import (
     check_layer_count,
     check_num_threads,
     check_prefetch,
+    check_seconds,
     check_ubatch_size,
     is_whole_number,
 )
@@ -222,6 +223,11 @@ class L2LConfig(OptionNames):
         "most all cores but one, which is left to the thread that drives the device. A serial update has the threads "
         "of the program.",
     )
+    rank_timeout: float = _described(
+        10.0,
+        "Seconds within which all ranks of a launcher (torchrun, `accelerate launch`) have ended after one of them has "
+        "ended, or does not answer. One process alone has no other ranks.",
+    )
     trace: str | os.PathLike[str] | None = _described(
         None,
         "File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer "
@@ -255,6 +261,7 @@ class L2LConfig(OptionNames):
             check_folder_path(self.spill_dir, option("spill_dir"))
             object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
         check_num_threads(self.num_threads, option("num_threads"))
+        check_seconds(self.rank_timeout, option("rank_timeout"))
         check_budget(self.device_memory_budget, option("device_memory_budget"))
         if self.device_memory_budget == "off":
             object.__setattr__(self, "device_memory_budget", None)

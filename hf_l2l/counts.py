@@ -66,6 +66,15 @@ def check_num_threads(threads: int | None, name: str) -> None:
         )
 
 
+def check_seconds(seconds: float, name: str) -> None:
+    """Raise ValueError, which calls the option `name`, unless this is a time from 1 second to a day."""
+    is_number = isinstance(seconds, float) or is_whole_number(seconds)
+    if not is_number or not 1 <= seconds <= 86400:
+        raise ValueError(
+            f"{name} must be a number of seconds from 1 to 86400 (got {seconds!r}); leave it out for 10 seconds"
+        )
+
+
 def parsed_devices(value: object, name: str) -> int | list[int] | None:
     """What an option says that names devices: how many, or their indexes; None for "auto".
 

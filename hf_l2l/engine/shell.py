@@ -31,7 +31,7 @@ from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, KEPT_GRAPHS, SHELL
 from hf_l2l.model.batch_dims import RowCuts, batch_rows
 from hf_l2l.model.caches import warn_of_cache, without_use_cache
 from hf_l2l.model.precision import in_fp32
-from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
+from hf_l2l.optim.loss_scale import with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
 
@@ -253,19 +253,15 @@ class Shell:
                 if leaf is not None:
                     settle(leaf)
 
-    @property
-    def _scale(self) -> LossScale | None:
-        scale = self.eps.loss_scale
-        return scale if scale is not None and scale.is_dynamic else None
-
     def leaving(self, output: Any) -> Any:
-        """The return value for the program: with `cmp` in fp32, and its gradients are multiplied by the loss scale."""
-        scale = self._scale
+        """The return value for the program: with `cmp` in fp32, and its gradients are multiplied by the loss scale, or
+        by this rank's share."""
+        factor = self.eps.output_factor()
         self.is_leaving = True
         try:
             if self.eps.copies.precision.is_mixed:
                 output = in_fp32(output)
-            return output if scale is None else with_gradients_times(lambda: scale.value, output)
+            return output if factor is None else with_gradients_times(factor, output)
         finally:
             self.is_leaving = False
 
@@ -297,12 +293,12 @@ class Shell:
             if torch.is_grad_enabled():
                 warn_of_cache(module, args, kwargs)
                 args, kwargs = without_use_cache(module, args, kwargs)
-            given, scale = (args, kwargs), self._scale
+            given, factor = (args, kwargs), self.eps.output_factor()
             memory.begin_call(sum(t.numel() for t in inputs if isinstance(t, torch.Tensor)))
             with stream.span(self.device, "upload", "inputs"):
                 args, kwargs = to_device((args, kwargs), self.device)
-                if scale is not None:
-                    args, kwargs = with_gradients_times(lambda: 1 / scale.value, (args, kwargs))
+                if factor is not None:
+                    args, kwargs = with_gradients_times(lambda: 1 / factor(), (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             weights = self._plain_weights(module) if is_plain else self._upload(module)
             memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])

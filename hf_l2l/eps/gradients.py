@@ -60,6 +60,8 @@ class Gradients:
         """Of the first device."""
         self._lanes = {device: self.lane, **{each: stream.Lane(each, "download") for each in others}}
         """Of each device that layers run on."""
+        self.adds_apart = self.lane.is_stream
+        """Whether autograd must not add to sums: they are being downloaded, or other processes have them, too."""
         self.backwards = backwards
         self._arriving: list[Master] = []
         """Masters whose sums are being downloaded in this backward."""
@@ -144,7 +146,7 @@ class Gradients:
             nodes: returns the nodes that add to the gradients of masters; none of them has run in this backward.
         """
         with without_interception():
-            if not self.lane.is_stream or all([p.grad is None for p in self.masters.parameters]):
+            if not self.adds_apart or all([p.grad is None for p in self.masters.parameters]):
                 return
             for node in nodes():
                 p = leaf_variable(node)

@@ -35,7 +35,7 @@ def unseen(units: Sequence[T], what: str) -> Iterable[T]:
     return units
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What of a group of masters is to be in page-locked memory."""
 
     group: Sequence[Master]
@@ -116,7 +116,7 @@ class HostMemory:
             for unit in self.masters.layer_units:
                 unit.upload_block = block_of([part for m in unit.masters for part in m.upload_parts], unit.layout)
 
-    def _plan(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> _Plan:
+    def _plan(self, group: Sequence[Master], sharing: set[torch.Tensor]) -> Plan:
         """What of a group is to be in page-locked memory: masters that can be moved, and copies of others."""
         precision = self.masters.precision
         chosen: list[tuple[Master, int]] = []
@@ -136,9 +136,9 @@ class HostMemory:
                     chosen.append((master, number))
                     with without_interception():
                         likes.append(torch.empty_like(part, dtype=dtype, device="meta", requires_grad=False))
-        return _Plan(group, chosen, copied, Layout(likes))
+        return Plan(group, chosen, copied, Layout(likes))
 
-    def _place(self, plan: _Plan, pages: Pages) -> None:
+    def _place(self, plan: Plan, pages: Pages) -> None:
         """Use `pages` for all that is uploaded of a group: masters, which move there, and copies of others.
 
         Masters stay where they are if the device has refused to page-lock the pages.
@@ -177,7 +177,7 @@ class HostMemory:
             if not missing.isdisjoint(unit.masters):
                 missing.update(unit.trained_masters)
         groups = self._groups(missing) if missing else []
-        layouts = [_gradient_layout(group) for group in groups]
+        layouts = [gradient_layout(group) for group in groups]
         new = self._new_pages([layout.num_bytes for layout in layouts], "gradients")
         for group, layout, pages in zip(groups, layouts, new, strict=True):
             for master, (part, room) in zip(group, placed(pages, layout), strict=True):
@@ -300,14 +300,14 @@ class SmallTensors:
 def _find_gradient_block(unit: MasterUnit) -> None:
     """Record whether all gradients of a layer can be downloaded in one copy."""
     trained = unit.trained_masters
-    block = block_of([m.gradient_part for m in trained], _gradient_layout(trained))
+    block = block_of([m.gradient_part for m in trained], gradient_layout(trained))
     dtypes = {(m.gradient_like.dtype, m.dtype) for m in trained}
     unit.gradients_are_rounded = dtypes == {(torch.bfloat16, torch.float32)}
     alike = unit.gradients_are_rounded or all(on_host == on_device for on_host, on_device in dtypes)
     unit.gradient_block = block if alike else None
 
 
-def _gradient_layout(masters: Sequence[Master]) -> Layout:
+def gradient_layout(masters: Sequence[Master]) -> Layout:
     """Places on the host for gradients, in the order of those on the device, element by element.
 
     Gradients kept in 16 bits then begin at half the bytes, so that all sums of a layer are rounded and copied at once.

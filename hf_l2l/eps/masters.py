@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,8 @@ class Master(Pending):
         self.is_resident = parameter.device not in (stream.HOST, _META)
         """Whether it is on the device, where it is updated: nothing of it travels."""
         self.dtype = parameter.dtype
+        self.owner = 0
+        """The rank that updates it, of those that train the model together."""
         self.saving: Saving | None = None
         """What must have its values before they change."""
         self.update: Update | None = None
@@ -203,6 +206,8 @@ class MasterUnit(LayerUnit):
         self.gradient_block: Block | None = None
         """Host memory for all its gradients, element by element in the order of `gradient_layout`; None if they lie
         apart."""
+        self.items_found: Any = None
+        """What ranks add up at once of its gradients (see `shared_eps.items`)."""
         self.gradients_are_rounded = False
         """Whether all of them are float32 on the device, and bfloat16 in that memory."""
 

@@ -138,6 +138,16 @@ class Vote:
         self._result = None
         self._stepped.clear()
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the vote on this step is over."""
+        return self._result is not None
+
+    @property
+    def is_vetoed(self) -> bool:
+        """Whether the loss of this step is not finite."""
+        return self._vetoed
+
     def veto(self) -> None:
         """Vote against this step, whatever its gradients are: the loss is not finite."""
         self._result, self._vetoed = None, True

@@ -32,6 +32,8 @@ class Pending:
 
     guards_grad = True
     """If False, `before_grad` is never called."""
+    refuses_writes = False
+    """If False, `before_write` is never called."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Called before an operation uses the values. It may `let_go` of the tensor, which ends the calls."""
@@ -42,6 +44,9 @@ class Pending:
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         """Called before `tensor.grad` is read or written."""
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Called before an operation writes to the tensor."""
 
 
 class _Held(torch.Tensor):
@@ -68,6 +73,8 @@ class _Held(torch.Tensor):
             with without_interception():
                 return func(*args, **kwargs)
         held = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Held)]
+        if any([getattr(pending_of(tensor), "refuses_writes", False) for tensor in held]):
+            _refuse_writes(func, args, kwargs)
         for tensor in held:
             settle(tensor)
         if not any(isinstance(tensor, _Held) for tensor in held):
@@ -84,6 +91,16 @@ class _Held(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
+
+
+def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Tell what is pending for the held tensors that `func` writes to, by the names that torch gives to functions."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") if not name.endswith("__") else name.startswith("__i") or name == "__setitem__"
+    for tensor in pytree.tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
+        pending = pending_of(tensor) if isinstance(tensor, _Held) else None
+        if pending is not None and pending.refuses_writes:
+            pending.before_write(tensor)
 
 
 class _HeldParameter(_Held, nn.Parameter):
@@ -192,6 +209,10 @@ def secure(masters: Sequence[Saved]) -> None:
         saving.secure(masters)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Update:
     """An update of some masters on a thread of the worker."""
 
@@ -202,6 +223,8 @@ class Update:
         """True for an eager update until `optimizer.step()` is called."""
         self.made = False
         """True after the update has succeeded."""
+        self.when_made: Callable[[], None] = _nothing
+        """Called then, first."""
 
     def wait(self) -> None:
         """Wait until the update has finished or failed; raises what `Task.wait` raises."""

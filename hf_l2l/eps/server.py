@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from hf_l2l.compat import without_interception
-from hf_l2l.config import L2LConfig, update_mode
+from hf_l2l.config import L2LConfig
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory, Progress, unseen
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
@@ -34,21 +34,13 @@ from hf_l2l.model.residency import LayerPlace, state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
+from hf_l2l.ranks.team import refuse_other_group
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-
-
-def refuse_several_processes() -> None:
-    """Raise ValueError in a process group of more than one: gradients are not summed over its processes."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"L2L trains in one process (got a process group of {distributed.get_world_size()}); start the script "
-            "with python, without torchrun or `accelerate launch`"
-        )
 
 
 class EagerParamServer:
@@ -84,29 +76,33 @@ class EagerParamServer:
         self.model = model
         self.device = device
         self.masters = Masters(model, layers, precision, places)
-        self.memory = HostMemory(device, self.masters, progress)
+        self.memory = self._make_memory(progress)
         self.timeline = timeline or Timeline(device, model)
         self.backwards = Backwards()
         self.backwards.call(at_end=self.timeline.end_backward, at_failure=self.timeline.end_backward)
         self.copies = Copies(self.masters, self.memory)
         others = [memory.device for memory in self.timeline.ledger.on_device.each[1:]]
-        self.gradients = Gradients(device, self.masters, self.memory, self.backwards, others)
-        self.updates = Updates(
-            self.masters,
-            self.gradients,
-            self.timeline,
-            self.copies,
-            mode=update_mode(config.eps_update, device),
-            num_threads=config.num_threads,
-            moment_dtype=config.moment_dtype,
-            is_accumulating=is_accumulating,
-        )
+        self.gradients = self._make_gradients(others)
+        self.updates = self._make_updates(config, is_accumulating)
         self.vote = Vote(self.masters, loss_scale)
         self.saving: Saving | None = None  # a checkpoint, in the background
         self.ledger = self.timeline.ledger
         self._register()
         if loss_scale is not None:
             loss_scale.may_step = self.may_step
+
+    # The parts that are of another kind in an EPS of several ranks.
+
+    def _make_memory(self, progress: Progress) -> HostMemory:
+        return HostMemory(self.device, self.masters, progress)
+
+    def _make_gradients(self, others: Sequence[torch.device]) -> Gradients:
+        return Gradients(self.device, self.masters, self.memory, self.backwards, others)
+
+    def _make_updates(self, config: L2LConfig, is_accumulating: Callable[[], bool]) -> Updates:
+        return Updates(
+            self.masters, self.gradients, self.timeline, self.copies, config, is_accumulating=is_accumulating
+        )
 
     def _register(self) -> None:
         """Tell the ledger what to count."""
@@ -180,13 +176,22 @@ class EagerParamServer:
         self.updates.check()
         self.masters.start_call()
         if torch.is_grad_enabled():
-            refuse_several_processes()  # the group may have been made after the model was attached
+            self.refuse_group()
             self.updates.start_forward()
         self.timeline.start_forward()
         if self.lane.is_stream:
             self.memory.adopt()
             if torch.is_grad_enabled():
                 self.memory.take_gradients()
+
+    def refuse_group(self) -> None:
+        """Raise ValueError if there is a process group of several, which was made after the model was attached."""
+        refuse_other_group(1)
+
+    def output_factor(self) -> Callable[[], float] | None:
+        """What the gradients of the model's outputs are multiplied by; None for 1."""
+        scale = self.loss_scale
+        return (lambda: scale.value) if scale is not None and scale.is_dynamic else None
 
     def _refuse_without_optimizer(self) -> None:
         if self.updates.optimizers:
@@ -328,10 +333,13 @@ class EagerParamServer:
             )
         norm = self.grad_norm()
         if self._vote(lambda: norm):
-            # Gradients kept in 16 bits are scaled when the update converts them to fp32.
-            later = (self.updates.mode == "deferred" and self.masters.has_streamed) or self.updates.in_parts
-            clip(self.masters.parameters, norm, float(max_norm), later=later)
+            self._clip(norm, float(max_norm))
         return norm
+
+    def _clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        # Gradients kept in 16 bits are scaled when the update converts them to fp32.
+        later = (self.updates.mode == "deferred" and self.masters.has_streamed) or self.updates.in_parts
+        clip(self.masters.parameters, norm, max_norm, later=later)
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """Check that `optimizer` can update the masters, and make its `step()` update them as `eps_update` says.

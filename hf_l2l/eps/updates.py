@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_interception
-from hf_l2l.config import Mode, MomentDtype
+from hf_l2l.config import L2LConfig, Mode, update_mode
 from hf_l2l.eps.eager import EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
@@ -70,21 +70,21 @@ class Updates:
         gradients: Gradients,
         timeline: Timeline,
         copies: Copies,
+        config: L2LConfig,
         *,
-        mode: Mode,
-        num_threads: int | None,
         is_accumulating: Callable[[], bool],
-        moment_dtype: MomentDtype,
     ) -> None:
         """`is_accumulating` returns True in a backward if another one follows before the step."""
-        self.rounds = moment_dtype == "bf16"
+        self.rounds = config.moment_dtype == "bf16"
         """True if state on the host is kept in bfloat16."""
         self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
+        self.always_splits = False
+        """Whether optimizers never update all layers at once."""
         self.steps = 0
         """Steps of the first optimizer so far, including skipped ones."""
-        self.mode = mode
-        self.worker = Worker(num_threads)
+        self.mode: Mode = update_mode(config.eps_update, gradients.device)
+        self.worker = Worker(config.num_threads)
         self.masters = masters
         self._modes = Modes.current()
         self._gradients = gradients
@@ -114,7 +114,8 @@ class Updates:
             self._retire_others(optimizer)
             return None
         is_mixed, is_eager = self.masters.has_resident and self.masters.has_streamed, self.mode == "eager"
-        in_background = self.in_parts or is_eager or (self.mode == "deferred" and self.masters.has_streamed)
+        is_later = self.mode == "deferred" and self.masters.has_streamed
+        in_background = self.in_parts or self.always_splits or is_eager or is_later
         splits = (in_background or is_mixed) and can_split(
             optimizer, eager=is_eager, in_parts=self.in_parts, has_resident=is_mixed
         )
@@ -288,7 +289,7 @@ class Updates:
                 for what, masters in self.masters.parts(on_host):
                     unchecked = [norms[m] for m in masters if m in norms] if norms is not None else []
                     check = partial(check_finite, unchecked, self.steps + 1, f"the update of {what}")
-                    update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+                    update = self._new_update(what, masters, optimizer, in_step)
                     part = step.part([m.parameter for m in masters])
                     factors = taken_factors((m.parameter, gradients[m]) for m in masters)
                     for master in masters:
@@ -302,6 +303,10 @@ class Updates:
                     self._begun.append(update.task)
             if resident:
                 self._update_on_device(step, {master: gradients[master] for master in resident})
+
+    def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
+        """The record of an update of these masters that is about to begin."""
+        return Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
 
     def _update_on_device(self, step: SplitStep, gradients: Mapping[Master, torch.Tensor]) -> None:
         """Update resident masters, on the current stream.
@@ -391,6 +396,7 @@ def carry_out(
         check()
         part.run(factors, allocated)
         copies.renew(masters)
+    update.when_made()
     update.made = True
     if not update.in_step:
         Master.end_update(masters)

@@ -29,7 +29,7 @@ from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.shell import Shell
-from hf_l2l.eps.server import EagerParamServer, refuse_several_processes
+from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.hooks import REPLACED, CallWatch, L2LHook, Runner
 from hf_l2l.hf.preparation import (
     changes_of,
@@ -53,9 +53,11 @@ from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.option_names import option
 from hf_l2l.plan.planner import Plan
+from hf_l2l.ranks.team import met_team, refuse_launcher_without_group
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
 from hf_l2l.runtime import stream
+from hf_l2l.shared_eps.server import eps_type
 from hf_l2l.stash.tiers import Tiers, spill_file
 
 _ATTRIBUTE = "_l2l"
@@ -237,7 +239,7 @@ def attach_with_losses(model: nn.Module, losses: Sequence[nn.Module], config: L2
 def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> EagerParamServer:
     """Attach a model that is not attached, with these options as they are; see `attach_l2l`."""
     check_attachable(model)
-    refuse_several_processes()
+    refuse_launcher_without_group()
     stacks = find_stacks(model, config.layer_classes)
     if not stacks:
         raise ValueError(
@@ -303,7 +305,7 @@ def _attach(
     layers, device = list(places), devices[0]
     timeline = Timeline(device, model, layers, config.trace, devices[1:])
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
-    eps = EagerParamServer(
+    eps = eps_type(met_team(config.rank_timeout))(
         model,
         device,
         config,

@@ -188,10 +188,12 @@ class Layout:
 class Block:
     """Pages that hold the tensors of one layout, so that all of them can be copied at once. It does not keep them."""
 
-    def __init__(self, pages: Pages, layout: Layout) -> None:
+    def __init__(self, pages: Pages, layout: Layout, at: int = 0) -> None:
+        """From byte `at` of the pages on."""
         self.layout = layout
         self._pages = weakref.ref(pages)
-        start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        self._at = at
+        start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr() + at
         self.addresses = [start + each.start if each.stop > each.start else 0 for each in layout.pieces]
         """Of the tensors; 0 for one without elements."""
 
@@ -202,7 +204,7 @@ class Block:
         if pages is None:
             return None
         with torch.inference_mode(False):
-            return torch.frombuffer(pages, dtype=torch.uint8, count=self.layout.num_bytes)
+            return torch.frombuffer(pages, dtype=torch.uint8, count=self.layout.num_bytes, offset=self._at)
 
 
 class BlockPart(NamedTuple):
@@ -217,10 +219,11 @@ class BlockPart(NamedTuple):
         return self.block.layout.pieces[self.number]
 
 
-def placed(pages: Pages, layout: Layout) -> list[tuple[BlockPart, Room]]:
-    """A block of these pages: the place and the memory of each tensor of the layout."""
-    block = Block(pages, layout)
-    return [(BlockPart(block, i), Room(pages, each.start, each.stop)) for i, each in enumerate(layout.pieces)]
+def placed(pages: Pages, layout: Layout, at: int = 0) -> list[tuple[BlockPart, Room]]:
+    """A block of these pages, from byte `at` on: the place and the memory of each tensor of the layout."""
+    block = Block(pages, layout, at)
+    rooms = [Room(pages, at + each.start, at + each.stop) for each in layout.pieces]
+    return [(BlockPart(block, number), room) for number, room in enumerate(rooms)]
 
 
 def block_of(parts: Iterable[BlockPart | None], layout: Layout) -> Block | None:

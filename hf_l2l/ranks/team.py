@@ -1,0 +1,205 @@
+"""Ranks of one host meet, get connected, and share memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch import distributed
+
+from hf_l2l.ranks.peers import Peers
+from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
+
+BARRIER, MEMORY = 3, 4
+"""Kinds of messages of this module."""
+FIRST_FREE_KIND = 5
+"""Kinds from here on are of other modules."""
+
+_MEETS_WITHIN_S = 300.0
+"""Ranks load models of different speed of disks, and do other work, before they are attached."""
+_CREDENTIALS = struct.Struct("3i")
+_NUMBER = struct.Struct("<I")
+
+
+class _Introduction(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    host: str
+    address: str
+    """Of the socket at which it can be reached: an abstract one, which is in no file system."""
+
+
+def launched_processes() -> int:
+    """How many processes a launcher such as torchrun has started, as the environment says; 1 without one."""
+    number = os.environ.get("WORLD_SIZE", "1")
+    return int(number) if number.isdigit() else 1
+
+
+def process_group_size() -> int:
+    """How many processes the process group has; 1 without one."""
+    is_there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_there else 1
+
+
+def refuse_other_group(size: int) -> None:
+    """Raise ValueError if the process group does not have `size` processes, as when the model was attached."""
+    if process_group_size() != size:
+        raise ValueError(
+            f"a process group is made before the model is attached (got one of {process_group_size()} afterwards); "
+            "call torch.distributed.init_process_group() first, or make the Accelerator, then attach_l2l"
+        )
+
+
+def refuse_launcher_without_group() -> None:
+    """Raise ValueError if a launcher has started several processes that know nothing of each other."""
+    if launched_processes() > 1 and process_group_size() == 1:
+        raise ValueError(
+            f"processes of a launcher train one model (got {launched_processes()} by torchrun or another launcher, and "
+            "no process group); call torch.distributed.init_process_group(), or make an Accelerator, before attach_l2l"
+        )
+
+
+def met_team(timeout_s: float) -> Team | None:
+    """The ranks of the process group, which all call this; None for one process."""
+    refuse_launcher_without_group()
+    return Team.met(timeout_s) if process_group_size() > 1 else None
+
+
+class Team:
+    """The ranks of one process group that train one model on one host, seen from one of them."""
+
+    def __init__(self, peers: Peers, files: dict[int, socket.socket]) -> None:
+        """`files` has the sockets over which descriptors of memory pass: of rank 0 to each other one."""
+        self.peers = peers
+        self.rank = peers.rank
+        self.size = len(peers.ranks)
+        self._files = files
+        self._barriers = 0
+        self._shared = 0
+
+    @classmethod
+    def met(cls, timeout_s: float) -> Team:
+        """Meet the other ranks of the process group. All of them call this.
+
+        Raises:
+            ValueError: if they are on several hosts, or this system has no such memory.
+            RuntimeError: if a process of another user answers.
+        """
+        if not IS_AVAILABLE:
+            raise ValueError(
+                "several ranks share memory that only Linux has (got another system); train in one process, which "
+                "uses all visible devices"
+            )
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=_MEETS_WITHIN_S))
+        with ExitStack() as stack:
+            server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+            server.settimeout(_MEETS_WITHIN_S)
+            address = f"hf_l2l-{secrets.token_hex(16)}"
+            server.bind(f"\0{address}")
+            server.listen(2 * size)
+            found: list[Any] = [None] * size
+            distributed.all_gather_object(found, tuple(_Introduction(_host(), address)), group=group)
+            all_ranks = [_Introduction(*each) for each in found]
+            hosts = {each.host for each in all_ranks}
+            if len(hosts) > 1:
+                raise ValueError(
+                    f"the ranks of one model must be on one host, where they share its weights (got {size} ranks on "
+                    f"{len(hosts)} hosts, or in containers apart); start them on one"
+                )
+            connected = _connected(rank, all_ranks, server)
+            distributed.barrier(group=group)  # all have connected before a server is closed
+        distributed.destroy_process_group(group)
+        return cls(Peers(rank, connected[0], timeout_s), connected[1])
+
+    def barrier(self, why: str) -> None:
+        """Wait until all ranks have called this; `why` says what for."""
+        self._barriers += 1
+        self.peers.gather(BARRIER, self._barriers, b"", why)
+
+    def share(self, num_bytes: int, what: str) -> SharedPages:
+        """Memory of all ranks, all zero; all of them call this with the same arguments.
+
+        Raises:
+            RuntimeError: if the ranks do not agree on the arguments.
+        """
+        self._shared += 1
+        asked = f"{num_bytes} bytes for {what}"
+        found = self.peers.gather(MEMORY, self._shared, asked.encode(), f"ranks share memory for {what}")
+        other = next((rank for rank, theirs in found.items() if theirs != asked.encode()), None)
+        if other is not None:
+            raise RuntimeError(
+                f"all ranks must attach the same model with the same options (got {asked} on rank {self.rank}, and "
+                f"{found[other].decode()} on rank {other}); load the same model in each"
+            )
+        size = whole_pages(num_bytes)
+        if self.rank == 0:
+            descriptor = new_file(size)
+            for to in self._files.values():
+                socket.send_fds(to, [b"m"], [descriptor])
+        else:
+            self.peers.check()
+            _, descriptors, _, _ = socket.recv_fds(self._files[0], 1, 1)
+            if len(descriptors) != 1:
+                self.peers.wait(lambda: False, f"rank 0 shares memory for {what}")
+            descriptor = descriptors[0]
+            check_file(descriptor, size)
+        try:
+            return SharedPages(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Leave the others."""
+        self.peers.close()
+        for each in self._files.values():
+            each.close()
+
+
+def _host() -> str:
+    """What processes have in common that can reach each other's abstract sockets: the system, and its network."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _connected(
+    rank: int, all_ranks: list[_Introduction], server: socket.socket
+) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+    """Connect to each other rank: sockets for messages, and those of rank 0 for descriptors."""
+    messages: dict[int, socket.socket] = {}
+    files: dict[int, socket.socket] = {}
+    for other in range(rank):  # the later rank connects
+        for kind, found in ((0, messages), (1, files)):
+            if kind == 1 and other != 0:
+                continue
+            to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            to.settimeout(_MEETS_WITHIN_S)
+            to.connect(f"\0{all_ranks[other].address}")
+            _check_user(to)
+            to.send(_NUMBER.pack(rank * 2 + kind))
+            to.settimeout(None)
+            found[other] = to
+    for _ in range((len(all_ranks) - 1 - rank) * (2 if rank == 0 else 1)):
+        to, _ = server.accept()
+        to.settimeout(_MEETS_WITHIN_S)
+        _check_user(to)
+        other, kind = divmod(*_NUMBER.unpack(to.recv(_NUMBER.size)), 2)
+        to.settimeout(None)
+        (files if kind else messages)[other] = to
+    return messages, files
+
+
+def _check_user(to: socket.socket) -> None:
+    """Raise RuntimeError unless a process of the same user is at the other end."""
+    found = to.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    if user != os.getuid():
+        raise RuntimeError(
+            f"ranks that share memory must belong to one user (got a process of user {user}, and this one is of "
+            f"{os.getuid()}); start all ranks as one user"
+        )

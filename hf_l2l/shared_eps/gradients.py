@@ -1,0 +1,387 @@
+"""Gradient sums of several ranks: each lands in shared memory, and its owner adds those of all ranks.
+
+A sum over ranks has the bits of one process that accumulates the same batches one after the other: the ranks are
+added in their order, each as a whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from hf_l2l.compat import without_interception
+from hf_l2l.eps.gradients import Gradients, Sums
+from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.eps.pending import PendingSum, hold
+from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
+from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.backward_callbacks import Backwards
+from hf_l2l.runtime.worker import EngineFailedError
+from hf_l2l.shared_eps.items import Item, Items
+from hf_l2l.shared_eps.reduction import Landed, Landing, Reducer, bits_of
+
+LATE, REDUCED = FIRST_FREE_KIND + 1, FIRST_FREE_KIND + 2
+"""Kinds of messages: items of which there are more gradients at the end of a backward; all sums are complete."""
+
+
+class SharedSum(PendingSum):
+    """What is pending for a sum in `p.grad` that all ranks have in one memory."""
+
+    refuses_writes = True
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        """Scale a copy that this rank alone has; the memory of all ranks is never written by the program."""
+        factor, self.factor = self.factor, None
+        if factor is not None:
+            with without_interception(), torch.no_grad():
+                tensor.set_(tensor * factor)  # type: ignore[call-overload]
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        raise RuntimeError(
+            "p.grad of several ranks is one tensor in shared memory, to which each of them would write (got an "
+            "operation that changes it, as torch.nn.utils.clip_grad_norm_ does); clip with eps.clip_grad_norm_(max_norm)"
+            ", and drop gradients with zero_grad(set_to_none=True)"
+        )
+
+
+class SharedGradients(Gradients):
+    """Receives the gradient sums of this rank, and holds those of all ranks in `p.grad`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        masters: Masters,
+        memory: HostMemory,
+        backwards: Backwards,
+        others: Sequence[torch.device] = (),
+        *,
+        team: Team,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(device, masters, memory, backwards, others)
+        self.adds_apart = True
+        self.team = team
+        self._timeline = timeline
+        self._items: Items | None = None
+        self._landing: Landing | None = None
+        self._reducer: Reducer | None = None
+        self._placed_at = 0
+        """`masters.changes` when items and slots were made."""
+        self._private: dict[Master, torch.Tensor] = {}
+        """Gradients of this backward that cannot land yet: host tensors, complete at the end of the lanes' work."""
+        self._continuing: set[Master] = set()
+        """Masters that had a sum before this backward."""
+        self._next = 0
+        """How many items of the order have landed, or been passed over."""
+        self._completed: list[int] = []
+        """Numbers of the items in the order in which they were complete."""
+        self._roots = 0
+        """Calls of the model since the last backward ended."""
+        self._backwards = 0
+        self._has_begun = False
+        self._sums: dict[Master, torch.Tensor] = {}
+        self._failed = False
+        self.norms: torch.Tensor | None = None
+        """Shared memory: the norm of each gradient sum by the number of its parameter in the model."""
+
+    # ---- before a backward
+
+    def start_call(self) -> None:
+        """A call of the model begins whose graph may have a backward.
+
+        Raises:
+            EngineFailedError: if a backward of this rank has failed, for which the others wait.
+        """
+        self._refuse_failed()
+        if self._placed_at != self.masters.changes:
+            self._placed_at = self.masters.changes
+            self._make_items()
+        self._roots += 1
+
+    def _refuse_failed(self) -> None:
+        if self._failed:
+            raise EngineFailedError(
+                "a backward of this rank has failed, and the other ranks have ended: a batch cannot be left out on one "
+                "rank alone. Start all ranks again, from the last checkpoint"
+            )
+
+    def _make_items(self) -> None:
+        self.release()
+        self._items = Items(self.masters)
+        self._landing = Landing(self.team, self._items.slot_bytes, self.device)
+        count = len(self.masters.parameters)
+        pages = self.team.share(8 * count, "norms of gradients")
+        self.norms = pages.bytes_at(0, 8 * count).view(torch.float64)
+        reducer = Reducer(self.team, self._landing, self._sum_of, self.norms, self._timeline.host_works)
+        reducer.numbers = {master: number for number, master in enumerate(self.masters.all())}
+        self._reducer, self._sums = reducer, {}
+
+    def expect(self, unit: MasterUnit) -> None:
+        """A call of `unit` is in a graph, from which its masters may get gradients."""
+        for item in self._found[0].of_unit(unit):
+            item.calls += 1
+
+    @property
+    def _found(self) -> tuple[Items, Reducer]:
+        assert self._items is not None and self._reducer is not None, "made before the first forward"
+        return self._items, self._reducer
+
+    def _sum_of(self, master: Master) -> torch.Tensor:
+        """The shared sum of a master: the same tensor each time."""
+        total = self._sums.get(master)
+        if total is None:
+            part, room = master.gradient_part, master.gradient_room
+            assert part is not None and room is not None, "allocated before the first forward"
+            total = self._sums[master] = room.tensor_of(part.piece)
+        return total
+
+    # ---- in a backward
+
+    @torch.no_grad()
+    def receive(self, sums: Sums, unit: MasterUnit | None = None, flat: torch.Tensor | None = None) -> None:
+        """Take gradients of one call of a layer, or one of another parameter; see `EagerParamServer.receive`."""
+        self.backwards.join()
+        self._begin()
+        items = self._found[0]
+        self._refuse_unfit(sums)
+        touched = items.of_unit(unit) if unit is not None else [items.of[master] for master, _ in sums]
+        for item in touched:
+            item.arrivals += 1
+        device = next((each.device for _, each in sums if each.device in self._lanes), self.device)
+        complete = stream.record(device) if self.lane.is_stream else None
+        lane = self.lane_of(device) if self.lane.is_stream else self.lane
+        of = sums[0][0].parameter if sums else ""
+        item = touched[0] if len(touched) == 1 else None
+        direct = item is not None and item is not items.small and self._is_next(item, unit is not None)
+        number_and_slot = self._found[1].slot(item.name) if direct and item is not None else None
+        with lane.entered(), without_interception(), stream.span(device, "download", of):
+            stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
+            for point in self._submitted() if self._private else ():  # what is added to may come from another device
+                stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, on=device)
+            if self.lane.is_stream:
+                stream.keep_until_done(device, [flat] if flat is not None else [gradient for _, gradient in sums])
+            if number_and_slot is not None and item is not None:
+                self._land_from(item, dict(sums), flat, number_and_slot, lane)
+            else:
+                for master, gradient in sums:
+                    self._keep(master, gradient)
+        self._advance()
+
+    def _begin(self) -> None:
+        """The first gradients of a backward have come."""
+        self._refuse_failed()
+        self._found[1].check()
+        if self._has_begun:
+            return
+        self._has_begun = True
+        with without_interception():
+            for master in self.masters.on_host():
+                grad = master.parameter.grad
+                if grad is not None and grad is not self._sums.get(master):
+                    raise RuntimeError(
+                        f"p.grad of several ranks is made by backward (got a gradient of {master.name} that the "
+                        "program has set); call zero_grad(set_to_none=True) before backward"
+                    )
+                if grad is not None:
+                    self._continuing.add(master)
+
+    def _refuse_unfit(self, sums: Sums) -> None:
+        sparse = next((m for m, gradient in sums if gradient.layout is not torch.strided), None)
+        if sparse is not None:
+            raise ValueError(
+                f"ranks add dense gradients (got a sparse one of {sparse.name}); make the embedding with sparse=False"
+            )
+
+    def _is_next(self, item: Item, of_layer: bool) -> bool:
+        """Whether all items before it have landed, so that the gradients can land as they come; lands those that
+        need not be waited for."""
+        expected = item.calls if of_layer else self._roots
+        if item.arrivals != 1 or expected > 1 or item.has_landed or not self._private.keys().isdisjoint(item.masters):
+            return False
+        order = self._found[0].order
+        place = order.index(item, self._next)
+        if any(each.calls > each.arrivals for each in order[self._next : place]):
+            return False
+        for each in order[self._next : place]:
+            self._land(each)
+        self._next = place + 1
+        self._completed.append(item.number)
+        return True
+
+    def _land_from(
+        self,
+        item: Item,
+        gradients: dict[Master, torch.Tensor],
+        flat: torch.Tensor | None,
+        number_and_slot: tuple[int, torch.Tensor],
+        lane: stream.Lane,
+    ) -> None:
+        """Start to download all gradients of an item to the slot of this rank, on the lane, which is entered."""
+        item.has_landed = True
+        number, slot = number_and_slot
+        reducer, layout = self._found[1], item.layout
+        bits = bits_of(item, gradients.keys() & set(item.masters), self._continuing)
+        if layout.num_bytes <= slot.numel():
+            if flat is not None and flat.numel() == layout.num_bytes:
+                slot[: layout.num_bytes].copy_(flat, non_blocking=True)
+            else:
+                for master, view in zip(item.masters, layout.views(slot), strict=True):
+                    if master in gradients:
+                        view.copy_(gradients[master], non_blocking=True)
+            reducer.land(Landed(number, item, 0, layout.num_bytes, bits, lane.record()))
+            return
+        piece = layout.pieces[0]
+        whole = gradients.get(item.masters[0])
+        if whole is not None and piece.stride is not None and whole.stride() != piece.stride:
+            whole = torch.empty_strided(piece.shape, piece.stride, dtype=piece.dtype, device=whole.device).copy_(whole)
+        for part, (start, stop) in enumerate(item.pieces(slot.numel())):
+            if part:
+                number, slot = reducer.slot(item.name)
+            if whole is not None:
+                first, last = start // whole.element_size(), stop // whole.element_size()
+                flattened = whole.as_strided((whole.numel(),), (1,))[first:last]
+                slot[: stop - start].view(piece.dtype).copy_(flattened, non_blocking=True)
+            reducer.land(Landed(number, item, start, stop, bits, lane.record()))
+
+    def _keep(self, master: Master, gradient: torch.Tensor) -> None:
+        """Add a gradient to what this rank alone has of it, on the lane."""
+        before = self._private.get(master)
+        if not self.lane.is_stream:
+            self._private[master] = stream.download(gradient) if before is None else before.add_(gradient)
+            return
+        if before is None:
+            before = self._private[master] = torch.empty_like(master.gradient_like, dtype=gradient.dtype, device="cpu")
+        else:
+            gradient = gradient + before.to(gradient.device, non_blocking=True)
+        before.copy_(gradient, non_blocking=True)
+
+    def _advance(self) -> None:
+        """Land all items of which the gradients are complete, in the order on which the ranks agree."""
+        items, _ = self._found
+        order = items.order
+        while self._next < len(order):
+            waiting = [
+                place
+                for place, item in enumerate(order[self._next :], self._next)
+                if not self._private.keys().isdisjoint(item.masters) and self._is_complete(item)
+            ]
+            if not waiting or any(each.calls > each.arrivals for each in order[self._next : waiting[0]]):
+                return
+            for each in order[self._next : waiting[0] + 1]:
+                self._land(each)
+            self._completed.append(order[waiting[0]].number)
+            self._next = waiting[0] + 1
+
+    def _is_complete(self, item: Item) -> bool:
+        if item is self._found[0].small:
+            return False  # its parameters come one by one
+        return item.arrivals >= (item.calls if item.is_layer else max(1, self._roots))
+
+    def _land(self, item: Item) -> None:
+        """Land what this rank has of an item: on the host, or nothing."""
+        for point in self._submitted() if self._private else ():
+            stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        found = {m: self._private.pop(m) for m in item.masters if m in self._private}
+        slot = self._found[1].slot(item.name)
+        with self.lane.entered(), without_interception():
+            self._land_from(item, found, None, slot, self.lane)
+
+    # ---- at its end
+
+    @torch.no_grad()
+    def _publish(self, *, in_backward: bool = False) -> None:
+        """Wait until all ranks have added their shares, and let `p.grad` be the sums."""
+        if self._items is None:
+            return
+        self._begin()
+        items, reducer = self._found
+        self._backwards += 1
+        self._take_from_program()
+        for item in items.order[self._next :]:
+            self._land(item)
+        self._next = len(items.order)
+        self._land_late(items)
+        reducer.finish()
+        content = struct.pack(f"<{len(self._completed)}I", *self._completed)
+        why = "all ranks have added their share of the gradients"
+        found = self.team.peers.gather(REDUCED, self._backwards, content, why)[0]
+        items.reorder(struct.unpack(f"<{len(found) // 4}I", found))
+        self._let_go()
+        self._set_grads(reducer)
+        self._end()
+
+    def _land_late(self, items: Items) -> None:
+        """Land gradients that came after their item had landed, on the ranks that have some."""
+        mine = sorted({items.of[master].number for master in self._private})
+        content = struct.pack(f"<{len(mine)}I", *mine)
+        found = self.team.peers.gather(LATE, self._backwards, content, "all ranks are at the end of their backward")
+        late = {number for each in found.values() for number in struct.unpack(f"<{len(each) // 4}I", each)}
+        if late:
+            self._found[1].finish()
+            self._continuing = self._continuing | self._found[1].has_sum
+        for number in sorted(late):
+            self._land(items.all[number])
+
+    def _take_from_program(self) -> None:
+        """Take the gradients that autograd has computed for a loss which uses masters directly."""
+        added, self._added_at_end = self._added_at_end, []
+        with without_interception():
+            for master in self.masters.on_host():
+                grad = master.parameter.grad
+                if grad is not None and grad is not self._sums.get(master):
+                    master.parameter.grad = None
+                    added.append((master, grad))
+            for master, gradient in added:
+                self._refuse_unfit([(master, gradient)])
+                before = self._private.get(master)
+                share = gradient / self.team.size  # as the gradients of the outputs are
+                for point in self._submitted() if before is not None else ():
+                    stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+                self._private[master] = share if before is None else before.add_(share)
+
+    def _set_grads(self, reducer: Reducer) -> None:
+        assert self.norms is not None, "made with the items"
+        norms = self.norms.clone()
+        with without_interception():
+            for master in reducer.has_sum | self._continuing:
+                p, total = master.parameter, self._sum_of(master)
+                if total.dtype != p.dtype:
+                    p.grad_dtype = None  # any dtype
+                p.grad = total
+                norm = norms[reducer.numbers[master]].to(master.dtype)
+                hold(total, SharedSum(norm, total._version))
+
+    def _end(self) -> None:
+        items, reducer = self._found
+        for item in items.all:
+            # A graph of a further call may still be there; what has come too often is forgotten.
+            item.calls = max(0, item.calls - item.arrivals)
+            item.arrivals, item.has_landed = 0, False
+        reducer.has_sum = set()
+        self._private, self._continuing, self._completed = {}, set(), []
+        self._next = self._roots = 0
+        self._has_begun = False
+
+    def end_step(self) -> None:
+        """A step is over: graphs that were made before it get no backward any more."""
+        for item in self._items.all if self._items is not None else ():
+            item.calls = 0
+
+    def _discard(self) -> None:
+        """A backward of this rank has failed: the others wait for its gradients, and cannot go on either."""
+        super()._discard()
+        self._failed = True
+        self.team.peers.tell_failure("a backward of it has raised an exception")
+
+    def release(self) -> None:
+        """End the thread, and give back the memory of the slots."""
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._landing is not None:
+            self._landing.release()
+        self._items = self._landing = self._reducer = None
+

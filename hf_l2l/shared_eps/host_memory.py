@@ -1,0 +1,145 @@
+"""Masters, their 16-bit copies and gradient sums in memory that all ranks map: they exist once per host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+
+from hf_l2l.compat import version_kept, without_interception
+from hf_l2l.eps.host_memory import HostMemory, Plan, Progress, gradient_layout, unseen
+from hf_l2l.eps.masters import Master, Masters
+from hf_l2l.ranks.shared_pages import SharedPages
+from hf_l2l.ranks.team import Team
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, block_of, placed
+from hf_l2l.runtime.tensors import is_plain, is_quantized, sharing_memory
+
+
+class SharedMemory(HostMemory):
+    """Allocates the memory that the ranks share; all of them make the same calls.
+
+    When a model is attached, the values are those of rank 0, as in DistributedDataParallel.
+    """
+
+    def __init__(self, device: torch.device, masters: Masters, progress: Progress = unseen, *, team: Team) -> None:
+        super().__init__(device, masters, progress)
+        self.team = team
+        self._mapped: list[SharedPages] = []
+        """What is shared, for as long as masters are in it."""
+        self._has_buffers = False
+
+    def adopt(self) -> None:
+        """Move parameters that are new, or have other memory now, to shared memory; they stay the same objects.
+
+        Raises:
+            ValueError: if a parameter cannot be moved.
+        """
+        masters = self.masters.on_host()
+        with without_interception():
+            new = {m for m in masters if m.address != m.parts[0].data_ptr()}
+        if new:
+            # A layer is placed as a whole, so that it stays one block after one of its parameters has changed.
+            new.update(
+                m for unit in self.masters.layer_units if not new.isdisjoint(unit.masters) for m in unit.masters
+            )
+            self._refuse_unmovable(new)
+            self._place_all([self._plan(group, set()) for group in self._groups(new)])
+        if not self._has_buffers:
+            self._has_buffers = True
+            self._take_buffers_of_first_rank()
+        if new or self._blocks_found_at != self.masters.changes:
+            self._blocks_found_at = self.masters.changes
+            for unit in self.masters.layer_units:
+                unit.upload_block = block_of([part for m in unit.masters for part in m.upload_parts], unit.layout)
+
+    def _refuse_unmovable(self, new: set[Master]) -> None:
+        sharing = sharing_memory([m.parameter for m in new])
+        for master in (m for m in self.masters.on_host() if m in new):
+            p = master.parameter
+            if not sharing.isdisjoint(master.parts) or not (is_plain(p) or is_quantized(p)):
+                raise ValueError(
+                    "the ranks of a host share parameters, each of which needs memory of its own (got "
+                    f"{master.name}, a {type(p).__name__} whose memory is also that of another tensor, or of another "
+                    "process); clone it, or train in one process"
+                )
+
+    def _place_all(self, plans: Sequence[Plan]) -> None:
+        """Move masters to shared memory, and give places there to the 16-bit copies that travel instead of them."""
+        travels = self._shared([plan.layout for plan in plans], "what is uploaded")
+        if stream.can_page_lock(self.device):
+            for pages in self._mapped[-1:]:
+                self._pages.add(pages)
+                self._is_refused |= not pages.lock(self.device)
+        wide = [[m for m in plan.group if m in plan.copied] for plan in plans]
+        masters = self._shared([Layout(p for m in group for p in m.parts) for group in wide], "masters")
+        for plan, (pages, at), group, (own_pages, own_at) in zip(plans, travels, wide, masters, strict=True):
+            for (master, number), (part, room) in zip(plan.chosen, placed(pages, plan.layout, at), strict=True):
+                master.upload_parts[number] = part
+                if master in plan.copied:
+                    master.copy_room = room
+                else:
+                    self._move(master.parts[number], room.tensor_of(part.piece))
+            parts = [p for m in group for p in m.parts]
+            for p, (part, room) in zip(parts, placed(own_pages, Layout(parts), own_at), strict=True):
+                self._move(p, room.tensor_of(part.piece))
+            for master in plan.group:
+                master.address = master.parts[0].data_ptr()
+        self.team.barrier("the values of rank 0 are in the memory of all ranks")
+        self.warn_once()
+
+    def _shared(self, layouts: Iterable[Layout], what: str) -> Iterator[tuple[SharedPages, int]]:
+        """New shared memory for these layouts: the pages, and where in them each begins."""
+        starts = [0, *accumulate(-(-layout.num_bytes // ALIGNMENT) * ALIGNMENT for layout in layouts)]
+        pages = self.team.share(starts[-1], what)
+        self._mapped.append(pages)
+        return iter([(pages, start) for start in starts[:-1]])
+
+    @torch.no_grad()
+    def _move(self, master: torch.Tensor, to: torch.Tensor) -> None:
+        """Give `master` the memory of `to`, which gets its values on rank 0."""
+        with without_interception(), version_kept(master):
+            if self.team.rank == 0:
+                to.copy_(master)
+            master.set_(to)  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def _take_buffers_of_first_rank(self) -> None:
+        """Give the buffers, of which each rank keeps its own, the values of rank 0."""
+        buffers = [b for b in dict.fromkeys(self.masters.model.buffers()) if b.layout is torch.strided]
+        layout = Layout(buffers)
+        pages = self.team.share(layout.num_bytes, "buffers")
+        values = layout.views(pages.bytes_at(0, layout.num_bytes))
+        if self.team.rank == 0:
+            for buffer, shared in zip(buffers, values, strict=True):
+                shared.copy_(buffer)
+        self.team.barrier("rank 0 has shared its buffers")
+        if self.team.rank != 0:
+            for buffer, shared in zip(buffers, values, strict=True):
+                if not torch.equal(buffer, shared):
+                    buffer.copy_(shared)
+
+    def take_gradients(self) -> None:
+        """Share memory for one gradient sum per trainable parameter, if that has not been done."""
+        if self._gradients_placed_at == self.masters.changes:
+            return
+        self._gradients_placed_at = self.masters.changes
+        missing = {m for m in self.masters.on_host() if m.parameter.requires_grad and m.gradient_room is None}
+        if not missing:
+            return
+        groups = self._groups(missing)
+        layouts = [gradient_layout(group) for group in groups]
+        for group, layout, (pages, at) in zip(groups, layouts, self._shared(layouts, "gradient sums"), strict=True):
+            for master, (part, room) in zip(group, placed(pages, layout, at), strict=True):
+                master.gradient_part, master.gradient_room = part, room
+
+    def release(self) -> None:
+        """Move the masters to ordinary memory of this rank."""
+        for master in self.masters.on_host():
+            for part in master.parts:
+                with torch.no_grad(), without_interception(), version_kept(part):
+                    part.set_(part.detach().clone())  # type: ignore[call-overload]
+        for pages in self._mapped:
+            pages.unlock()
+        stream.forget_refusal(self.device)

@@ -1,0 +1,207 @@
+"""Adding up the gradients of all ranks, item by item, while the next layer computes.
+
+Each rank has two slots of shared memory, in which its gradients land. A thread of each rank adds those that it owns,
+always in the order of the ranks, so that the result does not depend on who was first.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
+
+import torch
+
+from hf_l2l.compat import without_interception
+from hf_l2l.eps.masters import Master
+from hf_l2l.ranks.shared_pages import SharedPages
+from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
+from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.flat_memory import ALIGNMENT, elements
+from hf_l2l.runtime.observer import aside
+from hf_l2l.shared_eps.items import Item
+
+LANDED = FIRST_FREE_KIND
+"""The kind of the message that the gradients of an item are in the slot of their rank."""
+
+_SLOTS = 2
+_PRESENT, _CONTINUES = 1, 2
+"""Bits for each parameter of an item: the rank has a gradient of it; there is a sum of earlier backwards."""
+_AT_ONCE = 2**18
+"""Elements that are added for all ranks before the next ones, so that the sum stays in a cache."""
+_POLL_S = 0.05
+
+
+class Landed(NamedTuple):
+    """A part of an item that is in the slot of this rank, or will be at a point."""
+
+    number: int
+    """Of the slot's use, the same on all ranks."""
+    item: Item
+    start: int
+    stop: int
+    """Bytes of the item's layout."""
+    bits: bytes
+    at: stream.Point | None
+    """When it has been downloaded; None if it is there."""
+
+
+class Landing:
+    """The slots of all ranks: shared memory, of which each rank writes its own part."""
+
+    def __init__(self, team: Team, slot_bytes: int, device: torch.device) -> None:
+        """Memory that holds this rank's part is page-locked for its `device`."""
+        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.pages: SharedPages = team.share(team.size * _SLOTS * self.slot_bytes, "gradients of each rank")
+        self.is_locked = stream.can_page_lock(device) and self.pages.lock(device)
+
+    def slot(self, rank: int, number: int) -> torch.Tensor:
+        """The memory (uint8, one dimension) of a rank in which use `number` lands."""
+        start = (rank * _SLOTS + number % _SLOTS) * self.slot_bytes
+        return self.pages.bytes_at(start, self.slot_bytes)
+
+    def release(self) -> None:
+        """Make the memory pageable again."""
+        self.pages.unlock()
+
+
+class Reducer:
+    """Adds the items of this rank's share, in a thread of its own."""
+
+    def __init__(
+        self,
+        team: Team,
+        landing: Landing,
+        total_of: Callable[[Master], torch.Tensor],
+        norms: torch.Tensor,
+        works: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """
+        Args:
+            team: the ranks.
+            landing: their slots.
+            total_of: returns the shared gradient sum of a master.
+            norms: shared memory, float64, for the norm of the gradient of each parameter by its number in the model.
+            works: a context for the work on an item, by its name.
+        """
+        self.team, self.landing = team, landing
+        self._total_of, self._norms, self._works = total_of, norms, works
+        self._numbers = 0
+        self._free = [threading.Semaphore(1) for _ in range(_SLOTS)]
+        self._jobs: queue.SimpleQueue[Landed | threading.Event | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._in_use: int | None = None
+        """The slot that all ranks have read as soon as they have landed the next item."""
+        self.has_sum: set[Master] = set()
+        """Masters of which any rank had a gradient in this backward, or in one before it since the last step."""
+        self.numbers: dict[Master, int] = {}
+        """Numbers of the parameters in the model."""
+        self._thread = threading.Thread(target=self._run, name="hf_l2l reduction", daemon=True)
+        self._thread.start()
+
+    # ---- for the thread that runs the backward
+
+    def slot(self, name: str) -> tuple[int, torch.Tensor]:
+        """The number and memory of this rank's next slot, once all ranks have read what was in it."""
+        self._numbers += 1
+        free = self._free[self._numbers % _SLOTS]
+        why = f"the ranks add up gradients, before those of {name}"
+        while not free.acquire(timeout=_POLL_S):
+            self.check()
+            self.team.peers.check(why)
+        return self._numbers, self.landing.slot(self.team.rank, self._numbers)
+
+    def land(self, landed: Landed) -> None:
+        """Give a part of an item to all ranks, to be added."""
+        self._jobs.put(landed)
+
+    def finish(self) -> None:
+        """Wait until this rank has added all that has landed."""
+        over = threading.Event()
+        self._jobs.put(over)
+        while not over.wait(_POLL_S):
+            self.check()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the failure of the thread."""
+        if self._failure is not None:
+            raise self._failure
+        assert self._thread.is_alive(), "the thread ends with the reducer"
+
+    def close(self) -> None:
+        """End the thread."""
+        self._jobs.put(None)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+                continue
+            with ExitStack() as stack:
+                stack.push(self._keep_failure)
+                if self._failure is None:
+                    self._reduce(job)
+
+    def _keep_failure(self, kind: object, error: BaseException | None, frames: object) -> bool:
+        self._failure = self._failure or error
+        return True
+
+    @torch.no_grad()
+    def _reduce(self, landed: Landed) -> None:
+        with aside():
+            stream.wait(landed.at, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+        why = f"all ranks have the gradients of {landed.item.name}"
+        found = self.team.peers.gather(LANDED, landed.number, bytes([landed.item.number % 256]) + landed.bits, why)
+        if self._in_use is not None:  # whoever has landed this has read the one before
+            self._free[self._in_use].release()
+        self._in_use = landed.number % _SLOTS
+        if any(len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()):
+            raise RuntimeError("all ranks must train the same parameters (got other ones on another rank)")
+        with self._works(f"the sum over ranks of {landed.item.name}"), without_interception():
+            for place, master in enumerate(landed.item.masters):
+                bits = {rank: theirs[place + 1] for rank, theirs in found.items()}
+                self._add(landed, place, master, bits)
+
+    def _add(self, landed: Landed, place: int, master: Master, bits: dict[int, int]) -> None:
+        continues = {bool(each & _CONTINUES) for each in bits.values()}
+        if len(continues) > 1:
+            raise RuntimeError(
+                f"all ranks must drop gradients, or none (got {master.name}, whose p.grad some have set to None); call "
+                "optimizer.zero_grad() on all of them"
+            )
+        ranks = [rank for rank, each in sorted(bits.items()) if each & _PRESENT]
+        if ranks or True in continues:
+            self.has_sum.add(master)
+        if master.owner != self.team.rank or not ranks:
+            return
+        master.wait()  # the update of the last step may still read the sum
+        total, piece = self._total_of(master), landed.item.layout.pieces[place]
+        there = True in continues
+        size = master.parameter.element_size()
+        first = max(0, landed.start - piece.start) // size
+        flat = elements(total)[first : first + (min(landed.stop, piece.stop) - max(landed.start, piece.start)) // size]
+        offset = max(0, piece.start - landed.start)
+        given = [
+            self.landing.slot(rank, landed.number)[offset : offset + flat.numel() * size].view(piece.dtype)
+            for rank in ranks
+        ]
+        for parts in zip(flat.split(_AT_ONCE), *(each.split(_AT_ONCE) for each in given), strict=True):
+            into, *others = parts
+            for number, part in enumerate(others):
+                if number == 0 and not there:
+                    into.copy_(part)
+                else:
+                    into.add_(part)  # in the wider dtype of the two, rounded once
+        if landed.stop >= piece.stop:
+            dtype = None if total.dtype == master.dtype else master.dtype
+            self._norms[self.numbers[master]] = torch.linalg.vector_norm(total, dtype=dtype)
+
+
+def bits_of(item: Item, present: set[Master], continuing: set[Master]) -> bytes:
+    """What this rank tells of each parameter of an item."""
+    return bytes(_PRESENT * (m in present) | _CONTINUES * (m in continuing) for m in item.masters)

@@ -1,0 +1,114 @@
+"""Updates that other ranks make: the records with which this rank waits for them, and the messages about them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from hf_l2l.compat import without_interception
+from hf_l2l.eps.masters import Master
+from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
+from hf_l2l.runtime.worker import Task, Worker
+
+UPDATED = FIRST_FREE_KIND + 3
+"""The kind of the message that a rank has made one of its updates, with what is new of the optimizer's state."""
+
+_POLL_S = 0.5
+
+
+class RemoteTask(Task):
+    """An update that another rank makes."""
+
+    def __init__(self, what: str, team: Team, worker: Worker) -> None:
+        super().__init__(what)
+        self._team = team
+        self._worker = worker
+
+    def wait(self, why: str) -> None:
+        """Wait until that rank has made the update.
+
+        Raises:
+            RankFailedError: if a rank has failed.
+            EngineFailedError: if an update of this rank has failed.
+        """
+        assert why, "a wait has a reason"
+        while not self._over.wait(_POLL_S):
+            self._team.peers.check(f"{self.what} by another rank")
+            self.check()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the failure of an update of this rank."""
+        assert self._worker is not None, "given when it is made"
+        self._worker.check()
+
+    def end(self) -> None:
+        """The update has been made."""
+        self._over.set()
+
+
+class RemoteUpdate:
+    """An update of another rank, as a step of this one knows it."""
+
+    def __init__(self, task: RemoteTask, masters: list[Master], taken: Callable[[bytes], None]) -> None:
+        """`taken` is called with what the message says of the optimizer's state."""
+        self.task, self.masters, self.taken = task, masters, taken
+
+    def end(self, message: bytes) -> None:
+        """The values of the masters are those after the update, in the memory that all ranks share."""
+        self.taken(message)
+        with without_interception():
+            for master in self.masters:
+                torch.autograd.graph.increment_version(master.parameter)
+                if master.copy is not None:  # the owner has renewed it
+                    master.copy_version, master.copy_is_right = master.parameter._version, True
+        for update in {master.update for master in self.masters}:
+            if update is not None:
+                update.made = True
+        Master.end_update(self.masters)
+        self.task.end()
+
+
+class Remote:
+    """The updates of other ranks that this one expects, and the messages that they are made.
+
+    All ranks make the same steps, so that each knows the updates of the others by their number.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, int], bytes] = {}
+        """Rank and number of updates that were made before this rank came to their step -> the message."""
+        self._expected: dict[tuple[int, int], RemoteUpdate] = {}
+        self._numbers = dict.fromkeys(team.peers.ranks, 0)
+        team.peers.on(UPDATED, self._received)
+
+    def next_number(self, rank: int) -> int:
+        """The number of the next update of a rank."""
+        self._numbers[rank] += 1
+        return self._numbers[rank]
+
+    def expect(self, rank: int, update: RemoteUpdate) -> None:
+        """The next update of `rank` is this one."""
+        number = self.next_number(rank)
+        with self._lock:
+            message = self._made.pop((rank, number), None)
+            if message is None:
+                self._expected[rank, number] = update
+        if message is not None:
+            update.end(message)
+
+    def _received(self, rank: int, number: int, message: bytes) -> None:
+        with self._lock:
+            update = self._expected.pop((rank, number), None)
+            if update is None:
+                self._made[rank, number] = message
+        if update is not None:
+            update.end(message)
+
+    def tell(self, number: int, message: bytes) -> None:
+        """Tell the others that this rank has made its update of this number."""
+        self.team.peers.send(UPDATED, number, message)

@@ -1,0 +1,121 @@
+"""The EPS of several ranks that train one model on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_l2l.config import L2LConfig
+from hf_l2l.eps.host_memory import HostMemory, Progress
+from hf_l2l.eps.masters import MasterUnit
+from hf_l2l.eps.pending import clip
+from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.ranks.team import FIRST_FREE_KIND, Team, refuse_other_group
+from hf_l2l.shared_eps.gradients import SharedGradients
+from hf_l2l.shared_eps.host_memory import SharedMemory
+from hf_l2l.shared_eps.updates import SharedUpdates
+
+VOTE, STEP = FIRST_FREE_KIND + 4, FIRST_FREE_KIND + 5
+"""Kinds of messages: whether a rank is against this step; a rank has come to `optimizer.step()`."""
+
+
+class SharedEagerParamServer(EagerParamServer):
+    """One of the ranks' views of the EPS that they have together (arXiv:2002.05645, section 3.3).
+
+    Gradients are means over the ranks, as with DistributedDataParallel. All ranks make the same calls: attach, forward
+    and backward, clip, step.
+    """
+
+    gradients: SharedGradients
+    updates: SharedUpdates
+    memory: SharedMemory
+
+    def __init__(self, *args: Any, team: Team, **kwargs: Any) -> None:
+        self.team = team
+        self._votes = 0
+        self._steps = 0
+        super().__init__(*args, **kwargs)
+
+    def _make_memory(self, progress: Progress) -> HostMemory:
+        return SharedMemory(self.device, self.masters, progress, team=self.team)
+
+    def _make_gradients(self, others: Sequence[torch.device]) -> SharedGradients:
+        return SharedGradients(
+            self.device, self.masters, self.memory, self.backwards, others, team=self.team, timeline=self.timeline
+        )
+
+    def _make_updates(self, config: L2LConfig, is_accumulating: Callable[[], bool]) -> SharedUpdates:
+        return SharedUpdates(
+            self.masters,
+            self.gradients,
+            self.timeline,
+            self.copies,
+            config,
+            is_accumulating=is_accumulating,
+            team=self.team,
+        )
+
+    def refuse_group(self) -> None:
+        """Raise ValueError if the process group has changed since the model was attached."""
+        refuse_other_group(self.team.size)
+
+    def start_forward(self) -> None:
+        """See `EagerParamServer.start_forward`; the first ones allocate memory, together with the other ranks."""
+        self.team.peers.check()
+        super().start_forward()
+        self.memory.adopt()
+        if torch.is_grad_enabled():
+            self.updates.deal()
+            self.memory.take_gradients()
+            self.gradients.start_call()
+
+    def expect(self, unit: MasterUnit) -> None:
+        """See `EagerParamServer.expect`."""
+        super().expect(unit)
+        self.gradients.expect(unit)
+
+    def output_factor(self) -> Callable[[], float] | None:
+        """Gradients are means over the ranks: each rank takes its share of the gradients of the outputs."""
+        scale, size = super().output_factor(), self.team.size
+        return (lambda: 1 / size) if scale is None else (lambda: scale() / size)
+
+    def _vote(self, norm: Callable[[], torch.Tensor]) -> bool:
+        """A rank whose loss is not finite is against the step, and then all are."""
+        if not self.vote.is_decided:
+            self._votes += 1
+            against = self.team.peers.gather(VOTE, self._votes, bytes([self.vote.is_vetoed]), "all ranks vote")
+            if any(each[0] for each in against.values()):
+                self.vote.veto()
+        return super()._vote(norm)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """See `EagerParamServer.before_step`."""
+        self.team.peers.check()
+        self._steps += 1
+        # No rank writes to weights that the program of another one may still read before its step.
+        self.team.peers.gather(STEP, self._steps, b"", "all ranks come to optimizer.step()")
+        super().before_step(optimizer, args, kwargs)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """See `EagerParamServer.after_step`."""
+        super().after_step(optimizer)
+        self.gradients.end_step()
+
+    def _clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Each owner scales its share, when it uses it."""
+        clip(self.masters.parameters, norm, max_norm, later=True)
+
+    def release(self) -> list[torch.optim.Optimizer]:
+        """See `EagerParamServer.release`: each rank then has an ordinary model of its own."""
+        optimizers = super().release()
+        self.gradients.release()
+        self.team.close()
+        return optimizers
+
+
+def eps_type(team: Team | None) -> Callable[..., EagerParamServer]:
+    """What makes the EPS of a model that one process trains, or the ranks of a team."""
+    return EagerParamServer if team is None else partial(SharedEagerParamServer, team=team)

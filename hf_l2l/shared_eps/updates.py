@@ -1,0 +1,160 @@
+"""Updates of several ranks: each makes those of its share of the parameters, in the memory that all of them have.
+
+The others wait for an update as they wait for their own, at the next use of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+
+import torch
+
+from hf_l2l.compat import has_later_step_hook, without_interception
+from hf_l2l.config import L2LConfig
+from hf_l2l.eps.gradients import Gradients
+from hf_l2l.eps.masters import Master, Masters
+from hf_l2l.eps.pending import Update, hold_all
+from hf_l2l.eps.updates import OptimizerEntry, Updates
+from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.optim.layerwise_check import why_not_layer_local
+from hf_l2l.optim.layerwise_step import parameters_of
+from hf_l2l.ranks.owners import dealt
+from hf_l2l.ranks.team import Team
+from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime.worker import Worker, usable_cores
+from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate
+from hf_l2l.shared_eps.state import SharedState
+
+
+class SharedUpdates(Updates):
+    """Updates this rank's share of the masters, and knows the updates of the others."""
+
+    def __init__(
+        self,
+        masters: Masters,
+        gradients: Gradients,
+        timeline: Timeline,
+        copies: Copies,
+        config: L2LConfig,
+        *,
+        is_accumulating: Callable[[], bool],
+        team: Team,
+    ) -> None:
+        super().__init__(masters, gradients, timeline, copies, config, is_accumulating=is_accumulating)
+        self.always_splits = True
+        self.team = team
+        if config.num_threads is None:  # launchers such as torchrun set one thread per process
+            self.worker = Worker(max(1, usable_cores() // team.size - 1))
+            self.eager.worker = self.worker
+        self._remote = Remote(team)
+        self._state: SharedState | None = None
+        self._dealt_at = 0
+        """`masters.changes` when the parameters were dealt to the ranks."""
+        self._owned: dict[Master, int] = {}
+
+    def deal(self) -> None:
+        """Give each trained parameter an owner, if that has not been done: the same in all ranks."""
+        if self._dealt_at == self.masters.changes:
+            return
+        self._dealt_at = self.masters.changes
+        trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
+        known = {m: owner for m, owner in self._owned.items() if m in set(trained)}
+        loads = [0] * self.team.size
+        for master, owner in known.items():
+            loads[owner] += master.gradient_like.numel()
+        new = [m for _, part in self.masters.parts(trained) for m in part if m not in known]
+        owners = dealt([m.gradient_like.numel() for m in new], loads)
+        for master, owner in zip(new, owners, strict=True):
+            known[master] = master.owner = owner
+        self._owned = known
+
+    def add(self, optimizer: torch.optim.Optimizer) -> OptimizerEntry | None:
+        """See `Updates.add`.
+
+        Raises:
+            ValueError: if `optimizer` cannot update a parameter without the others, which other ranks update.
+        """
+        reason = why_not_layer_local(optimizer)
+        if reason is not None:
+            raise ValueError(
+                f"each rank updates its share of the parameters, but {type(optimizer).__name__} cannot update one "
+                f"without the others ({reason}); use torch.optim.AdamW, or train in one process"
+            )
+        entry = super().add(optimizer)
+        self.deal()
+        if self._state is None:
+            self._state = SharedState(self.team, self.masters.on_host())
+        if entry is not None:
+            entry.handles.append(optimizer.register_load_state_dict_post_hook(self._share_loaded))
+            if optimizer.state:
+                self._share_loaded(optimizer)
+        return entry
+
+    def _share_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Share a state that every rank has loaded: each keeps that of its own share."""
+        masters = [m for m in self.masters.of_all(parameters_of(optimizer)) if m.parameter in optimizer.state]
+        for master in masters:
+            if master.owner != self.team.rank:
+                optimizer.state[master.parameter] = {}
+        self._expect(optimizer, [m for m in masters if m.owner != self.team.rank])
+        for _, part in self.masters.parts(m for m in masters if m.owner == self.team.rank):
+            self._tell(optimizer, part, self._remote.next_number(self.team.rank))
+        self.synchronize()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool, step: FrameType) -> None:
+        """Begin the updates of this rank's share, and expect those of the others.
+
+        Raises:
+            ValueError: for a closure, or a hook of the step that was registered after `eps.wrap`.
+        """
+        if has_closure:
+            raise ValueError(
+                "several ranks step without a closure (got one); call optimizer.step() after backward, or train in "
+                "one process"
+            )
+        if has_later_step_hook(optimizer, self._entries[optimizer].step_hook):
+            raise ValueError(
+                "with several ranks, updates begin before hooks of optimizer.step() that were registered after "
+                "eps.wrap (got one); register it before, or train in one process"
+            )
+        masters = self.masters.of_all(parameters_of(optimizer))
+        with without_interception():
+            others = [m for m in masters if m.owner != self.team.rank and m.parameter.grad is not None]
+            self._wait_for(others)
+            for master in others:
+                master.parameter.grad = None  # its owner uses it
+        self._expect(optimizer, others)
+        super().begin_step(optimizer, has_closure=has_closure, step=step)
+
+    def _expect(self, optimizer: torch.optim.Optimizer, others: Sequence[Master]) -> None:
+        """Hold masters that their owners update now."""
+        assert self._state is not None, "made with the first optimizer"
+        for rank in self.team.peers.ranks:
+            for what, masters in self.masters.parts(m for m in others if m.owner == rank):
+                task = RemoteTask(f"the update of {what}", self.team, self.worker)
+                update = Update(task, self._timeline, in_step=False)
+                for master in masters:
+                    master.update = update
+                    master.is_changing()
+                hold_all([(m.parameter, m) for m in masters])
+                self._begun.append(task)
+                taken = partial(self._state.taken, rank, optimizer, masters)
+                self._remote.expect(rank, RemoteUpdate(task, masters, taken))
+
+    def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
+        update = super()._new_update(what, masters, optimizer, in_step)
+        update.when_made = partial(self._tell, optimizer, masters, self._remote.next_number(self.team.rank))
+        return update
+
+    def _tell(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], number: int) -> None:
+        """Tell the others that `masters` have been updated; their state is shared."""
+        assert self._state is not None, "made with the first optimizer"
+        self._remote.tell(number, self._state.shared(optimizer, masters))
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._before_state_dict(optimizer)
+        for p in parameters_of(optimizer):  # as one process has them, whoever was first
+            if p in optimizer.state:
+                optimizer.state[p] = optimizer.state.pop(p)
