@@ -51,6 +51,8 @@ class SharedPages(Pages):
     def bytes_at(self, start: int, num_bytes: int) -> torch.Tensor:
         """A view of these bytes (uint8, one dimension)."""
         with torch.inference_mode(False):
+            if num_bytes == 0:
+                return torch.empty(0, dtype=torch.uint8)
             return torch.frombuffer(self, dtype=torch.uint8, count=num_bytes, offset=start)
 
 

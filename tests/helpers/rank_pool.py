@@ -1,0 +1,156 @@
+"""Processes that play ranks: started once, then given one function after the other to run in all of them.
+
+`RankPool(3).run(function, *args)` calls `function(*args)` in three processes, each with a process group of three, and
+returns what they return. A function is named by module and name, and its arguments and results are pickled: they are
+numbers, text and digests, no tensors. With `sim=True` the processes have the simulated accelerator; `devices_of` gives
+each rank its own device there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# Each family is imported once for all ranks, which are forked from that process.
+_FAMILIES = ("albert", "bert", "deberta_v2", "electra", "gpt2", "llama", "roberta", "t5", "vit")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "transformers", "accelerate", "hf_l2l", "rank_pool", "families"]
+    + [f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES]
+)
+
+
+class RankDiedError(AssertionError):
+    """A rank has ended without a result."""
+
+
+def _serve(rank: int, size: int, sim: bool, to_parent: Connection) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"] = "", "1"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends these
+    torch.set_num_threads(1)
+    if sim:
+        from hf_l2l.testing import enable_simulated_accelerator
+
+        enable_simulated_accelerator(devices=max(size, 1))
+        torch.sim.set_device(rank)
+    while (job := to_parent.recv()) is not None:
+        file, function, args = job
+        try:
+            with _process_group(file, rank, size):
+                torch.manual_seed(0)
+                answer: tuple[bool, Any] = True, function(*args)
+        except BaseException:  # noqa: BLE001  # all of it is for the test
+            answer = False, traceback.format_exc()
+        to_parent.send(answer)
+
+
+@contextmanager
+def _process_group(file: str, rank: int, size: int) -> Iterator[None]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    if size == 1:
+        yield
+        return
+    os.environ.update({name: str(value) for name, value in names.items()})
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):  # a rank may have failed
+            distributed.destroy_process_group()
+        for name in names:
+            os.environ.pop(name, None)
+
+
+class RankPool:
+    """`size` processes, each of which is a rank."""
+
+    def __init__(self, size: int, *, sim: bool = False, within_s: float = 120.0) -> None:
+        """A function has to end `within_s` seconds."""
+        self.size, self.sim, self.within_s = size, sim, within_s
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def start(self) -> None:
+        """Start the processes, if they do not run."""
+        if self.processes and all(process.is_alive() for process in self.processes):
+            return
+        self.close()
+        for rank in range(self.size):
+            here, there = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(rank, self.size, self.sim, there), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function in all ranks; `results` waits for them."""
+        self.start()
+        file = Path(tempfile.mkdtemp(prefix="l2l_ranks_")) / "store"
+        for pipe in self._pipes:
+            pipe.send((str(file), function, args))
+
+    def results(self) -> list[Any]:
+        """What each rank has returned; for one that has ended, or raised, RankDiedError or the text of the error."""
+        found: list[Any] = [None] * self.size
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while open_pipes:
+            ready = wait(list(open_pipes), self.within_s)
+            if not ready:
+                self.close()
+                raise AssertionError(f"ranks {sorted(open_pipes.values())} have not ended in {self.within_s} seconds")
+            for pipe in ready:
+                rank = open_pipes.pop(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    found[rank] = False, f"rank {rank} has ended"
+        return found
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(*args)` in all ranks, and return what each returns.
+
+        Raises:
+            RankDiedError: with the errors of all ranks, if one has raised.
+        """
+        self.begin(function, *args)
+        found = self.results()
+        if not all(is_right for is_right, _ in found):
+            self.close()
+            raise RankDiedError("\n".join(f"rank {n}: {text}" for n, (right, text) in enumerate(found) if not right))
+        return [result for _, result in found]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self.processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.processes, self._pipes = [], []
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    """The bits of tensors, as text."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        host = tensor.detach().to("cpu").contiguous()
+        found.update(f"{host.dtype}{list(host.shape)}".encode())
+        found.update(host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b"")
+    return found.hexdigest()

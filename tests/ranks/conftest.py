@@ -1,0 +1,21 @@
+"""Processes that play ranks, started once for all tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[..., RankPool]]:
+    """`pool(3)` and `pool(3, sim=True)` are three ranks."""
+    pools: dict[tuple[int, bool], RankPool] = {}
+
+    def of(size: int, *, sim: bool = False) -> RankPool:
+        return pools.setdefault((size, sim), RankPool(size, sim=sim))
+
+    yield of
+    for each in pools.values():
+        each.close()
