@@ -10,6 +10,7 @@ import torch
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.host_memory import HostMemory, Plan, Progress, gradient_layout, unseen
 from hf_l2l.eps.masters import Master, Masters
+from hf_l2l.eps.pending import hold
 from hf_l2l.ranks.shared_pages import SharedPages
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream
@@ -78,7 +79,7 @@ class SharedMemory(HostMemory):
             for (master, number), (part, room) in zip(plan.chosen, placed(pages, plan.layout, at), strict=True):
                 master.upload_parts[number] = part
                 if master in plan.copied:
-                    master.copy_room = room
+                    master.copy_room, master.copy = room, room.tensor_of(part.piece)
                 else:
                     self._move(master.parts[number], room.tensor_of(part.piece))
             parts = [p for m in group for p in m.parts]
@@ -86,8 +87,22 @@ class SharedMemory(HostMemory):
                 self._move(p, room.tensor_of(part.piece))
             for master in plan.group:
                 master.address = master.parts[0].data_ptr()
+            self._make_copies(plan.copied)
         self.team.barrier("the values of rank 0 are in the memory of all ranks")
         self.warn_once()
+
+    @torch.no_grad()
+    def _make_copies(self, masters: Iterable[Master]) -> None:
+        """Let 16-bit copies have the values of rank 0. From then on owners renew them, also if they use none."""
+        with without_interception():
+            for master in masters:
+                p, copy = master.parameter, master.copy
+                if copy is None:
+                    continue
+                if self.team.rank == 0:
+                    copy.copy_(p)
+                master.copy_version, master.copy_is_right = p._version, True
+                hold(p, master)
 
     def _shared(self, layouts: Iterable[Layout], what: str) -> Iterator[tuple[SharedPages, int]]:
         """New shared memory for these layouts: the pages, and where in them each begins."""
