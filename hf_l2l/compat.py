@@ -190,6 +190,17 @@ def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor:
     return cast(torch.Tensor, cast(Any, node).variable)
 
 
+def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a function of torch writes to, by the rule of its names: those of functions in place end with
+    an underscore, or are `__iadd__` and the like; what others write to is called `out`."""
+    name = getattr(func, "__name__", "")
+    is_special = name.startswith("__i") and name not in ("__index__", "__invert__", "__int__", "__iter__")
+    in_place = is_special or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    given = (*(args[:1] if in_place else ()), kwargs.get("out"))
+    found = [each for one in given for each in (one if isinstance(one, list | tuple) else (one,))]
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
 def storages_in_file(file: str) -> list[int]:
     """Where a file of `torch.save` has the bytes of each storage, in the order in which they were pickled.
 

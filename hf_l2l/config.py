@@ -225,8 +225,8 @@ class L2LConfig(OptionNames):
     )
     rank_timeout: float = _described(
         10.0,
-        "Seconds within which all ranks of a launcher (torchrun, `accelerate launch`) have ended after one of them has "
-        "ended, or does not answer. One process alone has no other ranks.",
+        "Seconds within which all ranks of a launcher (torchrun, `accelerate launch`) have ended after one of them "
+        "has ended, or does not answer. One process alone has no other ranks.",
     )
     trace: str | os.PathLike[str] | None = _described(
         None,

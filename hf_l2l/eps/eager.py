@@ -18,6 +18,11 @@ from hf_l2l.eps.masters import Master
 from hf_l2l.optim.layerwise_step import hyperparameters_of
 from hf_l2l.runtime.worker import Worker
 
+EAGER_NEEDS_OPTIMIZER = (
+    "eps_update='eager' updates during backward and needs a wrapped optimizer before (none was given); call "
+    "eps.wrap(optimizer) first"
+)
+
 
 class EagerStep:
     """The masters already updated in this step, and with which hyper-parameters. It stays empty in other modes."""
@@ -37,6 +42,11 @@ class EagerStep:
         """Whether masters have been updated for a step that is not over."""
         return bool(self._updated)
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether another backward follows before the step."""
+        return self._accumulates or self._is_accumulating()
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, backwards are micro-steps that another one follows, so that no update is made."""
@@ -55,7 +65,7 @@ class EagerStep:
         masters = list(masters)
         for master in masters:
             master.arrivals += 1
-        if self._accumulates or self._is_accumulating():
+        if self.is_accumulating:
             return []
         return [m for m in masters if m.arrivals >= m.calls]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -206,8 +205,6 @@ class MasterUnit(LayerUnit):
         self.gradient_block: Block | None = None
         """Host memory for all its gradients, element by element in the order of `gradient_layout`; None if they lie
         apart."""
-        self.items_found: Any = None
-        """What ranks add up at once of its gradients (see `shared_eps.items`)."""
         self.gradients_are_rounded = False
         """Whether all of them are float32 on the device, and bfloat16 in that memory."""
 

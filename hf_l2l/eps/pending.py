@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import current_backward, without_interception
+from hf_l2l.compat import current_backward, without_interception, written_by
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.worker import Task
@@ -32,8 +32,6 @@ class Pending:
 
     guards_grad = True
     """If False, `before_grad` is never called."""
-    refuses_writes = False
-    """If False, `before_write` is never called."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Called before an operation uses the values. It may `let_go` of the tensor, which ends the calls."""
@@ -73,8 +71,9 @@ class _Held(torch.Tensor):
             with without_interception():
                 return func(*args, **kwargs)
         held = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Held)]
-        if any([getattr(pending_of(tensor), "refuses_writes", False) for tensor in held]):
-            _refuse_writes(func, args, kwargs)
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, _Held) and (pending := pending_of(tensor)) is not None:
+                pending.before_write(tensor)
         for tensor in held:
             settle(tensor)
         if not any(isinstance(tensor, _Held) for tensor in held):
@@ -91,16 +90,6 @@ class _Held(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
-
-
-def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Tell what is pending for the held tensors that `func` writes to, by the names that torch gives to functions."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") if not name.endswith("__") else name.startswith("__i") or name == "__setitem__"
-    for tensor in pytree.tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
-        pending = pending_of(tensor) if isinstance(tensor, _Held) else None
-        if pending is not None and pending.refuses_writes:
-            pending.before_write(tensor)
 
 
 class _HeldParameter(_Held, nn.Parameter):

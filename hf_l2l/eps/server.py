@@ -28,7 +28,7 @@ from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
 from hf_l2l.memory.host_tensors import host_tensors
 from hf_l2l.memory.ledger import BEING_SAVED, COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
-from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport
+from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport, html_table
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace, state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
@@ -38,7 +38,7 @@ from hf_l2l.ranks.team import refuse_other_group
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
-from hf_l2l.runtime.tensors import size_text, tensor_bytes
+from hf_l2l.runtime.tensors import tensor_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -382,18 +382,9 @@ class EagerParamServer:
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: the tensors in host memory now."""
-        locked = self.memory.bytes_locked
-        rows = "".join(
-            f"<tr><td>{kind}</td><td>{len(tensors)}</td><td>{size_text(tensor_bytes(tensors))}</td></tr>"
-            for kind, tensors in host_tensors(self.model, self.updates.optimizers, self.copies.kept).items()
-            if tensors or kind != "copies"
-        )
-        return (
-            f"<table><caption>{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
-            f"{f'; {size_text(locked)} page-locked' if locked else ''}</caption>"
-            f"<thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table>"
-        )
+        found = host_tensors(self.model, self.updates.optimizers, self.copies.kept)
+        name = f"{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
+        return html_table(name, found, self.memory.bytes_locked)
 
     def release(self) -> list[torch.optim.Optimizer]:
         """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.compat import call_step_hook_last, has_later_step_hook, without_interception
 from hf_l2l.config import L2LConfig, Mode, update_mode
-from hf_l2l.eps.eager import EagerStep
+from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER, EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
@@ -339,10 +339,7 @@ class Updates:
             return
         complete = [m for m in self.eager.complete(masters) if m.can_be_held and not m.is_resident]
         if complete and not self.optimizers:
-            raise RuntimeError(
-                "eps_update='eager' updates during backward and needs a wrapped optimizer before (none was given); "
-                "call eps.wrap(optimizer) first"
-            )
+            raise RuntimeError(EAGER_NEEDS_OPTIMIZER)
         self._wait_for(complete)
         for optimizer in self.optimizers:
             entry = self._entries[optimizer]

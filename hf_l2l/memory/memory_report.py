@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from html import escape
 
-from hf_l2l.runtime.tensors import size_text
+import torch
+
+from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 TOTAL, PAGE_LOCKED = "total", "page-locked"
 
@@ -63,3 +65,18 @@ class MemoryReport(dict[str, dict[str, Bytes]]):
 
 def _sum(names: dict[str, Bytes]) -> Bytes:
     return {when: sum(size[when] for size in names.values()) for when in ("now", "peak")}
+
+
+def html_table(name: str, tensors: Mapping[str, Collection[torch.Tensor]], locked_bytes: int) -> str:
+    """A table for notebooks: kinds of `tensors`, how many there are of each, and their bytes."""
+    rows = "".join(
+        f"<tr><td>{kind}</td><td>{len(found)}</td><td>{size_text(tensor_bytes(found))}</td></tr>"
+        for kind, found in tensors.items()
+        if found or kind != "copies"
+    )
+    locked = f"; {size_text(locked_bytes)} page-locked" if locked_bytes else ""
+    return (
+        f"<table><caption>{name}{locked}</caption>"
+        f"<thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table>"
+    )

@@ -236,7 +236,11 @@ def _watch(state: _State) -> None:
         before = time.monotonic()
         while not state.is_closing:
             listening = {each: rank for rank, each in state.sockets.items() if rank not in state.left}
-            ready = select.select(list(listening), [], [], interval)[0] if listening else time.sleep(interval) or []
+            ready: list[socket.socket] = []
+            if listening:
+                ready = select.select(list(listening), [], [], interval)[0]
+            else:
+                time.sleep(interval)
             now = time.monotonic()
             if now - before > 2 * interval:  # this process itself has been stopped: nobody is late
                 heard = dict.fromkeys(heard, now)

@@ -59,8 +59,9 @@ def refuse_launcher_without_group() -> None:
     """Raise ValueError if a launcher has started several processes that know nothing of each other."""
     if launched_processes() > 1 and process_group_size() == 1:
         raise ValueError(
-            f"processes of a launcher train one model (got {launched_processes()} by torchrun or another launcher, and "
-            "no process group); call torch.distributed.init_process_group(), or make an Accelerator, before attach_l2l"
+            f"processes of a launcher train one model (got {launched_processes()} of torchrun or another launcher, "
+            "and no process group); call torch.distributed.init_process_group(), or make an Accelerator, before "
+            "attach_l2l"
         )
 
 
@@ -188,7 +189,7 @@ def _connected(
         to, _ = server.accept()
         to.settimeout(_MEETS_WITHIN_S)
         _check_user(to)
-        other, kind = divmod(*_NUMBER.unpack(to.recv(_NUMBER.size)), 2)
+        other, kind = divmod(int(_NUMBER.unpack(to.recv(_NUMBER.size))[0]), 2)
         to.settimeout(None)
         (files if kind else messages)[other] = to
     return messages, files

@@ -7,7 +7,8 @@ added in their order, each as a whole.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -15,7 +16,7 @@ from hf_l2l.compat import without_interception
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.eps.pending import PendingSum, hold
+from hf_l2l.eps.pending import hold
 from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
@@ -23,29 +24,10 @@ from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.worker import EngineFailedError
 from hf_l2l.shared_eps.items import Item, Items
 from hf_l2l.shared_eps.reduction import Landed, Landing, Reducer, bits_of
+from hf_l2l.shared_eps.shared_sum import SharedSum
 
 LATE, REDUCED = FIRST_FREE_KIND + 1, FIRST_FREE_KIND + 2
 """Kinds of messages: items of which there are more gradients at the end of a backward; all sums are complete."""
-
-
-class SharedSum(PendingSum):
-    """What is pending for a sum in `p.grad` that all ranks have in one memory."""
-
-    refuses_writes = True
-
-    def before_values(self, tensor: torch.Tensor) -> None:
-        """Scale a copy that this rank alone has; the memory of all ranks is never written by the program."""
-        factor, self.factor = self.factor, None
-        if factor is not None:
-            with without_interception(), torch.no_grad():
-                tensor.set_(tensor * factor)  # type: ignore[call-overload]
-
-    def before_write(self, tensor: torch.Tensor) -> None:
-        raise RuntimeError(
-            "p.grad of several ranks is one tensor in shared memory, to which each of them would write (got an "
-            "operation that changes it, as torch.nn.utils.clip_grad_norm_ does); clip with eps.clip_grad_norm_(max_norm)"
-            ", and drop gradients with zero_grad(set_to_none=True)"
-        )
 
 
 class SharedGradients(Gradients):
@@ -84,9 +66,17 @@ class SharedGradients(Gradients):
         self._backwards = 0
         self._has_begun = False
         self._sums: dict[Master, torch.Tensor] = {}
+        self._taken: set[Master] = set()
+        """Masters whose sums updates of this backward use."""
         self._failed = False
+        self._at_sums: weakref.WeakMethod[Callable[[], None]] | None = None
         self.norms: torch.Tensor | None = None
         """Shared memory: the norm of each gradient sum by the number of its parameter in the model."""
+
+    def call_at_sums(self, at_sums: Callable[[], None]) -> None:
+        """Call this bound method at the end of a backward, when this rank has added its share, as long as its object
+        lives."""
+        self._at_sums = weakref.WeakMethod(at_sums)
 
     # ---- before a backward
 
@@ -105,8 +95,8 @@ class SharedGradients(Gradients):
     def _refuse_failed(self) -> None:
         if self._failed:
             raise EngineFailedError(
-                "a backward of this rank has failed, and the other ranks have ended: a batch cannot be left out on one "
-                "rank alone. Start all ranks again, from the last checkpoint"
+                "a backward of this rank has failed, and the other ranks have ended: a batch cannot be left out on "
+                "one rank alone. Start all ranks again, from the last checkpoint"
             )
 
     def _make_items(self) -> None:
@@ -155,17 +145,17 @@ class SharedGradients(Gradients):
         complete = stream.record(device) if self.lane.is_stream else None
         lane = self.lane_of(device) if self.lane.is_stream else self.lane
         of = sums[0][0].parameter if sums else ""
-        item = touched[0] if len(touched) == 1 else None
-        direct = item is not None and item is not items.small and self._is_next(item, unit is not None)
-        number_and_slot = self._found[1].slot(item.name) if direct and item is not None else None
+        alone = touched[0] if len(touched) == 1 else None
+        direct = alone is not None and alone is not items.small and self._is_next(alone, unit is not None)
+        number_and_slot = self._found[1].slot(alone.name) if direct and alone is not None else None
         with lane.entered(), without_interception(), stream.span(device, "download", of):
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
             for point in self._submitted() if self._private else ():  # what is added to may come from another device
                 stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, on=device)
             if self.lane.is_stream:
                 stream.keep_until_done(device, [flat] if flat is not None else [gradient for _, gradient in sums])
-            if number_and_slot is not None and item is not None:
-                self._land_from(item, dict(sums), flat, number_and_slot, lane)
+            if number_and_slot is not None and alone is not None:
+                self._land_from(alone, dict(sums), flat, number_and_slot, lane)
             else:
                 for master, gradient in sums:
                     self._keep(master, gradient)
@@ -224,7 +214,8 @@ class SharedGradients(Gradients):
         item.has_landed = True
         number, slot = number_and_slot
         reducer, layout = self._found[1], item.layout
-        bits = bits_of(item, gradients.keys() & set(item.masters), self._continuing)
+        more = item.calls > item.arrivals if item.is_layer else self._roots > 1
+        bits = bits_of(item, gradients.keys() & set(item.masters), self._continuing, more=more)
         if layout.num_bytes <= slot.numel():
             if flat is not None and flat.numel() == layout.num_bytes:
                 slot[: layout.num_bytes].copy_(flat, non_blocking=True)
@@ -290,6 +281,23 @@ class SharedGradients(Gradients):
         with self.lane.entered(), without_interception():
             self._land_from(item, found, None, slot, self.lane)
 
+    def take_added(self) -> Iterator[tuple[list[Master], dict[Master, torch.Tensor]]]:
+        """Take sums, item by item, of which this rank has added its share, and which get no more gradients in this
+        step: masters and their sums, of all owners. Their `p.grad` is None from now on."""
+        reducer = self._found[1]
+        while reducer.added:
+            masters = reducer.added.popleft()
+            self._taken.update(masters)
+            with without_interception():
+                for master in masters:
+                    master.parameter.grad = None
+            yield masters, {m: self._sum_of(m) for m in masters}
+
+    def norm_of(self, master: Master) -> torch.Tensor:
+        """The norm of the sum of a master that this rank owns (0-dim, host), once it has added its share."""
+        assert self.norms is not None, "made with the items"
+        return self.norms[self._found[1].numbers[master]].to(master.dtype)
+
     # ---- at its end
 
     @torch.no_grad()
@@ -306,6 +314,9 @@ class SharedGradients(Gradients):
         self._next = len(items.order)
         self._land_late(items)
         reducer.finish()
+        at_sums = self._at_sums() if self._at_sums is not None else None
+        if at_sums is not None:
+            at_sums()
         content = struct.pack(f"<{len(self._completed)}I", *self._completed)
         why = "all ranks have added their share of the gradients"
         found = self.team.peers.gather(REDUCED, self._backwards, content, why)[0]
@@ -347,7 +358,9 @@ class SharedGradients(Gradients):
         assert self.norms is not None, "made with the items"
         norms = self.norms.clone()
         with without_interception():
-            for master in reducer.has_sum | self._continuing:
+            for master in self._taken:
+                master.taken_norm = norms[reducer.numbers[master]].to(master.dtype)
+            for master in (reducer.has_sum | self._continuing) - self._taken:
                 p, total = master.parameter, self._sum_of(master)
                 if total.dtype != p.dtype:
                     p.grad_dtype = None  # any dtype
@@ -362,7 +375,8 @@ class SharedGradients(Gradients):
             item.calls = max(0, item.calls - item.arrivals)
             item.arrivals, item.has_landed = 0, False
         reducer.has_sum = set()
-        self._private, self._continuing, self._completed = {}, set(), []
+        reducer.added.clear()
+        self._private, self._continuing, self._completed, self._taken = {}, set(), [], set()
         self._next = self._roots = 0
         self._has_begun = False
 
@@ -384,4 +398,3 @@ class SharedGradients(Gradients):
         if self._landing is not None:
             self._landing.release()
         self._items = self._landing = self._reducer = None
-

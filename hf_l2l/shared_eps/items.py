@@ -45,6 +45,7 @@ class Items:
         trained = [m for m in masters.on_host() if m.parameter.requires_grad]
         self.all: list[Item] = []
         self.of: dict[Master, Item] = {}
+        self._of_unit: dict[MasterUnit, list[Item]] = {}
         large = [m for m in trained if m.layer_number == 0 and m.is_large]
         small = [m for m in trained if m.layer_number == 0 and not m.is_large]
         layers: dict[int, list[Master]] = {}
@@ -78,11 +79,11 @@ class Items:
 
     def of_unit(self, unit: MasterUnit) -> list[Item]:
         """The items with the trained masters of a layer: one, unless it shares parameters with others."""
-        found = unit.items_found
-        if found is None or found[0] is not self:
+        found = self._of_unit.get(unit)
+        if found is None:
             of = self.of
-            found = unit.items_found = self, list(dict.fromkeys(of[m] for m in unit.trained_masters if m in of))
-        return found[1]
+            found = self._of_unit[unit] = list(dict.fromkeys(of[m] for m in unit.trained_masters if m in of))
+        return found
 
     def reorder(self, numbers: Sequence[int]) -> None:
         """Expect these items first, in this order."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
@@ -27,8 +28,9 @@ LANDED = FIRST_FREE_KIND
 """The kind of the message that the gradients of an item are in the slot of their rank."""
 
 _SLOTS = 2
-_PRESENT, _CONTINUES = 1, 2
-"""Bits for each parameter of an item: the rank has a gradient of it; there is a sum of earlier backwards."""
+_PRESENT, _CONTINUES, _MORE = 1, 2, 4
+"""Bits for each parameter of an item: the rank has a gradient of it; there is a sum of earlier backwards; there are
+graphs whose backwards may add to it."""
 _AT_ONCE = 2**18
 """Elements that are added for all ranks before the next ones, so that the sum stays in a cache."""
 _POLL_S = 0.05
@@ -98,6 +100,8 @@ class Reducer:
         """Masters of which any rank had a gradient in this backward, or in one before it since the last step."""
         self.numbers: dict[Master, int] = {}
         """Numbers of the parameters in the model."""
+        self.added: deque[list[Master]] = deque()
+        """Masters of items of which this rank has added its share, if no rank has graphs with more gradients."""
         self._thread = threading.Thread(target=self._run, name="hf_l2l reduction", daemon=True)
         self._thread.start()
 
@@ -160,19 +164,24 @@ class Reducer:
         if self._in_use is not None:  # whoever has landed this has read the one before
             self._free[self._in_use].release()
         self._in_use = landed.number % _SLOTS
-        if any(len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()):
+        if any(
+            len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()
+        ):
             raise RuntimeError("all ranks must train the same parameters (got other ones on another rank)")
         with self._works(f"the sum over ranks of {landed.item.name}"), without_interception():
             for place, master in enumerate(landed.item.masters):
                 bits = {rank: theirs[place + 1] for rank, theirs in found.items()}
                 self._add(landed, place, master, bits)
+        more = any(bit & _MORE for theirs in found.values() for bit in theirs[1:])
+        if landed.stop >= landed.item.layout.pieces[-1].stop and not more:
+            self.added.append([m for m in landed.item.masters if m in self.has_sum])
 
     def _add(self, landed: Landed, place: int, master: Master, bits: dict[int, int]) -> None:
         continues = {bool(each & _CONTINUES) for each in bits.values()}
         if len(continues) > 1:
             raise RuntimeError(
-                f"all ranks must drop gradients, or none (got {master.name}, whose p.grad some have set to None); call "
-                "optimizer.zero_grad() on all of them"
+                f"all ranks must drop gradients, or none (got {master.name}, whose p.grad some have set to None); "
+                "call optimizer.zero_grad() on all of them"
             )
         ranks = [rank for rank, each in sorted(bits.items()) if each & _PRESENT]
         if ranks or True in continues:
@@ -202,6 +211,6 @@ class Reducer:
             self._norms[self.numbers[master]] = torch.linalg.vector_norm(total, dtype=dtype)
 
 
-def bits_of(item: Item, present: set[Master], continuing: set[Master]) -> bytes:
-    """What this rank tells of each parameter of an item."""
-    return bytes(_PRESENT * (m in present) | _CONTINUES * (m in continuing) for m in item.masters)
+def bits_of(item: Item, present: set[Master], continuing: set[Master], *, more: bool) -> bytes:
+    """What this rank tells of each parameter of an item; `more` says that it has graphs with more gradients."""
+    return bytes(_PRESENT * (m in present) | _CONTINUES * (m in continuing) | _MORE * more for m in item.masters)

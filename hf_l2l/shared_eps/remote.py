@@ -9,6 +9,7 @@ import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
+from hf_l2l.eps.pending import Update
 from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
 from hf_l2l.runtime.worker import Task, Worker
 
@@ -52,9 +53,11 @@ class RemoteTask(Task):
 class RemoteUpdate:
     """An update of another rank, as a step of this one knows it."""
 
-    def __init__(self, task: RemoteTask, masters: list[Master], taken: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, update: Update, task: RemoteTask, masters: list[Master], taken: Callable[[bytes], None]
+    ) -> None:
         """`taken` is called with what the message says of the optimizer's state."""
-        self.task, self.masters, self.taken = task, masters, taken
+        self.update, self.task, self.masters, self.taken = update, task, masters, taken
 
     def end(self, message: bytes) -> None:
         """The values of the masters are those after the update, in the memory that all ranks share."""
@@ -64,11 +67,10 @@ class RemoteUpdate:
                 torch.autograd.graph.increment_version(master.parameter)
                 if master.copy is not None:  # the owner has renewed it
                     master.copy_version, master.copy_is_right = master.parameter._version, True
-        for update in {master.update for master in self.masters}:
-            if update is not None:
-                update.made = True
-        Master.end_update(self.masters)
+        self.update.made = True
         self.task.end()
+        if not self.update.in_step:
+            Master.end_update(self.masters)
 
 
 class Remote:

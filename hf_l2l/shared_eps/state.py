@@ -92,9 +92,7 @@ class SharedState:
         stride = None if piece.stride is None else list(piece.stride)
         return {"dtype": str(piece.dtype), "shape": list(piece.shape), "stride": stride, "start": start}
 
-    def taken(
-        self, rank: int, optimizer: torch.optim.Optimizer, masters: Sequence[Master], message: bytes
-    ) -> None:
+    def taken(self, rank: int, optimizer: torch.optim.Optimizer, masters: Sequence[Master], message: bytes) -> None:
         """Let the state of `masters`, which `rank` has updated, be what that rank has told in `message`."""
         if not message:
             return

@@ -13,17 +13,18 @@ import torch
 
 from hf_l2l.compat import has_later_step_hook, without_interception
 from hf_l2l.config import L2LConfig
-from hf_l2l.eps.gradients import Gradients
+from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import Update, hold_all
 from hf_l2l.eps.updates import OptimizerEntry, Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import why_not_layer_local
-from hf_l2l.optim.layerwise_step import parameters_of
+from hf_l2l.optim.layerwise_step import parameters_of, places_of
 from hf_l2l.ranks.owners import dealt
 from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime.worker import Worker, usable_cores
+from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate
 from hf_l2l.shared_eps.state import SharedState
 
@@ -34,7 +35,7 @@ class SharedUpdates(Updates):
     def __init__(
         self,
         masters: Masters,
-        gradients: Gradients,
+        gradients: SharedGradients,
         timeline: Timeline,
         copies: Copies,
         config: L2LConfig,
@@ -45,6 +46,8 @@ class SharedUpdates(Updates):
         super().__init__(masters, gradients, timeline, copies, config, is_accumulating=is_accumulating)
         self.always_splits = True
         self.team = team
+        self.gradients = gradients
+        gradients.call_at_sums(self.update_added)
         if config.num_threads is None:  # launchers such as torchrun set one thread per process
             self.worker = Worker(max(1, usable_cores() // team.size - 1))
             self.eager.worker = self.worker
@@ -98,7 +101,7 @@ class SharedUpdates(Updates):
         for master in masters:
             if master.owner != self.team.rank:
                 optimizer.state[master.parameter] = {}
-        self._expect(optimizer, [m for m in masters if m.owner != self.team.rank])
+        self._expect(optimizer, [m for m in masters if m.owner != self.team.rank], in_step=False)
         for _, part in self.masters.parts(m for m in masters if m.owner == self.team.rank):
             self._tell(optimizer, part, self._remote.next_number(self.team.rank))
         self.synchronize()
@@ -125,23 +128,49 @@ class SharedUpdates(Updates):
             self._wait_for(others)
             for master in others:
                 master.parameter.grad = None  # its owner uses it
-        self._expect(optimizer, others)
+        self._expect(optimizer, others, in_step=False)
         super().begin_step(optimizer, has_closure=has_closure, step=step)
 
-    def _expect(self, optimizer: torch.optim.Optimizer, others: Sequence[Master]) -> None:
+    def arrived(self, masters: list[Master]) -> None:
+        """With eager updates, begin those of the layers whose sums over ranks are complete."""
+        if self.mode == "eager":
+            self.update_added()
+
+    def update_added(self) -> None:
+        """Begin eager updates of the masters whose sums are complete, if no further backward follows in this step."""
+        if self.mode != "eager" or self.eager.is_accumulating:
+            return
+        if not self.optimizers:
+            raise RuntimeError(EAGER_NEEDS_OPTIMIZER)
+        for masters, sums in self.gradients.take_added():
+            self._wait_for(masters)
+            for optimizer in self.optimizers:
+                entry = self._entries[optimizer]
+                entry.places = places = entry.places or places_of(optimizer)
+                given = [m for m in masters if m.parameter in places]
+                others = [m for m in given if m.owner != self.team.rank]
+                self._expect(optimizer, others, in_step=True)
+                mine = [(m, sums[m]) for m in given if m.owner == self.team.rank]
+                if mine:
+                    norms = {m: self.gradients.norm_of(m) for m, _ in mine}
+                    self._begin(optimizer, mine, norms=norms, in_step=True)
+
+    def _expect(self, optimizer: torch.optim.Optimizer, others: Sequence[Master], *, in_step: bool) -> None:
         """Hold masters that their owners update now."""
         assert self._state is not None, "made with the first optimizer"
         for rank in self.team.peers.ranks:
             for what, masters in self.masters.parts(m for m in others if m.owner == rank):
                 task = RemoteTask(f"the update of {what}", self.team, self.worker)
-                update = Update(task, self._timeline, in_step=False)
+                update = Update(task, self._timeline, in_step=in_step)
                 for master in masters:
-                    master.update = update
+                    master.update, master.guards_grad = update, in_step
                     master.is_changing()
                 hold_all([(m.parameter, m) for m in masters])
+                if in_step:
+                    self.eager.begin(optimizer, masters)
                 self._begun.append(task)
                 taken = partial(self._state.taken, rank, optimizer, masters)
-                self._remote.expect(rank, RemoteUpdate(task, masters, taken))
+                self._remote.expect(rank, RemoteUpdate(update, task, masters, taken))
 
     def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
         update = super()._new_update(what, masters, optimizer, in_step)

@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 import transformers as hf
-from families import FAMILIES, SMALL, batch_for, bert
-from rank_pool import digest
 from torch import distributed, nn
 
+from families import FAMILIES, SMALL, batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps.server import EagerParamServer
+from rank_pool import digest
 
 
 def albert() -> nn.Module:
     """One layer, called three times."""
     sizes = {**SMALL, "num_hidden_layers": 3}
     config = hf.AlbertConfig(
-        **sizes, embedding_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0
+        **sizes,
+        embedding_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
     )
     return hf.AlbertForSequenceClassification(config)
 
@@ -65,7 +69,12 @@ def large() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **FAMILIES, "albert": albert, "tied": tied, "skipping": Skipping, "large": large, "dropout": lambda: bert(0.2)
+    **FAMILIES,
+    "albert": albert,
+    "tied": tied,
+    "skipping": Skipping,
+    "large": large,
+    "dropout": lambda: bert(0.2),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from rank_cases import MODELS, assert_same, trained
 
 MODES: dict[str, dict[str, Any]] = {
@@ -26,3 +27,38 @@ MODES: dict[str, dict[str, Any]] = {
 def test_on_the_host(pool, size, name, mode):
     alone = pool(1).run(trained, name, MODES[mode], size)[0]
     assert_same(pool(size).run(trained, name, MODES[mode], size), alone)
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "tied", "skipping"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_the_simulated_accelerator(pool, size, name, mode):
+    alone = pool(1, sim=True).run(trained, name, MODES[mode], size)[0]
+    assert_same(pool(size, sim=True).run(trained, name, MODES[mode], size), alone)
+
+
+@pytest.mark.parametrize("sim", [False, True])
+@pytest.mark.parametrize("name", ["bert", "skipping", "large"])
+def test_micro_steps_are_added_to_one_sum(pool, name, sim):
+    """The order of batches is the same: of each micro-step, those of the ranks in their order."""
+    given = name, {"eps_update": "deferred"}, 2, 2, 3
+    assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])
+
+
+@pytest.mark.parametrize("sim", [False, True])
+def test_a_layer_that_is_called_several_times(pool, sim):
+    """One process adds call after call, a rank all its calls and then those of the ranks: the same to rounding."""
+    found = pool(2, sim=sim).run(trained, "albert", {"eps_update": "deferred"}, 2)
+    alone = pool(1, sim=sim).run(trained, "albert", {"eps_update": "deferred"}, 2)[0]
+    assert found[0]["norms"] == found[1]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["losses"][0] == alone["losses"][0][0]
+
+
+@pytest.mark.parametrize("sim", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("name", ["bert", "skipping", "tied", "large"])
+def test_eager_updates(pool, name, accumulated, sim):
+    given = name, {"eps_update": "eager"}, 2, 3, accumulated, None
+    assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])
