@@ -28,6 +28,7 @@ from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, pla
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.known import known_figures
+from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.shapes.losses import told_failures
@@ -229,6 +230,8 @@ def _bound(
     model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer | None
 ) -> tuple[tuple[str, ...], bool]:
     """Options that the engine would refuse to be chosen; and whether some weights may be resident without others."""
+    if process_group_size() > 1:  # their masters are shared by all ranks, on the host
+        return _RESIDENT, True
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
     moving = parameters_to_move(model, dict.fromkeys(layers, LayerPlace(is_resident=True)), shell=True)
     movable = set(moving.names) if not (moving.refused or moving.staying) else set()

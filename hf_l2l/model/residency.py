@@ -21,6 +21,7 @@ from hf_l2l.model.stacks import shell_modules
 from hf_l2l.optim.bf16_state import widened
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.option_names import option
+from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import is_plain, sharing_memory
 
@@ -77,6 +78,8 @@ def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.devi
                 f"{most} {which}); use {most} for all of them"
             )
     travels = not stream.shares_host_memory(device)
+    if travels and (resident or config.resident != "none") and config.resident_update == "device":
+        _refuse_ranks(config)
     places: dict[nn.Module, LayerPlace] = {}
     for number, layer in enumerate(layers):
         stays, on_device = number < resident, config.resident_update == "device"
@@ -91,6 +94,17 @@ def places_of(layers: Sequence[nn.Module], config: L2LConfig, device: torch.devi
             stashes_on_device=travels and number >= count - config.device_stash,
         )
     return places
+
+
+def _refuse_ranks(config: L2LConfig) -> None:
+    """Raise ValueError if several ranks train the model: its masters are shared by them, on the host."""
+    count = process_group_size()
+    if count > 1:
+        raise ValueError(
+            f"ranks share the weights on the host, where they are updated (got {option('resident')}="
+            f"{config.resident!r}, {option('resident_layers')}={config.resident_layers} and {count} ranks); set "
+            f"{option('resident_update')}='host', which keeps copies on the device, or leave both out"
+        )
 
 
 def refuse_misplaced(layer: str, place: LayerPlace, misplaced: Iterable[str]) -> None:

@@ -5,9 +5,11 @@ It is a memfd of Linux, sealed so that no process can change its size, readable 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -54,6 +56,13 @@ class SharedPages(Pages):
             if num_bytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
             return torch.frombuffer(self, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
+def return_freed_memory() -> None:
+    """Have the C library return what this process has freed: parameters and state that have moved to shared memory
+    lie between what stays, and would else be kept for later allocations, once per rank."""
+    with suppress(AttributeError):  # other C libraries than glibc return it by themselves
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def whole_pages(num_bytes: int) -> int:

@@ -11,7 +11,7 @@ from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.host_memory import HostMemory, Plan, Progress, gradient_layout, unseen
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import hold
-from hf_l2l.ranks.shared_pages import SharedPages
+from hf_l2l.ranks.shared_pages import SharedPages, return_freed_memory
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, block_of, placed
@@ -89,6 +89,7 @@ class SharedMemory(HostMemory):
                 master.address = master.parts[0].data_ptr()
             self._make_copies(plan.copied)
         self.team.barrier("the values of rank 0 are in the memory of all ranks")
+        return_freed_memory()
         self.warn_once()
 
     @torch.no_grad()

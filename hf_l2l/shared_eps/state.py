@@ -14,7 +14,7 @@ import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
-from hf_l2l.ranks.shared_pages import SharedPages
+from hf_l2l.ranks.shared_pages import SharedPages, return_freed_memory
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout
 from hf_l2l.runtime.tensors import size_text
@@ -39,6 +39,8 @@ class SharedState:
         self._capacity = -(-(_RESERVED * elements + _SMALL * len(masters)) // ALIGNMENT) * ALIGNMENT
         self.pages: SharedPages = team.share(self._capacity * team.size, "optimizer state")
         self._used = 0
+        self._returned_at = 0
+        """`_used` when memory that has been freed since was returned."""
         self._kept: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         """Parameter and key -> the tensor in shared memory."""
 
@@ -68,6 +70,12 @@ class SharedState:
                 if found is not _KNOWN:
                     news.setdefault(place, {})[key] = found
         return json.dumps(news, separators=(",", ":")).encode() if news else b""
+
+    def return_freed_memory(self) -> None:
+        """Return the memory in which optimizers have made state that has moved."""
+        if self._returned_at != self._used:
+            self._returned_at = self._used
+            return_freed_memory()
 
     def _tensor(self, state: dict[str, Any], master: Master, key: str, value: torch.Tensor) -> Any:
         """Move one tensor; returns where it is, or that the others know it."""

@@ -106,6 +106,12 @@ class SharedUpdates(Updates):
             self._tell(optimizer, part, self._remote.next_number(self.team.rank))
         self.synchronize()
 
+    def start_forward(self) -> None:
+        """See `Updates.start_forward`."""
+        super().start_forward()
+        if self._state is not None:
+            self._state.return_freed_memory()
+
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool, step: FrameType) -> None:
         """Begin the updates of this rank's share, and expect those of the others.
 

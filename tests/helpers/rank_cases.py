@@ -150,6 +150,12 @@ def trained(
     return found
 
 
+def trained_on_two(name: str, options: dict[str, Any], size: int) -> dict[str, Any]:
+    """`trained`, with two devices for each rank."""
+    rank = distributed.get_rank()
+    return trained(name, {**options, "device": (f"sim:{rank}", f"sim:{rank + size}")}, size)
+
+
 def assert_same(of_ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """Whether all ranks have the bits of one process."""
     for rank, found in enumerate(of_ranks):

@@ -43,7 +43,7 @@ def _serve(rank: int, size: int, sim: bool, to_parent: Connection) -> None:
     if sim:
         from hf_l2l.testing import enable_simulated_accelerator
 
-        enable_simulated_accelerator(devices=max(size, 1))
+        enable_simulated_accelerator(devices=min(8, 2 * size))  # a second one for each, if asked for
         torch.sim.set_device(rank)
     while (job := to_parent.recv()) is not None:
         file, function, args = job

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rank_cases import MODELS, assert_same, trained
+from rank_cases import MODELS, assert_same, trained, trained_on_two
 
 MODES: dict[str, dict[str, Any]] = {
     "serial": {"eps_update": "serial"},
@@ -62,3 +62,20 @@ def test_a_layer_that_is_called_several_times(pool, sim):
 def test_eager_updates(pool, name, accumulated, sim):
     given = name, {"eps_update": "eager"}, 2, 3, accumulated, None
     assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])
+
+
+@pytest.mark.parametrize("options", [{"resident": "shell", "resident_layers": 1}, {"kept_weights": 1, "kept_graphs": 1}])
+def test_copies_that_stay_on_the_device(pool, options):
+    """Their masters are on the host, where ranks update them; each rank has its own copies on its device."""
+    options = {"resident_update": "host", **options} if "resident" in options else options
+    given = "bert", {"eps_update": "deferred", **options}, 2
+    assert_same(pool(2, sim=True).run(trained, *given), pool(1, sim=True).run(trained, *given)[0])
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_two_ranks_with_two_devices_each(pool, name):
+    """Rank r runs layers on devices r and r + 2 in turn; the bits are those of one process on two devices."""
+    options = {"eps_update": "deferred", "ubatch_size": 2, "head_device": "first"}
+    alone = pool(1, sim=True).run(trained, name, {**options, "device": ("sim:0", "sim:1")}, 2)[0]
+    found = pool(2, sim=True).run(trained_on_two, name, options, 2)
+    assert_same(found, alone)
