@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from hf_l2l.hf.trainer import L2LTrainer, L2LTrainerMixin
     from hf_l2l.hf.training_args import L2LArgumentsMixin, L2LTrainingArguments
     from hf_l2l.hf.variants import make_l2l_arguments, make_l2l_trainer
+    from hf_l2l.loading import load_once
     from hf_l2l.model.precision import copy_as
     from hf_l2l.optim.lamb import Lamb
+    from hf_l2l.ranks.peers import RankFailedError
     from hf_l2l.runtime.worker import EngineFailedError
     from hf_l2l.sizing.estimate import estimate
 
@@ -53,10 +55,12 @@ __all__ = [
     "L2LTrainingArguments",
     "Lamb",
     "NonFiniteError",
+    "RankFailedError",
     "attach_l2l",
     "copy_as",
     "detach_l2l",
     "estimate",
+    "load_once",
     "make_l2l_arguments",
     "make_l2l_trainer",
 ]
@@ -73,10 +77,12 @@ _PLACES = {
     "L2LTrainingArguments": "hf.training_args",
     "Lamb": "optim.lamb",
     "NonFiniteError": "eps.nonfinite",
+    "RankFailedError": "ranks.peers",
     "attach_l2l": "hf.attach",
     "copy_as": "model.precision",
     "detach_l2l": "hf.attach",
     "estimate": "sizing.estimate",
+    "load_once": "loading",
     "make_l2l_arguments": "hf.variants",
     "make_l2l_trainer": "hf.variants",
 }

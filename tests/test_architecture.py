@@ -29,6 +29,7 @@ FLOORS: dict[str, set[str]] = {
     "option_names": set(),
     "config": TORCH,
     "own_command": set(),
+    "loading": {"torch", "transformers"},
     "model_source": {"torch", "transformers", "huggingface_hub"},
     "rows": TORCH,
     "logits": TORCH,

@@ -27,10 +27,12 @@ NAMES = [
     "L2LTrainingArguments",
     "Lamb",
     "NonFiniteError",
+    "RankFailedError",
     "attach_l2l",
     "copy_as",
     "detach_l2l",
     "estimate",
+    "load_once",
     "make_l2l_arguments",
     "make_l2l_trainer",
 ]

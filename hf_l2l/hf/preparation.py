@@ -21,6 +21,7 @@ from hf_l2l.compat import is_compiled
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parsed_devices
 from hf_l2l.devices import execution_devices
+from hf_l2l.loading import give_memory, is_without_values
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.option_names import argument, option
 from hf_l2l.runtime import stream
@@ -84,7 +85,7 @@ def refuse_placed(model: nn.Module) -> None:
             f"{remedy if name else 'make or load it without device_map'}"
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if meta is not None:
+    if meta is not None and not is_without_values(model):
         raise ValueError(
             f"the parameters of a model under L2L must hold values (got {meta} on the meta device); load the model "
             "with from_pretrained, or make it outside torch.device('meta')"
@@ -148,6 +149,7 @@ def losses_that_train(loss: Any, model: nn.Module) -> list[nn.Module]:
 
 def move_to_host(model: nn.Module) -> None:
     """Move a model that is on an accelerator to the host, with one warning."""
+    give_memory(model)
     where = next((t.device for t in [*model.parameters(), *model.buffers()] if t.device != stream.HOST), None)
     if where is None:
         return
