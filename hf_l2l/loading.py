@@ -21,8 +21,8 @@ def load_once() -> Iterator[None]:
 
     For `torchrun` and `accelerate launch`: without this, each rank loads the model, and drops it when it is attached,
     so that the host holds it once per rank for a while. In a single process nothing changes. Random numbers that a
-    model draws while it is loaded (a new head) are drawn in the first rank alone: set a seed afterwards, as transformers'
-    Trainer does, for equal dropout in all ranks.
+    model draws while it is loaded (a new head) are drawn in the first rank alone: set a seed afterwards, as
+    transformers' Trainer does, for equal dropout in all ranks.
 
     Raises:
         ValueError: inside, for a `device_map`, in ranks after the first one.

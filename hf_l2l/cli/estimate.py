@@ -62,6 +62,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, default=1, metavar="N", help="devices that run the layers in turn (default: 1)"
     )
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="processes that a launcher starts on this host (default: 1)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
     _add(parser, "optim", metavar="NAME", help="the optimizer (default: that of the Trainer)")
@@ -281,21 +284,19 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.shapes.inputs import example_inputs
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
-    from hf_l2l.sizing.several import several_devices
+    from hf_l2l.sizing.several import several_devices, several_ranks
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget, "--budget")
     host_memory = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
     with options_of_the_trainer():
-        for name in (ROWS, STEPS):
+        for name in (ROWS, STEPS, "devices", "ranks"):
             if getattr(options, name) < 1:
                 raise ValueError(
                     f"--{name} must be at least 1 (got {getattr(options, name)}); leave it out for the default"
                 )
         model = _model(options)
         asked = asked_by(_arguments(options), model)
-        if options.devices < 1:
-            raise ValueError(f"--devices must be at least 1 (got {options.devices}); leave it out for one")
         config, rows = asked.config, asked.rows * asked.batches * options.devices
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
@@ -329,6 +330,9 @@ def _run(options: argparse.Namespace) -> int:
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
         if options.devices > 1 and rates is not None:
             found = replace(found, notes=(*found.notes, *several_devices(run, config, rates)))
+        if options.ranks > 1:
+            dram = None if figures is None else figures.dram
+            found = replace(found, notes=(*found.notes, *several_ranks(run, config, rates, dram, options.ranks)))
         show(options, found, time, plan, hidden)
     return GOOD
 

@@ -143,6 +143,15 @@ def test_several_devices(tmp_path, capsys, machine):
     assert "Each link carries one part in 2 of the weights" in text and "data parallel" in text
 
 
+def test_several_ranks(tmp_path, capsys, machine):
+    """They share the host's memory; each has a batch of its own."""
+    text = estimated(capsys, tmp_path, "--ranks", "4").out
+    assert "4 ranks share the host's memory above, and each has" in text and "A step of 4 ranks" not in text
+    text = estimated(capsys, tmp_path, "--ranks", "4", "--figures", machine).out
+    assert "A step of 4 ranks takes" in text and "pass through host memory in a step" in text
+    assert estimated(capsys, tmp_path, "--ranks", "0").status == 2
+
+
 def test_the_device_of_the_figures_decides_where_the_stash_is(tmp_path, capsys, machine):
     """This machine has no device whose memory is known."""
     flags = ["--figures", machine, "--stash", "auto"]

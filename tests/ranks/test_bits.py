@@ -64,7 +64,9 @@ def test_eager_updates(pool, name, accumulated, sim):
     assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])
 
 
-@pytest.mark.parametrize("options", [{"resident": "shell", "resident_layers": 1}, {"kept_weights": 1, "kept_graphs": 1}])
+@pytest.mark.parametrize(
+    "options", [{"resident": "shell", "resident_layers": 1}, {"kept_weights": 1, "kept_graphs": 1}]
+)
 def test_copies_that_stay_on_the_device(pool, options):
     """Their masters are on the host, where ranks update them; each rank has its own copies on its device."""
     options = {"resident_update": "host", **options} if "resident" in options else options

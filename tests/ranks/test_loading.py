@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from families import SMALL, batch_for, bert, llama
-from rank_pool import digest
 from torch import distributed
 
+from families import SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, load_once
+from rank_pool import digest
 
 KINDS = {"bert": hf.AutoModelForSequenceClassification, "llama": hf.AutoModelForCausalLM}
 

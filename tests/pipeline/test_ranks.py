@@ -1,0 +1,37 @@
+"""The time of several ranks: bytes of host memory by the table, and where scaling stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_l2l.pipeline.ranks import HostBytes, ranks_time
+from hf_l2l.pipeline.times import LayerSeconds, step_time
+
+OUTSIDE = LayerSeconds(0.001, 0.002, 0.0, up=0.001, down=0.002, update=0.001)
+
+
+def layers(count: int, compute: float) -> list[LayerSeconds]:
+    return [LayerSeconds(compute, 2 * compute, compute, up=0.01, up_again=0.01, down=0.02, update=0.005)] * count
+
+
+@pytest.mark.parametrize(("ranks", "per_parameter"), [(1, 38), (2, 58), (4, 82), (8, 130)])
+def test_bytes_of_host_memory_per_parameter(ranks, per_parameter):
+    """Weights travel in 2 bytes, twice; sums in 4; and AdamW's 30."""
+    assert HostBytes(up=4, down=4, parameters=1).moved(ranks) == per_parameter
+
+
+def test_one_rank_is_the_plain_relay():
+    found = ranks_time(layers(12, 0.05), OUTSIDE, [HostBytes(4, 4, 1)] * 13, 1, dram=1e9)
+    one = step_time(layers(12, 0.05), OUTSIDE)
+    assert (found.seconds, found.bound, found.times_as_many) == (one.seconds, one.bound, 1)
+
+
+def test_ranks_scale_until_the_host_has_no_more_bytes_per_second():
+    moved = [HostBytes(4 * 10**7, 4 * 10**7, 10**7)] * 12 + [HostBytes(4 * 10**6, 4 * 10**6, 10**6)]
+    found = {n: ranks_time(layers(12, 0.05), OUTSIDE, moved, n, dram=2e10) for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert found[2].times_as_many == pytest.approx(2, rel=0.01)
+    assert found[8].times_as_many == pytest.approx(8, rel=0.01)
+    assert [found[n].bound for n in (8, 64)] == ["compute", "host memory"]
+    limit = 2e10 / (12 * 10**7 * 12)  # ranks per second of step that host memory carries, in the end
+    assert found[64].times_as_many < found[1].seconds * limit
+    assert found[64].times_as_many > found[32].times_as_many > found[16].times_as_many
