@@ -1,8 +1,8 @@
 """What ranks take: host memory of 1, 2 and 4 of them on this machine, and the time of a step, beside DDP.
 
 Each rank trains the same BERT on its own rows, for a few steps; the model exists once, in memory that all ranks map,
-or, in DistributedDataParallel, once per rank. Memory is the proportional set size of all ranks together, which counts a
-page that n processes map once; before the model it is what each process itself takes.
+or, in DistributedDataParallel, once per rank. Memory is the proportional set size of all ranks together, which counts
+a page that n processes map once; before the model it is what each process itself takes.
 
     python benchmarks/ranks.py [--ranks 1 2 4] [--layers 24] [--hidden 512] [--rows 2] [--steps 4]
 

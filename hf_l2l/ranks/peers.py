@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 
+from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LEAVING, NOT_BEFORE
+
 _HEADER = struct.Struct("<BQ")
 """Of a message: its kind, and a number that its kind gives a meaning."""
 _LARGEST = 2**16
@@ -29,13 +31,20 @@ _HEARTBEATS = 5
 _AGAIN_S = 0.001  # until a message is sent again to a rank that has not read the earlier ones
 _POLL_S = 0.5  # a wait looks for signals of the system in between
 
-HEARTBEAT, LEAVING, FAILED = range(3)
-"""Kinds of messages; other modules have their own, from 3 on."""
-
-_KINDS = {HEARTBEAT: "heartbeat", LEAVING: "leaving", FAILED: "failed"}
+_OWN_KINDS = (HEARTBEAT, LEAVING, FAILED)
 
 Received = Callable[[int, int, bytes], None]
 """What is called with a message: the rank that has sent it, its number, and its content."""
+
+
+class OtherCallsError(RuntimeError):
+    """The ranks do not run the same forwards, backwards and steps."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"all ranks must run the same forwards, backwards and steps (got others: {found}); give each rank as many "
+            "batches, and let no rank leave out a step"
+        )
 
 
 class RankFailedError(RuntimeError):
@@ -118,18 +127,27 @@ class Peers:
         self.send(kind, number, content)
         waiting = self._state.waiting
         others = [rank for rank in self.ranks if rank != self.rank]
-        self.wait(lambda: all([waiting[kind, rank] for rank in others]), why)
+        not_before = NOT_BEFORE.get(kind, ())
+
+        def have_come() -> bool:
+            late = [rank for rank in others if not waiting[kind, rank]]
+            for rank in late:
+                if any(waiting[other, rank] for other in not_before):
+                    self._refuse(f"rank {rank} has gone on while rank {self.rank} waited: {why}")
+            return not late
+
+        self.wait(have_come, why)
         found = {self.rank: content}
         for rank in others:
             theirs, found[rank] = waiting[kind, rank].popleft()
             if theirs != number:
-                text = f"rank {self.rank} is at number {number} and rank {rank} at {theirs} ({why})"
-                self.tell_failure(f"the ranks do not call the same: {text}")
-                raise RuntimeError(
-                    f"all ranks must run the same forwards, backwards and steps (got others: {text}); give each rank "
-                    "as many batches, and let no rank leave out a step"
-                )
+                self._refuse(f"rank {self.rank} is at number {number} and rank {rank} at {theirs}: {why}")
         return found
+
+    def _refuse(self, found: str) -> None:
+        error = OtherCallsError(found)
+        self.tell_failure(str(error))
+        raise error
 
     def wait(self, until: Callable[[], bool], why: str) -> None:
         """Wait until `until` returns True, which is asked after each message; `why` says what for.
@@ -279,7 +297,7 @@ def _receive(state: _State, rank: int, each: socket.socket) -> None:
         elif kind == FAILED:
             state.fail(rank, content.decode(errors="replace"))
         handler = state.handlers.get(kind)
-        if handler is None and kind not in _KINDS:
+        if handler is None and kind not in _OWN_KINDS:
             state.waiting[kind, rank].append((number, content))
         state.changed.notify_all()
     if handler is not None:

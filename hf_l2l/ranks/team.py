@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
+from hf_l2l.ranks.messages import BARRIER, MEMORY
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
-
-BARRIER, MEMORY = 3, 4
-"""Kinds of messages of this module."""
-FIRST_FREE_KIND = 5
-"""Kinds from here on are of other modules."""
 
 _MEETS_WITHIN_S = 300.0
 """Ranks load models of different speed of disks, and do other work, before they are attached."""

@@ -17,7 +17,8 @@ from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import hold
-from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
+from hf_l2l.ranks.messages import LATE, REDUCED
+from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
@@ -25,9 +26,6 @@ from hf_l2l.runtime.worker import EngineFailedError
 from hf_l2l.shared_eps.items import Item, Items
 from hf_l2l.shared_eps.reduction import Landed, Landing, Reducer, bits_of
 from hf_l2l.shared_eps.shared_sum import SharedSum
-
-LATE, REDUCED = FIRST_FREE_KIND + 1, FIRST_FREE_KIND + 2
-"""Kinds of messages: items of which there are more gradients at the end of a backward; all sums are complete."""
 
 
 class SharedGradients(Gradients):

@@ -17,15 +17,13 @@ import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
+from hf_l2l.ranks.messages import LANDED
 from hf_l2l.ranks.shared_pages import SharedPages
-from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
+from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import ALIGNMENT, elements
 from hf_l2l.runtime.observer import aside
 from hf_l2l.shared_eps.items import Item
-
-LANDED = FIRST_FREE_KIND
-"""The kind of the message that the gradients of an item are in the slot of their rank."""
 
 _SLOTS = 2
 _PRESENT, _CONTINUES, _MORE = 1, 2, 4

@@ -10,11 +10,9 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import Update
-from hf_l2l.ranks.team import FIRST_FREE_KIND, Team
+from hf_l2l.ranks.messages import UPDATED
+from hf_l2l.ranks.team import Team
 from hf_l2l.runtime.worker import Task, Worker
-
-UPDATED = FIRST_FREE_KIND + 3
-"""The kind of the message that a rank has made one of its updates, with what is new of the optimizer's state."""
 
 _POLL_S = 0.5
 

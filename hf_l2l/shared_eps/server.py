@@ -13,13 +13,11 @@ from hf_l2l.eps.host_memory import HostMemory, Progress
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import clip
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.ranks.team import FIRST_FREE_KIND, Team, refuse_other_group
+from hf_l2l.ranks.messages import STEP, VOTE
+from hf_l2l.ranks.team import Team, refuse_other_group
 from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.host_memory import SharedMemory
 from hf_l2l.shared_eps.updates import SharedUpdates
-
-VOTE, STEP = FIRST_FREE_KIND + 4, FIRST_FREE_KIND + 5
-"""Kinds of messages: whether a rank is against this step; a rank has come to `optimizer.step()`."""
 
 
 class SharedEagerParamServer(EagerParamServer):

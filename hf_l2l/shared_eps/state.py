@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,8 +42,9 @@ class SharedState:
         self._used = 0
         self._returned_at = 0
         """`_used` when memory that has been freed since was returned."""
-        self._kept: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
-        """Parameter and key -> the tensor in shared memory."""
+        self._kept: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[torch.Tensor, str], torch.Tensor]]
+        self._kept = WeakKeyDictionary()
+        """Optimizer -> parameter and key -> the tensor in shared memory."""
 
     def shared(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> bytes:
         """Move the state of `masters`, which this rank has just updated, to shared memory.
@@ -54,11 +56,12 @@ class SharedState:
             ValueError: if the state has values of other kinds than tensors, numbers and text, or is too large.
         """
         news: dict[int, dict[str, Any]] = {}
+        kept = self._kept.setdefault(optimizer, {})
         for place, master in enumerate(masters):
             state = optimizer.state.get(master.parameter) or {}
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found = self._tensor(state, master, key, value)
+                    found = self._tensor(kept, state, master, key, value)
                 elif isinstance(value, _PLAIN):
                     found = value
                 else:
@@ -77,9 +80,16 @@ class SharedState:
             self._returned_at = self._used
             return_freed_memory()
 
-    def _tensor(self, state: dict[str, Any], master: Master, key: str, value: torch.Tensor) -> Any:
+    def _tensor(
+        self,
+        of_optimizer: dict[tuple[torch.Tensor, str], torch.Tensor],
+        state: dict[str, Any],
+        master: Master,
+        key: str,
+        value: torch.Tensor,
+    ) -> Any:
         """Move one tensor; returns where it is, or that the others know it."""
-        kept = self._kept.get((master.parameter, key))
+        kept = of_optimizer.get((master.parameter, key))
         if kept is value:
             return _KNOWN
         with torch.no_grad(), without_interception():
@@ -96,7 +106,7 @@ class SharedState:
             self._used = start + layout.num_bytes
             memory = self.pages.bytes_at(self.team.rank * self._capacity + start, max(piece.stop, 1))
             kept = piece.view_of(memory[: piece.stop]) if piece.stop else torch.empty_like(value)
-            state[key] = self._kept[master.parameter, key] = kept.copy_(value)
+            state[key] = of_optimizer[master.parameter, key] = kept.copy_(value)
         stride = None if piece.stride is None else list(piece.stride)
         return {"dtype": str(piece.dtype), "shape": list(piece.shape), "stride": stride, "start": start}
 

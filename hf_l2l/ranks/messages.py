@@ -1,0 +1,36 @@
+"""The kinds of messages among ranks, and in which order a rank sends them."""
+
+from __future__ import annotations
+
+HEARTBEAT = 0
+"""The rank is alive."""
+LEAVING = 1
+"""It has ended its part in order."""
+FAILED = 2
+"""It cannot continue; the content is the reason."""
+BARRIER = 3
+"""It has come to a point that all come to."""
+MEMORY = 4
+"""It asks for shared memory; the content says for what."""
+LANDED = 5
+"""Its gradients of an item are in its slot; the content has bits for each parameter."""
+LATE = 6
+"""It is at the end of a backward; the content names items of which it has more gradients."""
+REDUCED = 7
+"""It has added its share of all gradients of a backward."""
+VOTE = 8
+"""It is against this step, or not."""
+STEP = 9
+"""It has come to `optimizer.step()`."""
+UPDATED = 10
+"""It has made one of its updates; the content is what is new of the optimizer's state."""
+
+NOT_BEFORE: dict[int, tuple[int, ...]] = {
+    LANDED: (VOTE, STEP),
+    LATE: (VOTE, STEP),
+    REDUCED: (LANDED, LATE),
+    VOTE: (LANDED, LATE, STEP),
+    STEP: (LANDED, LATE, VOTE),
+}
+"""What a rank does not send before a message of a kind that is waited for, if it makes the same calls as the others: a
+backward, perhaps a vote to clip, the step. LANDED and LATE come from two threads, in any order."""
