@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LEAVING, NOT_BEFORE
+from hf_l2l.runtime.stall_log import StallLog
 
 _HEADER = struct.Struct("<BQ")
 """Of a message: its kind, and a number that its kind gives a meaning."""
@@ -155,11 +156,13 @@ class Peers:
         Raises:
             RankFailedError: if a rank has failed.
         """
-        state = self._state
-        with state.changed:
+        state, is_logged = self._state, False
+        with state.changed, ExitStack() as stack:
             while not until():
                 self.check(why)
-                state.changed.wait(_POLL_S)
+                if not state.changed.wait(_POLL_S) and not is_logged:
+                    is_logged = True
+                    stack.enter_context(StallLog().inside(f"waiting until {why}, {{seconds}} so far"))
 
     def wake(self) -> None:
         """Have the waits of other threads look again."""

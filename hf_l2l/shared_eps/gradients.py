@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -23,9 +24,10 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.worker import EngineFailedError
+from hf_l2l.shared_eps.host_memory import SharedSum
 from hf_l2l.shared_eps.items import Item, Items
-from hf_l2l.shared_eps.reduction import Landed, Landing, Reducer, bits_of
-from hf_l2l.shared_eps.shared_sum import SharedSum
+from hf_l2l.shared_eps.landing import Landing, bits_of, in_slots
+from hf_l2l.shared_eps.reduction import Reducer
 
 
 class SharedGradients(Gradients):
@@ -145,7 +147,7 @@ class SharedGradients(Gradients):
         of = sums[0][0].parameter if sums else ""
         alone = touched[0] if len(touched) == 1 else None
         direct = alone is not None and alone is not items.small and self._is_next(alone, unit is not None)
-        number_and_slot = self._found[1].slot(alone.name) if direct and alone is not None else None
+        number_and_slot = self._slot(alone) if direct and alone is not None else None
         with lane.entered(), without_interception(), stream.span(device, "download", of):
             stream.wait(complete, wait_reasons.GRADIENTS_COMPUTED)
             for point in self._submitted() if self._private else ():  # what is added to may come from another device
@@ -210,31 +212,16 @@ class SharedGradients(Gradients):
     ) -> None:
         """Start to download all gradients of an item to the slot of this rank, on the lane, which is entered."""
         item.has_landed = True
-        number, slot = number_and_slot
-        reducer, layout = self._found[1], item.layout
         more = item.calls > item.arrivals if item.is_layer else self._roots > 1
         bits = bits_of(item, gradients.keys() & set(item.masters), self._continuing, more=more)
-        if layout.num_bytes <= slot.numel():
-            if flat is not None and flat.numel() == layout.num_bytes:
-                slot[: layout.num_bytes].copy_(flat, non_blocking=True)
-            else:
-                for master, view in zip(item.masters, layout.views(slot), strict=True):
-                    if master in gradients:
-                        view.copy_(gradients[master], non_blocking=True)
-            reducer.land(Landed(number, item, 0, layout.num_bytes, bits, lane.record()))
-            return
-        piece = layout.pieces[0]
-        whole = gradients.get(item.masters[0])
-        if whole is not None and piece.stride is not None and whole.stride() != piece.stride:
-            whole = torch.empty_strided(piece.shape, piece.stride, dtype=piece.dtype, device=whole.device).copy_(whole)
-        for part, (start, stop) in enumerate(item.pieces(slot.numel())):
-            if part:
-                number, slot = reducer.slot(item.name)
-            if whole is not None:
-                first, last = start // whole.element_size(), stop // whole.element_size()
-                flattened = whole.as_strided((whole.numel(),), (1,))[first:last]
-                slot[: stop - start].view(piece.dtype).copy_(flattened, non_blocking=True)
-            reducer.land(Landed(number, item, start, stop, bits, lane.record()))
+        for landed in in_slots(item, gradients, flat, bits, lane, number_and_slot, partial(self._slot, item)):
+            self._found[1].land(landed)
+
+    def _slot(self, item: Item) -> tuple[int, torch.Tensor]:
+        """This rank's next slot, and the number of its use."""
+        why = f"the ranks add up gradients, before those of {item.name}"
+        with self._timeline.waiting_for_eps(why):
+            return self._found[1].slot(why)
 
     def _keep(self, master: Master, gradient: torch.Tensor) -> None:
         """Add a gradient to what this rank alone has of it, on the lane."""
@@ -275,7 +262,7 @@ class SharedGradients(Gradients):
         for point in self._submitted() if self._private else ():
             stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
         found = {m: self._private.pop(m) for m in item.masters if m in self._private}
-        slot = self._found[1].slot(item.name)
+        slot = self._slot(item)
         with self.lane.entered(), without_interception():
             self._land_from(item, found, None, slot, self.lane)
 
@@ -311,7 +298,8 @@ class SharedGradients(Gradients):
             self._land(item)
         self._next = len(items.order)
         self._land_late(items)
-        reducer.finish()
+        with self._timeline.waiting_for_eps("all ranks have added their share of the gradients"):
+            reducer.finish()
         at_sums = self._at_sums() if self._at_sums is not None else None
         if at_sums is not None:
             at_sums()

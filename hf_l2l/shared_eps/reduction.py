@@ -11,60 +11,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import NamedTuple
 
 import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.ranks.messages import LANDED
-from hf_l2l.ranks.shared_pages import SharedPages
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.flat_memory import ALIGNMENT, elements
+from hf_l2l.runtime.flat_memory import elements
 from hf_l2l.runtime.observer import aside
-from hf_l2l.shared_eps.items import Item
+from hf_l2l.shared_eps.landing import CONTINUES, MORE, PRESENT, SLOTS, Landed, Landing
 
-_SLOTS = 2
-_PRESENT, _CONTINUES, _MORE = 1, 2, 4
-"""Bits for each parameter of an item: the rank has a gradient of it; there is a sum of earlier backwards; there are
-graphs whose backwards may add to it."""
 _AT_ONCE = 2**18
 """Elements that are added for all ranks before the next ones, so that the sum stays in a cache."""
 _POLL_S = 0.05
-
-
-class Landed(NamedTuple):
-    """A part of an item that is in the slot of this rank, or will be at a point."""
-
-    number: int
-    """Of the slot's use, the same on all ranks."""
-    item: Item
-    start: int
-    stop: int
-    """Bytes of the item's layout."""
-    bits: bytes
-    at: stream.Point | None
-    """When it has been downloaded; None if it is there."""
-
-
-class Landing:
-    """The slots of all ranks: shared memory, of which each rank writes its own part."""
-
-    def __init__(self, team: Team, slot_bytes: int, device: torch.device) -> None:
-        """Memory that holds this rank's part is page-locked for its `device`."""
-        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-        self.pages: SharedPages = team.share(team.size * _SLOTS * self.slot_bytes, "gradients of each rank")
-        self.is_locked = stream.can_page_lock(device) and self.pages.lock(device)
-
-    def slot(self, rank: int, number: int) -> torch.Tensor:
-        """The memory (uint8, one dimension) of a rank in which use `number` lands."""
-        start = (rank * _SLOTS + number % _SLOTS) * self.slot_bytes
-        return self.pages.bytes_at(start, self.slot_bytes)
-
-    def release(self) -> None:
-        """Make the memory pageable again."""
-        self.pages.unlock()
 
 
 class Reducer:
@@ -89,7 +50,7 @@ class Reducer:
         self.team, self.landing = team, landing
         self._total_of, self._norms, self._works = total_of, norms, works
         self._numbers = 0
-        self._free = [threading.Semaphore(1) for _ in range(_SLOTS)]
+        self._free = [threading.Semaphore(1) for _ in range(SLOTS)]
         self._jobs: queue.SimpleQueue[Landed | threading.Event | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._in_use: int | None = None
@@ -105,11 +66,11 @@ class Reducer:
 
     # ---- for the thread that runs the backward
 
-    def slot(self, name: str) -> tuple[int, torch.Tensor]:
-        """The number and memory of this rank's next slot, once all ranks have read what was in it."""
+    def slot(self, why: str) -> tuple[int, torch.Tensor]:
+        """The number and memory of this rank's next slot, once all ranks have read what was in it; `why` says what
+        for."""
         self._numbers += 1
-        free = self._free[self._numbers % _SLOTS]
-        why = f"the ranks add up gradients, before those of {name}"
+        free = self._free[self._numbers % SLOTS]
         while not free.acquire(timeout=_POLL_S):
             self.check()
             self.team.peers.check(why)
@@ -161,7 +122,7 @@ class Reducer:
         found = self.team.peers.gather(LANDED, landed.number, bytes([landed.item.number % 256]) + landed.bits, why)
         if self._in_use is not None:  # whoever has landed this has read the one before
             self._free[self._in_use].release()
-        self._in_use = landed.number % _SLOTS
+        self._in_use = landed.number % SLOTS
         if any(
             len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()
         ):
@@ -170,18 +131,18 @@ class Reducer:
             for place, master in enumerate(landed.item.masters):
                 bits = {rank: theirs[place + 1] for rank, theirs in found.items()}
                 self._add(landed, place, master, bits)
-        more = any(bit & _MORE for theirs in found.values() for bit in theirs[1:])
+        more = any(bit & MORE for theirs in found.values() for bit in theirs[1:])
         if landed.stop >= landed.item.layout.pieces[-1].stop and not more:
             self.added.append([m for m in landed.item.masters if m in self.has_sum])
 
     def _add(self, landed: Landed, place: int, master: Master, bits: dict[int, int]) -> None:
-        continues = {bool(each & _CONTINUES) for each in bits.values()}
+        continues = {bool(each & CONTINUES) for each in bits.values()}
         if len(continues) > 1:
             raise RuntimeError(
                 f"all ranks must drop gradients, or none (got {master.name}, whose p.grad some have set to None); "
                 "call optimizer.zero_grad() on all of them"
             )
-        ranks = [rank for rank, each in sorted(bits.items()) if each & _PRESENT]
+        ranks = [rank for rank, each in sorted(bits.items()) if each & PRESENT]
         if ranks or True in continues:
             self.has_sum.add(master)
         if master.owner != self.team.rank or not ranks:
@@ -207,8 +168,3 @@ class Reducer:
         if landed.stop >= piece.stop:
             dtype = None if total.dtype == master.dtype else master.dtype
             self._norms[self.numbers[master]] = torch.linalg.vector_norm(total, dtype=dtype)
-
-
-def bits_of(item: Item, present: set[Master], continuing: set[Master], *, more: bool) -> bytes:
-    """What this rank tells of each parameter of an item; `more` says that it has graphs with more gradients."""
-    return bytes(_PRESENT * (m in present) | _CONTINUES * (m in continuing) | _MORE * more for m in item.masters)

@@ -1,0 +1,105 @@
+"""Slots of shared memory in which the gradients of each rank land, to be added by their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from hf_l2l.eps.masters import Master
+from hf_l2l.ranks.shared_pages import SharedPages
+from hf_l2l.ranks.team import Team
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import ALIGNMENT, elements
+from hf_l2l.shared_eps.items import Item
+
+SLOTS = 2
+PRESENT, CONTINUES, MORE = 1, 2, 4
+"""Bits for each parameter of an item: the rank has a gradient of it; there is a sum of earlier backwards; there are
+graphs whose backwards may add to it."""
+
+
+class Landed(NamedTuple):
+    """A part of an item that is in the slot of this rank, or will be at a point."""
+
+    number: int
+    """Of the slot's use, the same on all ranks."""
+    item: Item
+    start: int
+    stop: int
+    """Bytes of the item's layout."""
+    bits: bytes
+    at: stream.Point | None
+    """When it has been downloaded; None if it is there."""
+
+
+class Landing:
+    """The slots of all ranks: shared memory, of which each rank writes its own part."""
+
+    def __init__(self, team: Team, slot_bytes: int, device: torch.device) -> None:
+        """Memory that holds this rank's part is page-locked for its `device`."""
+        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.pages: SharedPages = team.share(team.size * SLOTS * self.slot_bytes, "gradients of each rank")
+        self.is_locked = stream.can_page_lock(device) and self.pages.lock(device)
+
+    def slot(self, rank: int, number: int) -> torch.Tensor:
+        """The memory (uint8, one dimension) of a rank in which use `number` lands."""
+        start = (rank * SLOTS + number % SLOTS) * self.slot_bytes
+        return self.pages.bytes_at(start, self.slot_bytes)
+
+    def release(self) -> None:
+        """Make the memory pageable again."""
+        self.pages.unlock()
+
+
+def bits_of(item: Item, present: set[Master], continuing: set[Master], *, more: bool) -> bytes:
+    """What this rank tells of each parameter of an item; `more` says that it has graphs with more gradients."""
+    return bytes(PRESENT * (m in present) | CONTINUES * (m in continuing) | MORE * more for m in item.masters)
+
+
+Slot = tuple[int, torch.Tensor]
+"""The number of a use of a slot of this rank, and its memory (uint8, one dimension)."""
+
+
+def in_slots(
+    item: Item,
+    gradients: Mapping[Master, torch.Tensor],
+    flat: torch.Tensor | None,
+    bits: bytes,
+    lane: stream.Lane,
+    slot: Slot,
+    next_slot: Callable[[], Slot],
+) -> Iterator[Landed]:
+    """Start to download all gradients of an item, on the lane, which is entered; yields each part as it has a slot.
+
+    Args:
+        item: what lands.
+        gradients: this rank's, on any device; others are left out.
+        flat: device memory that holds all of them in the layout of the item; None if they lie apart.
+        bits: what this rank tells of each parameter.
+        lane: where the download is made.
+        slot: the first slot.
+        next_slot: returns a further one, if the item is larger than a slot.
+    """
+    layout, (number, memory) = item.layout, slot
+    if layout.num_bytes <= memory.numel():
+        if flat is not None and flat.numel() == layout.num_bytes:
+            memory[: layout.num_bytes].copy_(flat, non_blocking=True)
+        else:
+            for master, view in zip(item.masters, layout.views(memory), strict=True):
+                if master in gradients:
+                    view.copy_(gradients[master], non_blocking=True)
+        yield Landed(number, item, 0, layout.num_bytes, bits, lane.record())
+        return
+    piece, whole = layout.pieces[0], gradients.get(item.masters[0])
+    if whole is not None and piece.stride is not None and whole.stride() != piece.stride:
+        whole = torch.empty_strided(piece.shape, piece.stride, dtype=piece.dtype, device=whole.device).copy_(whole)
+    for part, (start, stop) in enumerate(item.pieces(memory.numel())):
+        if part:
+            number, memory = next_slot()
+        if whole is not None:
+            size = piece.dtype.itemsize
+            part_of_it = elements(whole)[start // size : stop // size]
+            memory[: stop - start].view(piece.dtype).copy_(part_of_it, non_blocking=True)
+        yield Landed(number, item, start, stop, bits, lane.record())
