@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import skip_first_batches
+from torch import distributed
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from hf_l2l.checkpoint.data_position import BatchFeed, DataPosition, saved_position
+from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import compute_state, stream
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
@@ -42,7 +44,8 @@ def load_generator(checkpoint: Path, device: torch.device) -> None:
 
 
 def _file(checkpoint: Path, device: torch.device) -> Path:
-    return checkpoint / f"rng_state_{device.type}.pth"
+    rank = f"_{distributed.get_rank()}" if process_group_size() > 1 else ""
+    return checkpoint / f"rng_state_{device.type}{rank}.pth"
 
 
 class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types

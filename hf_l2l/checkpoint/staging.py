@@ -158,6 +158,19 @@ class Staging:
                 os.close(self._descriptor)
 
 
+class JoinedStaging:
+    """A folder that rank 0 has begun, and commits; other ranks write their generators to it."""
+
+    def __init__(self, parent: Path, target: Path) -> None:
+        """`parent` is that of the `Staging` of rank 0."""
+        self.parent, self.target = parent, target
+
+    @property
+    def folder(self) -> Path:
+        """Where to write."""
+        return self.parent / self.target.name
+
+
 @contextmanager
 def staged(target: Path) -> Iterator[Staging]:
     """Inside, a folder is written, and committed; without a commit, nothing of it is left.

@@ -34,7 +34,7 @@ from hf_l2l.model.residency import LayerPlace, state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
-from hf_l2l.ranks.team import refuse_other_group
+from hf_l2l.ranks.team import Team, refuse_other_group
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
@@ -51,6 +51,8 @@ class EagerParamServer:
     gradients are in `p.grad`. A wrapped optimizer clears the gradients it has used. Reading a parameter waits until
     its update is done. (With `eps_update="eager"` masters are updated in backward, and `p.grad` stays None.)
     """
+
+    team: Team | None = None  # the ranks that train the model together; None for one process
 
     def __init__(
         self,
@@ -90,8 +92,6 @@ class EagerParamServer:
         self._register()
         if loss_scale is not None:
             loss_scale.may_step = self.may_step
-
-    # The parts that are of another kind in an EPS of several ranks.
 
     def _make_memory(self, progress: Progress) -> HostMemory:
         return HostMemory(self.device, self.masters, progress)

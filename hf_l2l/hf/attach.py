@@ -53,7 +53,7 @@ from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.option_names import option
 from hf_l2l.plan.planner import Plan
-from hf_l2l.ranks.team import met_team, refuse_launcher_without_group
+from hf_l2l.ranks.team import met_team, refuse_launcher_without_group, trace_of_rank
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
 from hf_l2l.runtime import stream
@@ -303,7 +303,7 @@ def _attach(
     loss_scale: LossScale | None,
 ) -> EagerParamServer:
     layers, device = list(places), devices[0]
-    timeline = Timeline(device, model, layers, config.trace, devices[1:])
+    timeline = Timeline(device, model, layers, trace_of_rank(config.trace), devices[1:])
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
     eps = eps_type(met_team(config.rank_timeout))(
         model,

@@ -30,19 +30,21 @@ from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
 from hf_l2l.checkpoint.finding import check_weights, is_last_of_run, keep_only, rotate, run_of
 from hf_l2l.checkpoint.manifest import read_manifest, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
-from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
+from hf_l2l.checkpoint.staging import CheckpointSaveError, JoinedStaging, Staging, remove_interrupted, staged
 from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import computing_dtype, copy_as
+from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.version import __version__
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
+_WRITTEN, _COMMITTED = "all ranks have written their files of the checkpoint", "the checkpoint is in its place"
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
@@ -71,7 +73,7 @@ class CheckpointsMixin(ResumingMixin):
     _streams: Callable[[], bool]
     optimizer: Any
     _l2l_plan: TrainerPlan
-    _l2l_staging: Staging | None = None
+    _l2l_staging: Staging | JoinedStaging | None = None
     """Where a checkpoint is written now."""
     _l2l_run: str | None = None
     """Names the training in the manifests of its checkpoints."""
@@ -112,7 +114,7 @@ class CheckpointsMixin(ResumingMixin):
         # A training that goes on from a checkpoint is named in its manifest; one that goes back to it is another one.
         manifest = None if checkpoint is None else read_manifest(Path(checkpoint))
         goes_on = manifest is not None and is_last_of_run(manifest, Path(self._get_output_dir(trial)))
-        self._l2l_run = manifest.run if manifest is not None and goes_on else uuid.uuid4().hex
+        self._l2l_run = of_rank_0(manifest.run if manifest is not None and goes_on else uuid.uuid4().hex)
         found: tuple[int, int] = super()._init_training_state(
             max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
         )
@@ -161,11 +163,17 @@ class CheckpointsMixin(ResumingMixin):
             )
         if attached is not None:
             attached.eps.synchronize()  # a failed update raises before anything is written
-        if not self.args.should_save or self.args.world_size > 1:  # several processes: a model without layers
+        team = None if attached is None else attached.eps.team
+        if team is None and (not self.args.should_save or self.args.world_size > 1):  # a model without layers
             super()._save_checkpoint(model, trial)
             return
         run = Path(self._get_output_dir(trial))
         target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if team is not None and team.rank > 0:
+            joined = JoinedStaging(Path(of_rank_0("")), target)
+            self.state.best_model_checkpoint = self._write_files(model, trial, joined, None)
+            team.barrier(_WRITTEN)
+            return team.barrier(_COMMITTED)
         remove_interrupted(run)
         run.mkdir(parents=True, exist_ok=True)
         self._check_room(run)
@@ -173,11 +181,16 @@ class CheckpointsMixin(ResumingMixin):
             staging = stack.enter_context(staged(target))
             waits = self._l2l_in_loop and attached is not None and own_option(self.args, "l2l_async_save")
             reserved = ReservedFiles() if waits else None
+            of_rank_0(str(staging.parent))
             best = self._write_files(model, trial, staging, reserved)
+            if team is not None:
+                team.barrier(_WRITTEN)
             commit = partial(self._commit, staging, self.state.global_step, self._l2l_run or "", self._saved_with())
             saving = None
             if attached is None or reserved is None:
                 commit(in_parallel=True)
+                if team is not None:
+                    team.barrier(_COMMITTED)
             else:
                 saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
         if saving is None:
@@ -188,7 +201,9 @@ class CheckpointsMixin(ResumingMixin):
         self._l2l_saving = saving, partial(self._after_saving, target, best, state)
         self._let_callbacks_wait()
 
-    def _write_files(self, model: Any, trial: Any, staging: Staging, reserved: ReservedFiles | None) -> str | None:
+    def _write_files(
+        self, model: Any, trial: Any, staging: Staging | JoinedStaging, reserved: ReservedFiles | None
+    ) -> str | None:
         """Write the files of a checkpoint, perhaps without values; returns where the best one is, or will be."""
         before: str | None = self.state.best_model_checkpoint
         self._l2l_staging, self._l2l_reserved = staging, reserved
@@ -200,7 +215,7 @@ class CheckpointsMixin(ResumingMixin):
             best = run / f"{PREFIX_CHECKPOINT_DIR}-{number}"
             known = bool(number) and (best == staging.target or self._is_ours(best, number))
             self.state.best_model_checkpoint = str(best) if known else before
-            if known:  # transformers looks for it beside the one that it writes
+            if known and self.args.should_save:  # transformers looks for it beside the one that it writes
                 self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
             return str(best) if known else before
         finally:
@@ -352,7 +367,8 @@ class CheckpointsMixin(ResumingMixin):
         """Overridden for devices whose random generators transformers does not save."""
         super()._save_rng_state(output_dir)
         save_generator(Path(output_dir), self.args.device)
-        self._l2l_plan.save(output_dir)
+        if self.args.should_save:
+            self._l2l_plan.save(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Overridden for the same reason as `_save_rng_state`."""

@@ -14,9 +14,10 @@ from torch import nn
 from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_new, attachment_of
-from hf_l2l.hf.preparation import devices_of, is_placed, refuse_launcher
+from hf_l2l.hf.preparation import devices_of, is_placed
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.option_names import options_of_the_trainer
+from hf_l2l.ranks.team import process_group_size
 
 
 def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
@@ -75,9 +76,12 @@ def leave_models_where_they_are(trainer: Any, config: Callable[[], L2LConfig], c
         is_other = trainer is not None and model is not trainer.model
         if evaluation_mode and is_other and attachment_of(model) is None:
             attach_beside(model)
-        placed = device_placement if attachment_of(model) is None else False
+        is_attached = attachment_of(model) is not None
+        placed = False if is_attached else device_placement
+        # The EPS adds the gradients of ranks: a model that is prepared for evaluation is not wrapped for that.
+        unwrapped = evaluation_mode or (is_attached and process_group_size() > 1)
         prepared: nn.Module = kind.prepare_model(
-            accelerator, model, device_placement=placed, evaluation_mode=evaluation_mode
+            accelerator, model, device_placement=placed, evaluation_mode=unwrapped
         )
         return prepared
 
@@ -114,7 +118,6 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
 
     def _use_devices(self, asked: Any) -> None:
         """Make batches as large as if each of the devices `asked` for had one, as with any Trainer."""
-        refuse_launcher(self.args)
         self._count = len(devices_of(self.args, asked))
         self._tell_count()
 

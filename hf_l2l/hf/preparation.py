@@ -230,12 +230,18 @@ def refuse_several_devices(args: Any) -> None:
 
 
 def refuse_launcher(args: Any) -> None:
-    """Raise ValueError if a launcher has started several processes."""
+    """Raise ValueError if a launcher has started several processes, and the trainer is not ours."""
     if args.world_size > 1:
         raise ValueError(
-            f"L2L runs in one process (got a launcher with {args.world_size}), which uses all visible devices; run it "
-            f"without the launcher: {_command()}"
+            "a model under L2L runs in no DistributedDataParallel, in which this Trainer would put it (got a launcher "
+            f"with {args.world_size} processes); use L2LTrainer, or one process, which uses all visible devices: "
+            f"{_command()}"
         )
+
+
+def ranks_of_this_host(args: Any) -> int:
+    """How many processes of a launcher run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) if args.world_size > 1 else 1
 
 
 def devices_of(args: Any, asked: Any) -> list[torch.device]:
@@ -250,7 +256,9 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
     if first.type == "cpu":  # the option changes nothing there
         return [first]
     count = stream.device_count(first)
-    indexes = list(range(count)) if found is None else list(range(found)) if isinstance(found, int) else found
+    # Of several ranks of a host, each has every so-manyth device, from its own on.
+    share = range((first.index or 0) if args.world_size > 1 else 0, count, ranks_of_this_host(args))
+    indexes = list(share) if found is None else list(range(found)) if isinstance(found, int) else found
     if max(indexes) >= count:
         raise ValueError(
             f"{name} must name devices that this machine has (got {asked!r}, and {count} of type {first.type} "

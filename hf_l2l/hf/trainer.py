@@ -352,7 +352,7 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
         peak of the device."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
-        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)
+        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count, timed.eps.team)
         if entries:
             logs.update(entries)
             self._tokens.restart()

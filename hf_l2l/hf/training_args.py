@@ -265,7 +265,7 @@ def refuse_for_layers(args: Any) -> None:
     for name, remedy in (
         ("deepspeed", "both place the parameters; drop one of them"),
         ("fsdp", "both place the parameters; drop one of them"),
-        ("parallelism_config", "L2L runs in one process; leave it out"),
+        ("parallelism_config", "L2L divides no layer among processes; leave it out"),
         ("torch_compile", "a compiled model cannot be run layer by layer; set torch_compile=False"),
         ("fp16", "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
         ("fp16_full_eval", "it would cast the master weights; set bf16=True, or evaluate in fp32"),
@@ -274,6 +274,7 @@ def refuse_for_layers(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise ValueError(f"{name} cannot be used with L2L (got {name}={' '.join(repr(value).split())}): {remedy}")
+    _refuse_of_ranks(args)
     optim = optim_of(args)
     if optim.endswith("_layerwise") or optim in _UPDATE_IN_BACKWARD:
         raise ValueError(
@@ -288,6 +289,17 @@ def refuse_for_layers(args: Any) -> None:
             f"a compiled model cannot be run layer by layer (got dynamo_backend={compiler!r} from Accelerate); launch "
             "with --dynamo_backend no"
         )
+
+
+def _refuse_of_ranks(args: Any) -> None:
+    """Raise ValueError for what one rank of several would do by itself."""
+    count = getattr(args, "world_size", 1)
+    for name, remedy in (
+        ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
+        ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),
+    ):
+        if count > 1 and getattr(args, name, False):
+            raise ValueError(f"{name} is for one process (got {name}=True and a launcher with {count}): {remedy}")
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:

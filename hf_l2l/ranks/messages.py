@@ -25,6 +25,9 @@ STEP = 9
 UPDATED = 10
 """It has made one of its updates; the content is what is new of the optimizer's state."""
 
+COUNTED = 11
+"""A number, to be added to those of the other ranks."""
+
 NOT_BEFORE: dict[int, tuple[int, ...]] = {
     LANDED: (VOTE, STEP),
     LATE: (VOTE, STEP),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from hf_l2l.ranks.messages import BARRIER, MEMORY
+from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
 
@@ -20,6 +20,7 @@ _MEETS_WITHIN_S = 300.0
 """Ranks load models of different speed of disks, and do other work, before they are attached."""
 _CREDENTIALS = struct.Struct("3i")
 _NUMBER = struct.Struct("<I")
+_COUNT = struct.Struct("<q")
 
 
 class _Introduction(NamedTuple):
@@ -40,6 +41,24 @@ def process_group_size() -> int:
     """How many processes the process group has; 1 without one."""
     is_there = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if is_there else 1
+
+
+def of_rank_0(text: str) -> str:
+    """The text that rank 0 of the process group has; all ranks call this. In one process, its own."""
+    if process_group_size() == 1:
+        return text
+    found = [text]
+    distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def trace_of_rank(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Where this rank writes its trace: `path`, with ".rank1" and so on before its suffix in ranks after the first."""
+    rank = distributed.get_rank() if process_group_size() > 1 else 0
+    if path is None or rank == 0:
+        return path
+    start, suffix = os.path.splitext(os.fspath(path))
+    return f"{start}.rank{rank}{suffix}"
 
 
 def refuse_other_group(size: int) -> None:
@@ -77,6 +96,7 @@ class Team:
         self.size = len(peers.ranks)
         self._files = files
         self._barriers = 0
+        self._totals = 0
         self._shared = 0
 
     @classmethod
@@ -118,6 +138,12 @@ class Team:
         """Wait until all ranks have called this; `why` says what for."""
         self._barriers += 1
         self.peers.gather(BARRIER, self._barriers, b"", why)
+
+    def total(self, number: int, why: str) -> int:
+        """The sum of the numbers of all ranks, which all call this; `why` says of what."""
+        self._totals += 1
+        found = self.peers.gather(COUNTED, self._totals, _COUNT.pack(number), why)
+        return sum(_COUNT.unpack(each)[0] for each in found.values())
 
     def share(self, num_bytes: int, what: str) -> SharedPages:
         """Memory of all ranks, all zero; all of them call this with the same arguments.

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 
 
-def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str]:
+def log_entries(timeline: Timeline, tokens: int | None, team: Team | None = None) -> dict[str, float | str]:
     """The entries for the steps since the last log; without steps since then there are none.
 
     `device_peak_bytes` is what the allocator of the device has held at most since the process began, or since the
@@ -21,6 +22,7 @@ def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str
     Args:
         timeline: of the engine.
         tokens: tokens of the inputs of these steps; None if the inputs are not tokens.
+        team: the ranks that train the model together, which all call this; the tokens of all are counted.
     """
     averages = timeline.averages()
     if averages is None:
@@ -32,6 +34,7 @@ def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str
         "l2l_bound": averages.bound,
     }
     if tokens is not None:
+        tokens = tokens if team is None else team.total(tokens, "all ranks count their tokens")
         entries["l2l_tokens_per_s"] = tokens / (averages.steps * averages.step_s)
     usage = stream.memory_in_use(timeline.device)
     if usage is not None:

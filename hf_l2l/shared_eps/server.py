@@ -30,6 +30,7 @@ class SharedEagerParamServer(EagerParamServer):
     gradients: SharedGradients
     updates: SharedUpdates
     memory: SharedMemory
+    team: Team
 
     def __init__(self, *args: Any, team: Team, **kwargs: Any) -> None:
         self.team = team

@@ -1,0 +1,79 @@
+"""`L2LTrainer` in several ranks has the bits of transformers' Trainer under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rank_trainer import trained
+
+SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {}),
+    "dropout": ("dropout", {}),
+    "llama, whose batches have unequal numbers of tokens": ("llama", {}),
+    "without clipping": ("bert", {"max_grad_norm": 0.0}),
+    "a schedule and decay": ("bert", {"warmup_steps": 2, "weight_decay": 0.1}),
+}
+
+
+def layered(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**options, "eps_update": "deferred", **more}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
+    name, options = CASES[case]
+    plain = pool(2).run(trained, name, "hf", str(tmp_path / "hf"), options)
+    found = pool(2).run(trained, name, "l2l", str(tmp_path / "l2l"), layered(options))
+    assert plain[0]["wrapped"] == "DistributedDataParallel" != found[0]["wrapped"]
+    for rank in range(2):
+        for what in SAME:
+            assert found[rank][what] == plain[rank][what], f"{what} of rank {rank}"
+
+
+def test_micro_steps_are_equal_to_rounding(pool, tmp_path):
+    """DistributedDataParallel first adds those of a rank, and then the ranks; here all ranks are added in each."""
+    options = {"gradient_accumulation_steps": 2}
+    plain = pool(2).run(trained, "llama", "hf", str(tmp_path / "hf"), options)
+    found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "l2l"), layered(options))
+    assert found[0]["weights"] == found[1]["weights"]
+    for what in ("losses", "norms", "eval_loss"):
+        assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_three_ranks_are_equal_to_rounding(pool, tmp_path, case):
+    """gloo adds in another order than that of the ranks."""
+    name, options = CASES[case]
+    plain = pool(3).run(trained, name, "hf", str(tmp_path / "hf"), options)
+    found = pool(3).run(trained, name, "l2l", str(tmp_path / "l2l"), layered(options))
+    assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
+    for what in ("losses", "norms", "eval_loss"):
+        assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"cmp": "bf16"}, {"cmp": "fp16"}, {"bf16": True}, {"stash": "host", "ubatch_size": 2}])
+def test_other_modes_train(pool, tmp_path, options):
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), layered({}, **options))
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
+
+
+def test_on_the_simulated_accelerator(pool, tmp_path):
+    """Each rank has its share of the devices: two of four, and twice the rows."""
+    options = layered({"per_device_train_batch_size": 2, "use_cpu": False})
+    found = pool(2, sim=True).run(trained, "bert", "l2l", str(tmp_path / "sim"), options)
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
+
+
+def test_times_are_of_all_ranks(pool, tmp_path):
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), layered({"l2l_log_times": True}))
+    assert all("l2l_tokens_per_s" in each["logs"] for each in found)
+
+
+def test_each_rank_writes_a_trace(pool, tmp_path):
+    trace = tmp_path / "trace.json"
+    pool(2).run(trained, "bert", "l2l", str(tmp_path / "run"), layered({"l2l_trace": str(trace)}))
+    assert trace.is_file() and (tmp_path / "trace.rank1.json").is_file()
