@@ -117,6 +117,10 @@ def _several_processes(scene: Scene, model: nn.Module) -> None:
     scene.patch.setattr(distributed, "get_world_size", lambda: 4)
 
 
+def _launched(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setenv("WORLD_SIZE", "4")
+
+
 def _attached_before(scene: Scene, model: nn.Module) -> None:
     attach_l2l(model, L2LConfig(device="cpu", ubatch_size=4))
 
@@ -164,7 +168,11 @@ MODELS = [
     Case("`model.bert.encoder.layer.append(...)`, on an attached model", _changed_layers),
     Case("`model.half()`, on an attached model", _moved(torch.float16, None)),
     Case("`model.to('meta')`, on an attached model", _moved(None, "meta")),
-    Case("`torchrun --nproc_per_node 4`, and `attach_l2l`", _attached(_several_processes)),
+    Case("`torchrun --nproc_per_node 4`, without a process group, and `attach_l2l`", _attached(_launched)),
+    Case(
+        "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`",
+        _attached(_several_processes, resident="shell", device="sim"),
+    ),
 ]
 
 
@@ -392,6 +400,14 @@ def _called_back(config: L2LConfig) -> Prepare:
     return prepare
 
 
+def _several_ranks(scene: Scene) -> Act:
+    args = scene.arguments()
+    scene.patch.setattr(type(args), "world_size", property(lambda self: 4))
+    scene.patch.setattr("sys.argv", ["train.py"])
+    model, data = scene.model(), rows()
+    return lambda: hf.Trainer(model, args, train_dataset=data, callbacks=[L2LCallback()])
+
+
 def _several_visible(scene: Scene) -> Act:
     scene.patch.setattr(hf.TrainingArguments, "n_gpu", property(lambda self: 2))
     scene.patch.setattr("sys.argv", ["train.py"])
@@ -400,6 +416,9 @@ def _several_visible(scene: Scene) -> Act:
 
 CALLBACKS = [
     Case("`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices", _several_visible, is_early=False),
+    Case(
+        "`Trainer(..., callbacks=[L2LCallback()])`, with `torchrun --nproc_per_node 4`", _several_ranks, is_early=False
+    ),
     Case("`L2LCallback(L2LConfig(nonfinite='skip'))`", lambda scene: lambda: L2LCallback(L2LConfig(nonfinite="skip"))),
     Case(
         "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`",

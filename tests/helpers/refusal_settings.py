@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "gradient_slots": 3,
     "eps_update": "async",
     "num_threads": 0,
+    "rank_timeout": 0.5,
     "trace": 7,
     "layer_classes": (),
 }
@@ -158,11 +159,11 @@ def _set(**options: Any) -> Case:
     return Case(shown(options), _with_model(options))
 
 
-def _several(name: str, value: int) -> Prepare:
+def _several(name: str, value: int, **options: Any) -> Prepare:
     def prepare(scene: Scene) -> Act:
         scene.patch.setattr(L2LTrainingArguments, name, property(lambda self: value))
         scene.patch.setattr("sys.argv", ["train.py"])
-        return _with_model()(scene)
+        return _with_model(**options)(scene)
 
     return prepare
 
@@ -217,7 +218,11 @@ WITH_THE_TRAINER = [
         _launched("ACCELERATE_MIXED_PRECISION", "bf16", cmp="bf16"),
     ),
     Case("`accelerate launch --dynamo_backend inductor`", _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
-    Case("`accelerate launch --num_processes 4`", _several("world_size", 4)),
+    Case("`torchrun --nproc_per_node 4`, with `l2l_async_save=True`", _several("world_size", 4, l2l_async_save=True)),
+    Case(
+        "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`",
+        _several("world_size", 4, auto_find_batch_size=True),
+    ),
     Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
     Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
     Case(

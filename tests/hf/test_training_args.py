@@ -339,12 +339,14 @@ def test_a_trainer_of_another_library_is_refused_several_devices(tmp_path, monke
 
 def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [""])
-    monkeypatch.setattr(L2LTrainingArguments, "world_size", property(lambda self: 4))
+    monkeypatch.setattr(hf.TrainingArguments, "world_size", property(lambda self: 4))
     with pytest.raises(ValueError) as error:
-        L2LTrainer(tiny_bert(), arguments(L2LTrainingArguments, tmp_path), train_dataset=rows())
+        hf.Trainer(
+            tiny_bert(), arguments(hf.TrainingArguments, tmp_path), train_dataset=rows(), callbacks=[L2LCallback()]
+        )
     assert str(error.value) == (
-        "L2L runs in one process (got a launcher with 4), which uses all visible devices; run it without the "
-        "launcher: python your_script.py"
+        "a model under L2L runs in no DistributedDataParallel, in which this Trainer would put it (got a launcher with "
+        "4 processes); use L2LTrainer, or one process, which uses all visible devices: python your_script.py"
     )
 
 

@@ -55,7 +55,9 @@ def test_three_ranks_are_equal_to_rounding(pool, tmp_path, case):
         assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"cmp": "bf16"}, {"cmp": "fp16"}, {"bf16": True}, {"stash": "host", "ubatch_size": 2}])
+@pytest.mark.parametrize(
+    "options", [{"cmp": "bf16"}, {"cmp": "fp16"}, {"bf16": True}, {"stash": "host", "ubatch_size": 2}]
+)
 def test_other_modes_train(pool, tmp_path, options):
     found = pool(2).run(trained, "bert", "l2l", str(tmp_path), layered({}, **options))
     assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4

@@ -1,0 +1,105 @@
+"""Checkpoints of several ranks: whole or absent, and resumed with as many ranks, fewer, or more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_trainer import trained
+
+from hf_l2l.checkpoint.manifest import MANIFEST
+
+SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
+SAME = ("weights", "state", "step")
+
+
+@pytest.mark.parametrize("kind", ["l2l", "hf"])
+def test_a_checkpoint_has_what_each_rank_saves(pool, tmp_path, kind):
+    """As that of transformers' Trainer, and a manifest."""
+    options = SAVED if kind == "l2l" else {k: v for k, v in SAVED.items() if k != "eps_update"}
+    found = pool(2).run(trained, "bert", kind, str(tmp_path), options)
+    assert found[0]["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
+    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    plain = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
+    plain |= {"config.json", "trainer_state.json", "training_args.bin"}
+    assert plain <= names and (MANIFEST in names) == (kind == "l2l")
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("checkpoint-")]
+    state = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+    assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
+
+
+def test_resumed_by_as_many_ranks_it_has_the_bits_of_an_unbroken_run(pool, tmp_path):
+    """Dropout included: each rank has its generators."""
+    whole = pool(2).run(trained, "dropout", "l2l", str(tmp_path / "whole"), SAVED)
+    first = {**SAVED, "max_steps": 4}
+    pool(2).run(trained, "dropout", "l2l", str(tmp_path / "run"), first)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    found = pool(2).run(trained, "dropout", "l2l", str(tmp_path / "next"), SAVED, 70, str(checkpoint))
+    for rank in range(2):
+        for what in SAME:
+            assert found[rank][what] == whole[rank][what], what
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
+    """With as many rows in a step, whichever rank has them: the same to rounding."""
+    rows = {1: {"gradient_accumulation_steps": 2}, 2: {}}
+    whole = pool(1).run(trained, "bert", "l2l", str(tmp_path / "whole"), {**SAVED, **rows[1]})[0]
+    pool(before).run(trained, "bert", "l2l", str(tmp_path / "run"), {**SAVED, **rows[before]})
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    found = pool(after).run(trained, "bert", "l2l", str(tmp_path / "next"), {**SAVED, **rows[after]}, 70, checkpoint)
+    for each in found:
+        assert each["step"] == 4
+        assert each["values"] == pytest.approx(whole["values"], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [("l2l", "hf"), ("hf", "l2l")])
+def test_checkpoints_go_both_ways(pool, tmp_path, saves, resumes):
+    """Under transformers' Trainer with DistributedDataParallel, and back."""
+    plain = {k: v for k, v in SAVED.items() if k != "eps_update"}
+    options = {"l2l": SAVED, "hf": plain}
+    whole = pool(2).run(trained, "dropout", "hf", str(tmp_path / "whole"), plain)
+    pool(2).run(trained, "dropout", saves, str(tmp_path / "run"), options[saves])
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    found = pool(2).run(trained, "dropout", resumes, str(tmp_path / "next"), options[resumes], 70, checkpoint)
+    assert [each["weights"] for each in found] == [each["weights"] for each in whole]
+
+
+def test_the_best_and_the_newest_are_kept(pool, tmp_path):
+    options = {
+        **SAVED,
+        "max_steps": 8,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), options)
+    best = {each["best"] for each in found}
+    assert len(best) == 1 and Path(best.pop()).is_dir()
+    assert len(found[0]["checkpoints"]) == 2 and found[0]["weights"] == found[1]["weights"]
+    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == found[0]["best"]
+
+
+def test_the_newest_whole_one_is_found_by_all(pool, tmp_path):
+    """The newest one is damaged: all ranks go on from the one before."""
+    whole = pool(2).run(trained, "bert", "l2l", str(tmp_path), SAVED)
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"damaged")
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), SAVED, 70, True)
+    assert [each["weights"] for each in found] == [each["weights"] for each in whole]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"l2l_async_save": True}, "l2l_async_save is for one process"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is for one process"),
+    ],
+)
+def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path, options, text):
+    with pytest.raises(AssertionError, match=f"ValueError: {text}"):
+        pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, **options})
