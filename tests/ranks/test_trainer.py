@@ -22,6 +22,7 @@ def layered(options: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**options, "eps_update": "deferred", **more}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
     name, options = CASES[case]
@@ -55,6 +56,7 @@ def test_three_ranks_are_equal_to_rounding(pool, tmp_path, case):
         assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options", [{"cmp": "bf16"}, {"cmp": "fp16"}, {"bf16": True}, {"stash": "host", "ubatch_size": 2}]
 )

@@ -43,6 +43,7 @@ def test_resumed_by_as_many_ranks_it_has_the_bits_of_an_unbroken_run(pool, tmp_p
             assert found[rank][what] == whole[rank][what], what
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
     """With as many rows in a step, whichever rank has them: the same to rounding."""
@@ -56,6 +57,7 @@ def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
         assert each["values"] == pytest.approx(whole["values"], rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("saves", "resumes"), [("l2l", "hf"), ("hf", "l2l")])
 def test_checkpoints_go_both_ways(pool, tmp_path, saves, resumes):
     """Under transformers' Trainer with DistributedDataParallel, and back."""

@@ -1,0 +1,131 @@
+"""A rank that dies, hangs or raises ends the others in time, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import batch_for, bert
+from rank_pool import RankPool
+from torch import distributed
+
+from hf_l2l import L2LConfig, attach_l2l
+
+LIMIT_S = 4.0
+
+
+def training(steps: int, raises_at: str | None = None, options: dict[str, Any] | None = None) -> str:
+    """Train; rank 1 raises at a place in its third step."""
+    rank = distributed.get_rank()
+    model = bert(num_hidden_layers=4)
+    eps = attach_l2l(model, L2LConfig(rank_timeout=LIMIT_S, eps_update="deferred", **(options or {})))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def fail(place: str, step: int) -> None:
+        if raises_at == place and rank == 1 and step == 2:
+            raise torch.OutOfMemoryError(f"no memory in the {place}")
+
+    for step in range(steps):
+        fail("data", step)
+        out = model(**batch_for(model, seed=step))
+        out.loss.register_hook(lambda gradient, step=step: fail("backward", step))
+        out.loss.backward()
+        fail("step", step)
+        eps.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return "ended"
+
+
+def nothing_is_left(pids: list[int]) -> None:
+    """No process of a rank, and no shared memory of one in another process of this program."""
+    for pid in pids:
+        maps = Path(f"/proc/{pid}/maps")
+        assert not maps.exists() or "memfd:hf_l2l" not in maps.read_text()
+
+
+def ended_by(pool: RankPool, action: Any, *args: Any) -> list[tuple[bool, Any]]:
+    """Results of a training in which `action` is done to the processes; they are gone afterwards."""
+    pool.start()
+    pids = [process.pid for process in pool.processes]
+    pool.begin(training, *args)
+    action(pids)
+    found = pool.results()
+    pool.close()
+    nothing_is_left(pids)
+    return found
+
+
+def hurt(number: signal.Signals, after_s: float) -> Any:
+    def action(pids: list[int]) -> None:
+        time.sleep(after_s)
+        os.kill(pids[1], number)
+
+    return action
+
+
+def check_others(found: list[tuple[bool, Any]], text: str) -> None:
+    """All ranks but 1 have raised, and name it."""
+    for rank, (is_right, what) in enumerate(found):
+        if rank != 1:
+            assert not is_right and f"rank 1 has failed: {text}" in what, what
+
+
+@pytest.mark.parametrize("sim", [False, True])
+def test_a_killed_rank_ends_the_others(sim):
+    pool = RankPool(3, sim=sim, within_s=60)
+    pool.run(training, 2)  # so that what is imported at first is there
+    check_others(ended_by(pool, hurt(signal.SIGKILL, 0.5), 10**6), "its process has ended")
+
+
+def test_a_stopped_rank_ends_the_others():
+    pool = RankPool(2, within_s=60)
+    pool.run(training, 2)
+    pool.start()
+    pids = [process.pid for process in pool.processes]
+    pool.begin(training, 10**6)
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    found = pool._pipes[0].poll(4 * LIMIT_S) and pool._pipes[0].recv()
+    seconds = time.monotonic() - began
+    os.kill(pids[1], signal.SIGKILL)
+    pool.close()
+    nothing_is_left(pids)
+    assert found and not found[0] and "rank 1 has failed: it has not answered" in found[1]
+    assert seconds < 2 * LIMIT_S  # the limit, and what a busy machine takes
+
+
+@pytest.mark.parametrize("sim", [False, True])
+@pytest.mark.parametrize("place", ["data", "backward", "step"])
+def test_an_exception_in_one_rank_ends_the_others(place, sim):
+    """Out of memory, say: its process ends with the error, and the others with one that names it."""
+    pool = RankPool(2, sim=sim, within_s=60)
+    pool.begin(raising, 4, place)
+    found = pool.results()
+    pool.close()
+    assert f"no memory in the {place}" in found[1][1] or "rank 1 has ended" in found[1][1]
+    check_others(found, "")
+
+
+def raising(steps: int, place: str) -> str:
+    """As a script: an exception ends the process."""
+    try:
+        return training(steps, place)
+    except torch.OutOfMemoryError:
+        os._exit(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_a_rank_may_die_at_any_time(seed):
+    draw = random.Random(seed)
+    pool = RankPool(draw.choice([2, 3]), sim=draw.random() < 0.5, within_s=60)
+    pool.run(training, 1)
+    check_others(ended_by(pool, hurt(signal.SIGKILL, draw.random()), 10**6), "its process has ended")
