@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import transformers as hf
+
 from families import bert
+from hf_l2l import L2LTrainer, L2LTrainingArguments
 from rank_pool import digest
 from rank_trainer import Rows
-
-from hf_l2l import L2LTrainer, L2LTrainingArguments
 
 
 class Killed(hf.TrainerCallback):

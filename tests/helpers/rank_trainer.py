@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import transformers as hf
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from families import TOKENS, VOCAB, bert, llama
-from rank_pool import digest
 from torch import nn
 from torch.utils.data import Dataset
 
+from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
+from rank_pool import digest
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

@@ -345,8 +345,8 @@ def test_a_launcher_is_refused_with_the_command(tmp_path, monkeypatch):
             tiny_bert(), arguments(hf.TrainingArguments, tmp_path), train_dataset=rows(), callbacks=[L2LCallback()]
         )
     assert str(error.value) == (
-        "a model under L2L runs in no DistributedDataParallel, in which this Trainer would put it (got a launcher with "
-        "4 processes); use L2LTrainer, or one process, which uses all visible devices: python your_script.py"
+        "a model under L2L runs in no DistributedDataParallel, in which this Trainer would put it (got a launcher "
+        "with 4 processes); use L2LTrainer, or one process, which uses all visible devices: python your_script.py"
     )
 
 

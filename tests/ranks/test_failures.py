@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import batch_for, bert
-from rank_pool import RankPool
 from torch import distributed
 
+from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l
+from rank_pool import RankPool
 
 LIMIT_S = 4.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from rank_trainer import trained
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_trainer import trained
 
 from hf_l2l.checkpoint.manifest import MANIFEST
+from rank_trainer import trained
 
 SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
 SAME = ("weights", "state", "step")
