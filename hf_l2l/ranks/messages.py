@@ -27,6 +27,8 @@ UPDATED = 10
 
 COUNTED = 11
 """A number, to be added to those of the other ranks."""
+OPTIONS = 12
+"""Its options and parameters, which all ranks must have."""
 
 NOT_BEFORE: dict[int, tuple[int, ...]] = {
     LANDED: (VOTE, STEP),

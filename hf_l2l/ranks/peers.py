@@ -7,35 +7,19 @@ the others notice at once. One that is stopped sends no more heartbeats.
 
 from __future__ import annotations
 
-import os
-import select
+import errno
 import socket
-import struct
-import sys
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 
-from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LEAVING, NOT_BEFORE
+from hf_l2l.ranks.messages import NOT_BEFORE
+from hf_l2l.ranks.watch import AGAIN_S, HEADER, LARGEST, Received, State, leave, start, tell
 from hf_l2l.runtime.stall_log import StallLog
 
-_HEADER = struct.Struct("<BQ")
-"""Of a message: its kind, and a number that its kind gives a meaning."""
-_LARGEST = 2**16
-"""Bytes of a message."""
-_HEARTBEATS = 5
-"""In the time after which a rank without any counts as failed."""
-_AGAIN_S = 0.001  # until a message is sent again to a rank that has not read the earlier ones
 _POLL_S = 0.5  # a wait looks for signals of the system in between
-
-_OWN_KINDS = (HEARTBEAT, LEAVING, FAILED)
-
-Received = Callable[[int, int, bytes], None]
-"""What is called with a message: the rank that has sent it, its number, and its content."""
 
 
 class OtherCallsError(RuntimeError):
@@ -67,28 +51,37 @@ class Peers:
     one has failed. If the program does not notice that, since it waits for something else, the process is ended.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
-        """`sockets` has one of type SOCK_SEQPACKET for each other rank. Within `timeout_s` seconds after a rank has
-        failed, this process raises RankFailedError, or has ended."""
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        timeout_s: float,
+        others: Iterable[socket.socket] = (),
+    ) -> None:
+        """`sockets` has one of type SOCK_SEQPACKET for each other rank; `others` are closed with them. Within
+        `timeout_s` seconds after a rank has failed, this process raises RankFailedError, or has ended."""
         self.rank = rank
         self.ranks = sorted([rank, *sockets])
         """The numbers of all ranks of the host."""
         self.timeout_s = timeout_s
-        self._state = _State(rank, dict(sockets), timeout_s)
+        self._state = State(rank, dict(sockets), timeout_s, others)
         self._sending = threading.Lock()
-        self._thread = threading.Thread(target=_watch, args=(self._state,), name="hf_l2l ranks", daemon=True)
-        self._end = weakref.finalize(self, _leave, self._state)
-        _open.add(self._state)
-        self._thread.start()
+        self._end = weakref.finalize(self, leave, self._state)
+        self._thread = start(self._state)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed."""
+        return self._state.failure is not None
 
     def on(self, kind: int, received: Received) -> None:
         """Call `received` with each message of this kind, in a thread of its own; also with earlier ones."""
         state = self._state
-        with state.changed:
+        with state.changed:  # until the earlier ones are taken: those that come meanwhile are later ones
             state.handlers[kind] = received
-            early = [(rank, *message) for rank in self.ranks for message in state.waiting.pop((kind, rank), ())]
-        for rank, number, content in early:
-            received(rank, number, content)
+            for rank in self.ranks:
+                for number, content in state.waiting.pop((kind, rank), ()):
+                    received(rank, number, content)
 
     def send(self, kind: int, number: int = 0, content: bytes = b"") -> None:
         """Send a message to all other ranks.
@@ -96,24 +89,25 @@ class Peers:
         Raises:
             RankFailedError: if one of them has failed.
         """
-        message = _HEADER.pack(kind, number) + content
-        assert len(message) <= _LARGEST, "what is large passes through shared memory"
+        message = HEADER.pack(kind, number) + content
+        assert len(message) <= LARGEST, "what is large passes through shared memory"
         with self._sending:
-            for rank, to in self._state.sockets.items():
-                while not self._sent(rank, to, message):
+            for to in self._state.sockets.values():
+                while not self._sent(to, message):
                     self.check()
-                    time.sleep(_AGAIN_S)
+                    time.sleep(AGAIN_S)
 
-    def _sent(self, rank: int, to: socket.socket, message: bytes) -> bool:
-        """Whether a rank has taken the message; what one that has left does not take is dropped."""
+    @staticmethod
+    def _sent(to: socket.socket, message: bytes) -> bool:
+        """Whether a rank has taken the message, or takes none any more: the thread that receives will find out whether
+        that one has ended in order, as its last message says."""
         try:
             to.send(message, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
-            with self._state.changed:
-                if rank not in self._state.left:
-                    self._state.fail(rank, f"it has closed its connection ({error.strerror})")
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF):
+                return False  # the system has no memory for it now
         return True
 
     def gather(self, kind: int, number: int, content: bytes, why: str) -> dict[int, bytes]:
@@ -129,15 +123,16 @@ class Peers:
         waiting = self._state.waiting
         others = [rank for rank in self.ranks if rank != self.rank]
         not_before = NOT_BEFORE.get(kind, ())
+        late: list[int] = []
 
         def have_come() -> bool:
-            late = [rank for rank in others if not waiting[kind, rank]]
+            late[:] = [rank for rank in others if not waiting[kind, rank]]
             for rank in late:
                 if any(waiting[other, rank] for other in not_before):
                     self._refuse(f"rank {rank} has gone on while rank {self.rank} waited: {why}")
             return not late
 
-        self.wait(have_come, why)
+        self.wait(have_come, why, late)
         found = {self.rank: content}
         for rank in others:
             theirs, found[rank] = waiting[kind, rank].popleft()
@@ -150,8 +145,9 @@ class Peers:
         self.tell_failure(str(error))
         raise error
 
-    def wait(self, until: Callable[[], bool], why: str) -> None:
-        """Wait until `until` returns True, which is asked after each message; `why` says what for.
+    def wait(self, until: Callable[[], bool], why: str, of: Collection[int] | None = None) -> None:
+        """Wait until `until` returns True, which is asked after each message; `why` says what for, and `of` for which
+        ranks (None: for all); it may change.
 
         Raises:
             RankFailedError: if a rank has failed.
@@ -159,174 +155,45 @@ class Peers:
         state, is_logged = self._state, False
         with state.changed, ExitStack() as stack:
             while not until():
-                self.check(why)
+                self.check(why, of)
                 if not state.changed.wait(_POLL_S) and not is_logged:
                     is_logged = True
                     stack.enter_context(StallLog().inside(f"waiting until {why}, {{seconds}} so far"))
 
-    def wake(self) -> None:
-        """Have the waits of other threads look again."""
-        with self._state.changed:
-            self._state.changed.notify_all()
-
-    def check(self, why: str = "") -> None:
-        """Raise RankFailedError if a rank has failed, or has left while this one waits (`why`) for it."""
+    def check(self, why: str = "", of: Collection[int] | None = None) -> None:
+        """Raise RankFailedError if a rank has failed, if one of those that this one waits for (`why`, `of`: None is
+        all) has left, or if this one has."""
         state = self._state
-        if state.failure is None and why and state.left:
-            rank = min(state.left)
-            with state.changed:
-                state.fail(rank, "it has ended its training, or detached its model")
+        if state.is_closing:
+            raise RankFailedError(f"rank {self.rank} has left the others: its model is detached", self.rank)
+        if state.failure is None and why:
+            gone = state.left if of is None else state.left.intersection(of)
+            if gone:
+                state.fail(min(gone), "it has ended its training, or detached its model")
         if state.failure is not None:
-            state.is_told = True
+            self.error_is_raised()
             rank, text = state.failure
             where = f", while rank {self.rank} waited: {why}" if why else ""
             raise RankFailedError(f"rank {rank} has failed: {text}{where}", rank)
 
+    def error_is_kept(self) -> None:
+        """An error that was raised in this thread is kept for later, so that the program has not got it yet: if it
+        waits for something else when a rank has failed, the process is still to be ended."""
+        self._state.told.discard(threading.get_ident())
+
+    def error_is_raised(self) -> None:
+        """The program gets an error now, after which it is not ended for the failure of a rank."""
+        self._state.told.add(threading.get_ident())
+
     def tell_failure(self, text: str) -> None:
-        """Tell the others that this rank cannot continue: they raise an error, too."""
-        with suppress(RankFailedError):
-            self.send(FAILED, 0, text.encode()[: _LARGEST // 2])
+        """Tell the others that this rank cannot continue, of which its program gets an error: they raise one, too. If
+        that is because another rank has failed, they are told of that one."""
+        self.error_is_raised()
+        tell(self._state, text)
 
     def close(self) -> None:
         """Leave the others, which do not take that for a failure unless they wait for this rank."""
+        self._state.detaches = True
         self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join(self.timeout_s)
-
-
-class _State:
-    """What the thread that receives messages shares with `Peers`, to which it does not refer."""
-
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:
-        self.rank = rank
-        self.sockets = sockets
-        self.timeout_s = timeout_s
-        self.changed = threading.Condition(threading.RLock())
-        """Notified after each message, and after a failure."""
-        self.waiting: defaultdict[tuple[int, int], deque[tuple[int, bytes]]] = defaultdict(deque)
-        """Kind and rank -> number and content of messages that nothing has taken yet."""
-        self.handlers: dict[int, Received] = {}
-        self.left: set[int] = set()
-        """Ranks that have ended their part in order."""
-        self.failure: tuple[int, str] | None = None
-        """The first rank that has failed, and how."""
-        self.failed_at = 0.0
-        self.is_told = False
-        """Whether the program has got the error."""
-        self.is_closing = False
-
-    def fail(self, rank: int, text: str) -> None:
-        """Keep the first failure."""
-        if self.failure is None:
-            self.failure, self.failed_at = (rank, text), time.monotonic()
-            self.changed.notify_all()
-
-
-_open: weakref.WeakSet[_State] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked process, as the workers of data loaders are, does not hold the connections of its parent: else the
-    others would not notice the end of that."""
-    for state in list(_open):
-        for each in state.sockets.values():
-            each.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _leave(state: _State) -> None:
-    """Tell the others that this rank has ended its part, and end the thread."""
-    state.is_closing = True
-    for to in state.sockets.values():
-        with suppress(OSError):
-            to.send(_HEADER.pack(LEAVING, 0), socket.MSG_DONTWAIT)
-        with suppress(OSError):
-            to.shutdown(socket.SHUT_RDWR)
-
-
-def _watch(state: _State) -> None:
-    """Receive messages and send heartbeats until this rank leaves."""
-    interval = state.timeout_s / 2 / _HEARTBEATS
-    heard = dict.fromkeys(state.sockets, time.monotonic())
-    beat = 0.0
-    with ExitStack() as stack:
-        stack.callback(partial(_close, state))
-        before = time.monotonic()
-        while not state.is_closing:
-            listening = {each: rank for rank, each in state.sockets.items() if rank not in state.left}
-            ready: list[socket.socket] = []
-            if listening:
-                ready = select.select(list(listening), [], [], interval)[0]
-            else:
-                time.sleep(interval)
-            now = time.monotonic()
-            if now - before > 2 * interval:  # this process itself has been stopped: nobody is late
-                heard = dict.fromkeys(heard, now)
-            before = now
-            for each in ready:
-                heard[listening[each]] = now
-                _receive(state, listening[each], each)
-            if now - beat >= interval:
-                beat = now
-                _send_heartbeat(state)
-            with state.changed:
-                for rank, since in heard.items():
-                    if now - since > _HEARTBEATS * interval and rank not in state.left:
-                        state.fail(rank, f"it has not answered for {state.timeout_s / 2:g} seconds")
-            if state.failure is not None and not state.is_told and now - state.failed_at > state.timeout_s / 2:
-                _end_process(state)
-
-
-def _receive(state: _State, rank: int, each: socket.socket) -> None:
-    """Take the next message of a rank."""
-    try:
-        message = each.recv(_LARGEST)
-    except OSError:
-        message = b""
-    with state.changed:
-        if not message:
-            if not state.is_closing and rank not in state.left:
-                state.fail(rank, "its process has ended")
-            state.left.add(rank)
-            state.changed.notify_all()
-            return
-        kind, number = _HEADER.unpack_from(message)
-        content = message[_HEADER.size :]
-        if kind == LEAVING:
-            state.left.add(rank)
-        elif kind == FAILED:
-            state.fail(rank, content.decode(errors="replace"))
-        handler = state.handlers.get(kind)
-        if handler is None and kind not in _OWN_KINDS:
-            state.waiting[kind, rank].append((number, content))
-        state.changed.notify_all()
-    if handler is not None:
-        handler(rank, number, content)
-        with state.changed:
-            state.changed.notify_all()
-
-
-def _send_heartbeat(state: _State) -> None:
-    for rank, to in state.sockets.items():
-        if rank not in state.left:
-            with suppress(OSError):  # full: it has messages to read, and is asked again
-                to.send(_HEADER.pack(HEARTBEAT, 0), socket.MSG_DONTWAIT)
-
-
-def _end_process(state: _State) -> None:
-    """End this process: a rank has failed, and the program waits where no error can be raised."""
-    assert state.failure is not None
-    rank, text = state.failure
-    sys.stderr.write(
-        f"hf_l2l: rank {rank} has failed: {text}; rank {state.rank} waits for something else, and is ended\n"
-    )
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _close(state: _State) -> None:
-    for each in state.sockets.values():
-        each.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new
 
 _MEETS_WITHIN_S = 300.0
 """Ranks load models of different speed of disks, and do other work, before they are attached."""
+_POLL_MS = 500.0  # at which a wait for memory looks whether its rank is alive
 _CREDENTIALS = struct.Struct("3i")
 _NUMBER = struct.Struct("<I")
 _COUNT = struct.Struct("<q")
@@ -89,8 +92,9 @@ def met_team(timeout_s: float) -> Team | None:
 class Team:
     """The ranks of one process group that train one model on one host, seen from one of them."""
 
-    def __init__(self, peers: Peers, files: dict[int, socket.socket]) -> None:
-        """`files` has the sockets over which descriptors of memory pass: of rank 0 to each other one."""
+    def __init__(self, peers: Peers, files: Mapping[int, socket.socket]) -> None:
+        """`files` has the sockets over which descriptors of memory pass, of rank 0 to each other one; `peers` closes
+        them."""
         self.peers = peers
         self.rank = peers.rank
         self.size = len(peers.ranks)
@@ -114,25 +118,27 @@ class Team:
             )
         rank, size = distributed.get_rank(), distributed.get_world_size()
         group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=_MEETS_WITHIN_S))
-        with ExitStack() as stack:
-            server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-            server.settimeout(_MEETS_WITHIN_S)
-            address = f"hf_l2l-{secrets.token_hex(16)}"
-            server.bind(f"\0{address}")
-            server.listen(2 * size)
-            found: list[Any] = [None] * size
-            distributed.all_gather_object(found, tuple(_Introduction(_host(), address)), group=group)
-            all_ranks = [_Introduction(*each) for each in found]
-            hosts = {each.host for each in all_ranks}
-            if len(hosts) > 1:
-                raise ValueError(
-                    f"the ranks of one model must be on one host, where they share its weights (got {size} ranks on "
-                    f"{len(hosts)} hosts, or in containers apart); start them on one"
-                )
-            connected = _connected(rank, all_ranks, server)
-            distributed.barrier(group=group)  # all have connected before a server is closed
-        distributed.destroy_process_group(group)
-        return cls(Peers(rank, connected[0], timeout_s), connected[1])
+        with ExitStack() as at_errors:
+            with ExitStack() as stack:
+                stack.callback(distributed.destroy_process_group, group)
+                server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+                server.settimeout(_MEETS_WITHIN_S)
+                address = f"hf_l2l-{secrets.token_hex(16)}"
+                server.bind(f"\0{address}")
+                server.listen(2 * size)
+                found: list[Any] = [None] * size
+                distributed.all_gather_object(found, tuple(_Introduction(_host(), address)), group=group)
+                all_ranks = [_Introduction(*each) for each in found]
+                hosts = {each.host for each in all_ranks}
+                if len(hosts) > 1:
+                    raise ValueError(
+                        f"the ranks of one model must be on one host, where they share its weights (got {size} ranks "
+                        f"on {len(hosts)} hosts, or in containers apart); start them on one"
+                    )
+                messages, files = _connected(rank, all_ranks, server, at_errors)
+                distributed.barrier(group=group)  # all have connected before a server is closed
+            at_errors.pop_all()
+        return cls(Peers(rank, messages, timeout_s, files.values()), files)
 
     def barrier(self, why: str) -> None:
         """Wait until all ranks have called this; `why` says what for."""
@@ -166,22 +172,31 @@ class Team:
             for to in self._files.values():
                 socket.send_fds(to, [b"m"], [descriptor])
         else:
-            self.peers.check()
-            _, descriptors, _, _ = socket.recv_fds(self._files[0], 1, 1)
-            if len(descriptors) != 1:
-                self.peers.wait(lambda: False, f"rank 0 shares memory for {what}")
-            descriptor = descriptors[0]
+            descriptor = self._received(f"rank 0 shares memory for {what}")
+        with ExitStack() as stack:
+            stack.callback(os.close, descriptor)
             check_file(descriptor, size)
-        try:
             return SharedPages(descriptor, size)
-        finally:
-            os.close(descriptor)
+
+    def _received(self, why: str) -> int:
+        """The descriptor that rank 0 sends."""
+        poll = select.poll()
+        poll.register(self._files[0], select.POLLIN)
+        while not poll.poll(_POLL_MS):
+            self.peers.check(why, [0])
+        _, descriptors, _, _ = socket.recv_fds(self._files[0], 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if len(descriptors) != 1:  # it has ended
+            self.peers.wait(lambda: False, why, [0])
+        return descriptors[0]
+
+    def give_up(self) -> None:
+        """Leave the others, which cannot attach the model without this rank."""
+        self.peers.tell_failure("its model cannot be attached")
+        self.close()
 
     def close(self) -> None:
         """Leave the others."""
         self.peers.close()
-        for each in self._files.values():
-            each.close()
 
 
 def _host() -> str:
@@ -191,16 +206,16 @@ def _host() -> str:
 
 
 def _connected(
-    rank: int, all_ranks: list[_Introduction], server: socket.socket
+    rank: int, all_ranks: list[_Introduction], server: socket.socket, at_errors: ExitStack
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """Connect to each other rank: sockets for messages, and those of rank 0 for descriptors."""
+    """Connect to each other rank: sockets for messages, those of rank 0 for descriptors; `at_errors` closes them."""
     messages: dict[int, socket.socket] = {}
     files: dict[int, socket.socket] = {}
     for other in range(rank):  # the later rank connects
         for kind, found in ((0, messages), (1, files)):
             if kind == 1 and other != 0:
                 continue
-            to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            to = at_errors.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             to.settimeout(_MEETS_WITHIN_S)
             to.connect(f"\0{all_ranks[other].address}")
             _check_user(to)
@@ -208,7 +223,7 @@ def _connected(
             to.settimeout(None)
             found[other] = to
     for _ in range((len(all_ranks) - 1 - rank) * (2 if rank == 0 else 1)):
-        to, _ = server.accept()
+        to = at_errors.enter_context(server.accept()[0])
         to.settimeout(_MEETS_WITHIN_S)
         _check_user(to)
         other, kind = divmod(int(_NUMBER.unpack(to.recv(_NUMBER.size))[0]), 2)

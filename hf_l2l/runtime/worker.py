@@ -103,13 +103,18 @@ class _State:
         self._unraised: BaseException | None = None
         """The failure itself, until it is raised once: its traceback refers to graphs, which refer to the model."""
         self._lock = threading.Lock()
+        self.at_failure: Callable[[BaseException], None] | None = None
+        """Called with the first failure."""
 
     def fail(self, failure: BaseException) -> None:
         """Keep the first failure."""
         text = traceback.format_exception_only(failure)[0].strip()  # works even if `str(failure)` raises
         with self._lock:
-            if self.failure is None:
+            is_first = self.failure is None
+            if is_first:
                 self.failure, self._unraised = text, failure
+        if is_first and self.at_failure is not None:
+            self.at_failure(failure)
 
     def take_unraised(self) -> BaseException | None:
         """Return and drop the failure, if it has not been raised yet."""
@@ -171,6 +176,10 @@ class Worker:
             self.fail(RuntimeError(f"{self._own_work.what} did not finish"))
             self._own_work = None
         return self._state.failure is not None
+
+    def call_at_failure(self, call: Callable[[BaseException], None]) -> None:
+        """Call this with the first failure, in the thread that has it; it must not refer to the worker."""
+        self._state.at_failure = call
 
     def begin_own_work(self, work: OwnWork) -> None:
         """The program does work itself, in the place of tasks; unless `end_own_work` follows, it has failed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -290,6 +291,12 @@ class SharedGradients(Gradients):
         """Wait until all ranks have added their shares, and let `p.grad` be the sums."""
         if self._items is None:
             return
+        with ExitStack() as at_errors:
+            at_errors.callback(self._discard)  # torch does not tell of an error of this callback
+            self._publish_sums()
+            at_errors.pop_all()
+
+    def _publish_sums(self) -> None:
         self._begin()
         items, reducer = self._found
         self._backwards += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 
 import torch
@@ -37,6 +38,14 @@ class SharedMemory(HostMemory):
         Raises:
             ValueError: if a parameter cannot be moved.
         """
+        with ExitStack() as at_errors:
+            if not self._has_buffers:  # in `attach_l2l`, after which there would be nothing to detach
+                at_errors.callback(self.release)
+                at_errors.callback(self.team.give_up)
+            self._adopt()
+            at_errors.pop_all()
+
+    def _adopt(self) -> None:
         masters = self.masters.on_host()
         with without_interception():
             new = {m for m in masters if m.address != m.parts[0].data_ptr()}

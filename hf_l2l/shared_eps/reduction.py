@@ -97,6 +97,8 @@ class Reducer:
     def close(self) -> None:
         """End the thread."""
         self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self.team.peers.timeout_s)
 
     # ---- the thread
 
@@ -111,7 +113,9 @@ class Reducer:
                     self._reduce(job)
 
     def _keep_failure(self, kind: object, error: BaseException | None, frames: object) -> bool:
-        self._failure = self._failure or error
+        if error is not None:
+            self._failure = self._failure or error
+            self.team.peers.error_is_kept()
         return True
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import Update
 from hf_l2l.ranks.messages import UPDATED
+from hf_l2l.ranks.peers import RankFailedError
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime.worker import Task, Worker
 
@@ -20,9 +21,9 @@ _POLL_S = 0.5
 class RemoteTask(Task):
     """An update that another rank makes."""
 
-    def __init__(self, what: str, team: Team, worker: Worker) -> None:
+    def __init__(self, what: str, team: Team, worker: Worker, rank: int) -> None:
         super().__init__(what)
-        self._team = team
+        self._team, self._rank = team, rank
         self._worker = worker
 
     def wait(self, why: str) -> None:
@@ -34,7 +35,7 @@ class RemoteTask(Task):
         """
         assert why, "a wait has a reason"
         while not self._over.wait(_POLL_S):
-            self._team.peers.check(f"{self.what} by another rank")
+            self._team.peers.check(f"{self.what} by another rank", [self._rank])
             self.check()
         self.check()
 
@@ -110,5 +111,11 @@ class Remote:
             update.end(message)
 
     def tell(self, number: int, message: bytes) -> None:
-        """Tell the others that this rank has made its update of this number."""
-        self.team.peers.send(UPDATED, number, message)
+        """Tell the others that this rank has made its update of this number.
+
+        That a rank has failed is no failure of this update, and is raised by the next call of the program.
+        """
+        try:
+            self.team.peers.send(UPDATED, number, message)
+        except RankFailedError:
+            self.team.peers.error_is_kept()

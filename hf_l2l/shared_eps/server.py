@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
+from hf_l2l.compat import without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory, Progress
-from hf_l2l.eps.masters import MasterUnit
+from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.pending import clip
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.ranks.messages import STEP, VOTE
+from hf_l2l.ranks.messages import OPTIONS, STEP, VOTE
+from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.team import Team, refuse_other_group
+from hf_l2l.runtime.backward_callbacks import HookErrors
 from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.host_memory import SharedMemory
 from hf_l2l.shared_eps.updates import SharedUpdates
+
+_SAME = (
+    "cmp",
+    "grad_dtype",
+    "moment_dtype",
+    "host_copies",
+    "nonfinite",
+    "loss_scale_init",
+    "loss_scale_growth",
+    "loss_scale_backoff",
+    "loss_scale_interval",
+    "resident_update",
+    "eps_update",
+    "layer_classes",
+    "rank_timeout",
+)
+"""Options that say which gradients and updates there are, and when. Others are a matter of each device."""
 
 
 class SharedEagerParamServer(EagerParamServer):
@@ -36,7 +59,11 @@ class SharedEagerParamServer(EagerParamServer):
         self.team = team
         self._votes = 0
         self._steps = 0
-        super().__init__(*args, **kwargs)
+        with ExitStack() as at_errors:
+            at_errors.callback(team.give_up)
+            super().__init__(*args, **kwargs)
+            at_errors.pop_all()
+        self.backwards.errors = _Errors(team.peers)
 
     def _make_memory(self, progress: Progress) -> HostMemory:
         return SharedMemory(self.device, self.masters, progress, team=self.team)
@@ -47,6 +74,7 @@ class SharedEagerParamServer(EagerParamServer):
         )
 
     def _make_updates(self, config: L2LConfig, is_accumulating: Callable[[], bool]) -> SharedUpdates:
+        _refuse_other_options(self.team, config, self.masters)
         return SharedUpdates(
             self.masters,
             self.gradients,
@@ -63,6 +91,7 @@ class SharedEagerParamServer(EagerParamServer):
 
     def start_forward(self) -> None:
         """See `EagerParamServer.start_forward`; the first ones allocate memory, together with the other ranks."""
+        self.backwards.errors.raise_first()  # this rank's own error is the cause of a failure that it has told
         self.team.peers.check()
         super().start_forward()
         self.memory.adopt()
@@ -92,6 +121,8 @@ class SharedEagerParamServer(EagerParamServer):
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         """See `EagerParamServer.before_step`."""
+        self.backwards.errors.raise_first()  # before the others are waited for, which have been told of it
+        self.updates.check()
         self.team.peers.check()
         self._steps += 1
         # No rank writes to weights that the program of another one may still read before its step.
@@ -109,10 +140,59 @@ class SharedEagerParamServer(EagerParamServer):
 
     def release(self) -> list[torch.optim.Optimizer]:
         """See `EagerParamServer.release`: each rank then has an ordinary model of its own."""
-        optimizers = super().release()
-        self.gradients.release()
-        self.team.close()
-        return optimizers
+        peers = self.team.peers
+        with ExitStack() as stack:
+            stack.callback(self.gradients.release)
+            stack.callback(self.team.close)  # first, so that no thread waits for the others any more
+            try:
+                peers.check()
+            except RankFailedError as error:
+                self.updates.worker.fail(error)  # what it has left half-done is not waited for
+            return super().release()
+
+
+def _refuse_other_options(team: Team, config: L2LConfig, masters: Masters) -> None:
+    """Raise ValueError in all ranks unless they have the same options and parameters; all of them call this."""
+    mine = {name: repr(getattr(config, name)) for name in _SAME} | {"parameters": _described(masters)}
+    found = team.peers.gather(OPTIONS, 1, json.dumps(mine).encode(), "all ranks attach the model")
+    for name, value in mine.items():
+        for rank, message in found.items():
+            theirs = json.loads(message)[name]
+            if theirs != value:
+                raise ValueError(
+                    f"all ranks must attach the same model with the same options (got {name}: {value} on rank "
+                    f"{team.rank}, and {theirs} on rank {rank}); start all of them with the same arguments"
+                )
+
+
+def _described(masters: Masters) -> str:
+    """The parameters in short: equal for equal names, shapes, dtypes and layers."""
+    with without_interception():
+        named = [
+            (m.name, list(m.parameter.shape), str(m.parameter.dtype), m.parameter.requires_grad, m.layer_number)
+            for m in masters.all()
+        ]
+        elements = sum(m.parameter.numel() for m in masters.all())
+    digest = hashlib.sha256(repr(named).encode()).hexdigest()[:8]
+    return f"{len(named)} with {elements} elements and sum {digest}"
+
+
+class _Errors(HookErrors):
+    """Those of hooks, of which `peers` know whether the program has got them."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__()
+        self._peers = peers
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            self._peers.error_is_kept()
+        return super().__exit__(kind, error, traceback)
+
+    def raise_first(self) -> None:
+        if self._first is not None:
+            self._peers.error_is_raised()
+        super().raise_first()
 
 
 def eps_type(team: Team | None) -> Callable[..., EagerParamServer]:

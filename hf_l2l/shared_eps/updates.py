@@ -21,6 +21,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import parameters_of, places_of
 from hf_l2l.ranks.owners import dealt
+from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime.worker import Worker, usable_cores
@@ -51,6 +52,7 @@ class SharedUpdates(Updates):
         if config.num_threads is None:  # launchers such as torchrun set one thread per process
             self.worker = Worker(max(1, usable_cores() // team.size - 1))
             self.eager.worker = self.worker
+        self.worker.call_at_failure(partial(_tell_failure, team.peers))
         self._remote = Remote(team)
         self._state: SharedState | None = None
         self._dealt_at = 0
@@ -166,7 +168,7 @@ class SharedUpdates(Updates):
         assert self._state is not None, "made with the first optimizer"
         for rank in self.team.peers.ranks:
             for what, masters in self.masters.parts(m for m in others if m.owner == rank):
-                task = RemoteTask(f"the update of {what}", self.team, self.worker)
+                task = RemoteTask(f"the update of {what}", self.team, self.worker, rank)
                 update = Update(task, self._timeline, in_step=in_step)
                 for master in masters:
                     master.update, master.guards_grad = update, in_step
@@ -193,3 +195,10 @@ class SharedUpdates(Updates):
         for p in parameters_of(optimizer):  # as one process has them, whoever was first
             if p in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(p)
+
+
+def _tell_failure(peers: Peers, error: BaseException) -> None:
+    """An update of this rank has failed, for which the others wait. Its program gets the error at its next call."""
+    if not isinstance(error, RankFailedError):
+        peers.tell_failure(f"an update of it has raised {type(error).__name__}")
+        peers.error_is_kept()
