@@ -117,8 +117,10 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
             self._train_batch_size = self.args.train_batch_size  # all that the Trainer has computed of their number
 
     def _use_devices(self, asked: Any) -> None:
-        """Make batches as large as if each of the devices `asked` for had one, as with any Trainer."""
-        self._count = len(devices_of(self.args, asked))
+        """Make batches as large as if each of the devices `asked` for had one, as with any Trainer; under a launcher,
+        any Trainer has one batch per process."""
+        devices = devices_of(self.args, asked)
+        self._count = len(devices) if self.args.world_size == 1 else 1
         self._tell_count()
 
     def _tell_count(self) -> None:

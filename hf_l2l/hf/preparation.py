@@ -258,7 +258,15 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
     count = stream.device_count(first)
     # Of several ranks of a host, each has every so-manyth device, from its own on.
     share = range((first.index or 0) if args.world_size > 1 else 0, count, ranks_of_this_host(args))
-    indexes = list(share) if found is None else list(range(found)) if isinstance(found, int) else found
+    if isinstance(found, int) and args.world_size > 1 and found > len(share):
+        raise ValueError(
+            f"{name} must be at most what a rank has (got {asked!r}, and {first} is of a rank with {len(share)} of the "
+            f"{count} that are visible); leave it out for all of its share"
+        )
+    if isinstance(found, int):
+        indexes = list(share[:found] if args.world_size > 1 else range(found))
+    else:
+        indexes = list(share) if found is None else found
     if max(indexes) >= count:
         raise ValueError(
             f"{name} must name devices that this machine has (got {asked!r}, and {count} of type {first.type} "

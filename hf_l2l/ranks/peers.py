@@ -141,6 +141,7 @@ class Peers:
         return found
 
     def _refuse(self, found: str) -> None:
+        self.check()  # after a failure, ranks are not where they would be
         error = OtherCallsError(found)
         self.tell_failure(str(error))
         raise error

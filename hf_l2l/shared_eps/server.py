@@ -112,6 +112,7 @@ class SharedEagerParamServer(EagerParamServer):
 
     def _vote(self, norm: Callable[[], torch.Tensor]) -> bool:
         """A rank whose loss is not finite is against the step, and then all are."""
+        self.backwards.errors.raise_first()  # such as that a rank has failed in the backward
         if not self.vote.is_decided:
             self._votes += 1
             against = self.team.peers.gather(VOTE, self._votes, bytes([self.vote.is_vetoed]), "all ranks vote")

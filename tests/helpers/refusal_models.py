@@ -261,11 +261,12 @@ def _budget_without_batches(scene: Scene) -> Act:
     return lambda: L2LTrainer(model, args, train_dataset=data).train()
 
 
-def _on_devices(asked: str, *, visible: int = 1) -> Prepare:
+def _on_devices(asked: str, *, visible: int = 1, ranks: int = 1) -> Prepare:
     def prepare(scene: Scene) -> Act:
         enable_simulated_accelerator(devices=visible)
         scene.exits.callback(enable_simulated_accelerator)
         model, data, args = scene.model(), rows(), scene.arguments(l2l_devices=asked)
+        scene.patch.setattr(type(args), "world_size", property(lambda self: ranks))
         return lambda: L2LTrainer(model, args, train_dataset=data)
 
     return prepare
@@ -277,6 +278,7 @@ DEVICES = [
     _with(device=["sim:0", "sim:0"]),
     _with(device=[]),
     Case("`l2l_devices='2'`, where one is visible", _on_devices("2")),
+    Case("`l2l_devices='2'`, with `torchrun --nproc_per_node 2`", _on_devices("2", visible=2, ranks=2)),
     Case("`l2l_devices='1,0'`", _on_devices("1,0", visible=2)),
     _with(device="meta"),
     Case("a device whose torch module has no `get_rng_state`", _attached(_no_generator, device="sim")),

@@ -67,7 +67,7 @@ def test_other_modes_train(pool, tmp_path, options):
 
 
 def test_on_the_simulated_accelerator(pool, tmp_path):
-    """Each rank has its share of the devices: two of four, and twice the rows."""
+    """Each rank has its share of the devices: two of four, and one batch."""
     options = layered({"per_device_train_batch_size": 2, "use_cpu": False})
     found = pool(2, sim=True).run(trained, "bert", "l2l", str(tmp_path / "sim"), options)
     assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
