@@ -51,7 +51,9 @@ class State:
         self.sockets = sockets
         """Those for messages, by rank."""
         self.timeout_s = timeout_s
-        self.others = list(others)
+        self.wakes, self.woken = socket.socketpair()
+        """The thread looks at once when something is sent to the second one."""
+        self.others = [*others, self.wakes, self.woken]
         """Further sockets, which are closed with them."""
         self.changed = threading.Condition(threading.RLock())
         """Notified after each message, and after a failure."""
@@ -119,6 +121,8 @@ def leave(state: State) -> None:
     for to in state.sockets.values():
         with suppress(OSError):
             to.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        state.wakes.send(b"w")
     with state.changed:
         state.changed.notify_all()
 
@@ -239,7 +243,9 @@ class _Watch:
         listening = {s.fileno(): rank for rank, s in self.state.sockets.items() if rank not in self.state.left}
         for descriptor in listening:
             poll.register(descriptor, select.POLLIN)
-        return [listening[descriptor] for descriptor, _ in poll.poll(500 * self.interval)]
+        poll.register(self.state.woken, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll(500 * self.interval)]
+        return [listening[descriptor] for descriptor in ready if descriptor in listening]
 
 
 def receive(state: State, rank: int) -> None:

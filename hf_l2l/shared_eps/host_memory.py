@@ -40,7 +40,7 @@ class SharedMemory(HostMemory):
         """
         with ExitStack() as at_errors:
             if not self._has_buffers:  # in `attach_l2l`, after which there would be nothing to detach
-                at_errors.callback(self.release)
+                at_errors.callback(self._move_back)
                 at_errors.callback(self.team.give_up)
             self._adopt()
             at_errors.pop_all()
@@ -158,6 +158,10 @@ class SharedMemory(HostMemory):
         for group, layout, (pages, at) in zip(groups, layouts, self._shared(layouts, "gradient sums"), strict=True):
             for master, (part, room) in zip(group, placed(pages, layout, at), strict=True):
                 master.gradient_part, master.gradient_room = part, room
+
+    def _move_back(self) -> None:
+        if self._mapped:  # else nothing has been moved
+            self.release()
 
     def release(self) -> None:
         """Move the masters to ordinary memory of this rank."""

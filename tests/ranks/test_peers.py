@@ -1,187 +1,656 @@
-"""Messages between ranks, and what is taken for a failure of one; in one process, by threads."""
+"""Messages among ranks, and which rank counts as failed: several `Peers` in this process, connected by sockets."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hf_l2l.ranks.messages import BARRIER, LANDED, STEP, UPDATED
+from hf_l2l.ranks import watch
+from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LANDED, LATE, LEAVING, MEMORY, STEP, UPDATED
 from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
+from hf_l2l.ranks.watch import HEADER
 
-LIMIT_S = 2.0
+TIMEOUT_S = 2.0
+LONG_S = 60.0
+"""For tests in which no rank may be late."""
+Sockets = dict[int, dict[int, socket.socket]]
 
 
-def pairs(count: int) -> list[dict[int, socket.socket]]:
-    """For each rank, a socket to each other one."""
-    found: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for one in range(count):
-        for other in range(one):
-            found[one][other], found[other][one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def connected(count: int) -> Sockets:
+    """For each rank, its sockets to the others."""
+    found: Sockets = {rank: {} for rank in range(count)}
+    for a, b in combinations(range(count), 2):
+        found[a][b], found[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return found
 
 
-@contextmanager
-def ranks(count: int, limit_s: float = LIMIT_S) -> Iterator[list[Peers]]:
-    made = [Peers(rank, sockets, limit_s) for rank, sockets in enumerate(pairs(count))]
-    yield made
-    for each in made:
-        each.close()
+@contextlib.contextmanager
+def met(count: int, timeout_s: float = LONG_S) -> Iterator[list[Peers]]:
+    """So many ranks."""
+    ranks = [Peers(rank, sockets, timeout_s) for rank, sockets in connected(count).items()]
+    try:
+        yield ranks
+    finally:
+        for each in ranks:
+            each.close()
 
 
-def in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returns, or raises, run at once."""
+@contextlib.contextmanager
+def one_and_raw(timeout_s: float = LONG_S) -> Iterator[tuple[Peers, socket.socket]]:
+    """Rank 0, and the socket of rank 1, which the test plays."""
+    sockets = connected(2)
+    rank = Peers(0, sockets[0], timeout_s)
+    with sockets[1][0] as raw:
+        try:
+            yield rank, raw
+        finally:
+            rank.close()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return or raise, each in a thread."""
     found: list[Any] = [None] * len(calls)
 
-    def run(place: int) -> None:
+    def run(number: int) -> None:
         try:
-            found[place] = calls[place]()
-        except Exception as error:  # noqa: BLE001  # for the test to look at
-            found[place] = error
+            found[number] = calls[number]()
+        except RuntimeError as error:
+            found[number] = error
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10 * LIMIT_S)
-        assert not thread.is_alive()
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
     return found
 
 
-def gathers(each: Peers, number: int, content: bytes, kind: int = BARRIER) -> Callable[[], Any]:
-    return lambda: each.gather(kind, number, content, "all have come")
+def until(is_true: Callable[[], Any]) -> None:
+    """Wait until something that is about to happen has happened."""
+    limit = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def until_failed(rank: Peers, why: str = "") -> RankFailedError:
+    """The error that `check` raises soon."""
+
+    def fails() -> bool:
+        try:
+            rank.check(why)
+        except RankFailedError as error:
+            found.append(error)
+        return bool(found)
+
+    found: list[RankFailedError] = []
+    until(fails)
+    return found[0]
+
+
+# ---- messages
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_all_get_what_all_have_sent(count):
-    with ranks(count) as made:
-        for number in range(1, 30):
-            contents = [bytes([rank, number]) * rank for rank in range(count)]
-            found = in_threads(*(gathers(each, number, contents[each.rank]) for each in made))
-            assert found == [dict(enumerate(contents))] * count
+def test_all_ranks_gather_what_each_has_sent(count):
+    def calls(rank: Peers) -> list[dict[int, bytes]]:
+        return [rank.gather(BARRIER, n, f"{rank.rank}/{n}".encode(), "test") for n in range(50)]
+
+    with met(count) as ranks:
+        found = at_once(*(lambda rank=rank: calls(rank) for rank in ranks))
+    expected = [{rank: f"{rank}/{n}".encode() for rank in range(count)} for n in range(50)]
+    assert found == [expected] * count
 
 
-def test_messages_come_in_their_order_to_whoever_wants_them():
-    with ranks(2) as (one, other):
-        for number in range(50):
-            one.send(UPDATED, number, bytes([number]))
-        found: list[tuple[int, int, bytes]] = []
-        other.wait(lambda: len(other._state.waiting[UPDATED, 0]) == 50, "all have come")
-        other.on(UPDATED, lambda *message: found.append(message))
-        for number in range(50, 100):
-            one.send(UPDATED, number, bytes([number]))
-        other.wait(lambda: len(found) == 100, "the rest has come")
-        assert found == [(0, number, bytes([number])) for number in range(100)]
+def test_messages_of_a_rank_are_handled_in_their_order_early_ones_first():
+    """Some come before there is a handler, some while the early ones are handled."""
+    found: list[tuple[int, int]] = []
+    handles = threading.Event()
+
+    def received(rank: int, number: int, content: bytes) -> None:
+        handles.set()
+        time.sleep(0.002 if number < 10 else 0)
+        assert content == bytes(number)
+        found.append((rank, number))
+
+    with met(3) as ranks:
+        for number in range(10):
+            for sender in (1, 2):
+                ranks[sender].send(UPDATED, number, bytes(number))
+        until(lambda: sum(len(each) for each in ranks[0]._state.waiting.values()) == 20)
+
+        def later() -> None:
+            handles.wait(30)
+            for number in range(10, 20):
+                ranks[1].send(UPDATED, number, bytes(number))
+                ranks[2].send(UPDATED, number, bytes(number))
+
+        at_once(lambda: ranks[0].on(UPDATED, received), later)
+        until(lambda: len(found) == 40)
+    for sender in (1, 2):
+        assert [number for rank, number in found if rank == sender] == list(range(20))
+
+
+_MESSAGES = st.lists(st.tuples(st.sampled_from([BARRIER, MEMORY, UPDATED]), st.binary(max_size=20)), max_size=30)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(_MESSAGES, min_size=3, max_size=3), st.integers(0, 30))
+def test_kinds_do_not_disturb_each_other(sent, handled_after):
+    """Of each kind and rank, messages come complete and in order, whatever the others send."""
+    found: list[tuple[int, int, bytes]] = []
+    with met(3) as ranks:
+
+        def send(rank: Peers) -> None:
+            for number, (kind, content) in enumerate(sent[rank.rank]):
+                if rank.rank == 0 and number == handled_after:
+                    rank.on(UPDATED, lambda *message: found.append(message))
+                rank.send(kind, number, content)
+
+        at_once(*(lambda rank=rank: send(rank) for rank in ranks))
+        if len(sent[0]) <= handled_after:
+            ranks[0].on(UPDATED, lambda *message: found.append(message))
+        waiting = ranks[0]._state.waiting
+        for rank in (1, 2):
+            of = {kind: [(n, c) for n, (k, c) in enumerate(sent[rank]) if k == kind] for kind in (BARRIER, MEMORY)}
+            until(lambda rank=rank, of=of: all(len(waiting[kind, rank]) == len(of[kind]) for kind in of))
+            for kind, messages in of.items():
+                assert list(waiting[kind, rank]) == messages
+            updates = [(rank, n, c) for n, (k, c) in enumerate(sent[rank]) if k == UPDATED]
+            until(lambda rank=rank, updates=updates: sum(m[0] == rank for m in found) == len(updates))
+            assert [message for message in found if message[0] == rank] == updates
+
+
+def test_a_full_socket_does_not_stop_two_ranks_that_send_to_each_other():
+    """More than the buffers of the sockets have room for, while neither takes anything."""
+    content, count = bytes(2**15), 200
+    with met(2) as ranks:
+
+        def send(rank: Peers) -> None:
+            for number in range(count):
+                rank.send(UPDATED, number, content)
+
+        at_once(lambda: send(ranks[0]), lambda: send(ranks[1]))
+        for rank in ranks:
+            until(lambda rank=rank: len(rank._state.waiting[UPDATED, 1 - rank.rank]) == count)
+
+
+def test_a_rank_that_does_not_read_is_waited_for_until_it_fails():
+    """Its socket is full: `send` ends with an error, not never."""
+    with one_and_raw(TIMEOUT_S) as (rank, _), pytest.raises(RankFailedError, match="rank 1 has failed") as error:
+        for number in range(10**6):
+            rank.send(UPDATED, number, bytes(2**15))
+    assert error.value.rank == 1
+
+
+def test_descriptors_from_1024_on_are_watched(monkeypatch):
+    """As of programs with many open files."""
+    sockets = connected(2)
+    before = sockets[0][1]
+    high = fcntl.fcntl(before.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100)
+    before.close()
+    ranks = [Peers(0, {1: socket.socket(fileno=high)}, LONG_S), Peers(1, sockets[1], LONG_S)]
+    try:
+        found = at_once(*(lambda rank=rank: rank.gather(BARRIER, 1, b"x", "test") for rank in ranks))
+    finally:
+        for rank in ranks:
+            rank.close()
+    assert found == [{0: b"x", 1: b"x"}] * 2
+
+
+# ---- other calls
 
 
 def test_ranks_at_different_numbers_are_told():
-    with ranks(2) as (one, other):
-        found = in_threads(gathers(one, 1, b""), gathers(other, 2, b""))
-        assert all(isinstance(error, OtherCallsError | RankFailedError) for error in found)
-        assert any("at number 1 and rank 1 at 2" in str(error) for error in found) or any(
-            "at number 2 and rank 0 at 1" in str(error) for error in found
+    with met(2) as ranks:
+        found = at_once(*(lambda rank=rank: rank.gather(BARRIER, rank.rank, b"", "x") for rank in ranks))
+    assert any(isinstance(error, OtherCallsError) for error in found)
+    for error in found:
+        text = str(error)
+        assert "all ranks must run the same forwards, backwards and steps" in text
+        assert "rank 0 is at number 0 and rank 1 at 1" in text or "rank 1 is at number 1 and rank 0 at 0" in text
+        assert text.endswith(": x); give each rank as many batches, and let no rank leave out a step") or (
+            isinstance(error, RankFailedError) and error.rank in (0, 1)
         )
 
 
-def test_a_rank_that_has_gone_on_is_not_waited_for():
-    """It has come to its step, and lands nothing more before."""
-    with ranks(2) as (one, other):
-        found = in_threads(gathers(one, 1, b"", LANDED), gathers(other, 1, b"", STEP))
-        assert any("has gone on" in str(error) for error in found)
-        assert all(isinstance(error, OtherCallsError | RankFailedError) for error in found)
+@pytest.mark.parametrize(("waits_for", "other"), [(STEP, LANDED), (STEP, LATE), (LATE, STEP)])
+def test_a_rank_that_has_gone_on_is_not_waited_for(waits_for, other):
+    with met(3) as ranks:
+        calls = [lambda r=r: r.gather(other if r.rank == 2 else waits_for, 1, b"", "all are there") for r in ranks]
+        found = at_once(*calls)
+    assert any(isinstance(error, OtherCallsError) for error in found)
+    for error in found:
+        assert isinstance(error, RuntimeError) and "must run the same" in str(error)
 
 
-def test_a_rank_that_ends_is_a_failure_with_its_number():
-    made = pairs(3)
-    two = [Peers(rank, made[rank], LIMIT_S) for rank in (0, 1)]
-    threading.Timer(0.2, lambda: [each.close() for each in made[2].values()]).start()
-    for error in in_threads(*(gathers(each, 1, b"") for each in two)):
-        assert isinstance(error, RankFailedError) and error.rank == 2
-        assert str(error).startswith("rank 2 has failed: its process has ended")
-    for each in two:
-        each.close()
+# ---- failure
 
 
-def test_a_rank_that_does_not_answer_is_a_failure():
-    """It neither reads nor writes, as a stopped process."""
-    made = pairs(2)
+def test_the_end_of_a_rank_ends_a_wait_with_its_number():
+    sockets = connected(3)
+    ranks = [Peers(rank, sockets[rank], LONG_S) for rank in (0, 2)]
+
+    def die() -> None:
+        for each in sockets[1].values():
+            each.close()
+
+    try:
+        found = at_once(
+            lambda: ranks[0].gather(BARRIER, 1, b"", "the test"), lambda: ranks[1].gather(BARRIER, 1, b"", "it"), die
+        )
+    finally:
+        for each in ranks:
+            each.close()
+    for rank, error, why in ((0, found[0], "the test"), (2, found[1], "it")):
+        assert isinstance(error, RankFailedError) and error.rank == 1
+        assert str(error) == f"rank 1 has failed: its process has ended, while rank {rank} waited: {why}"
+
+
+def test_the_error_passes_through_pickle():
+    error = pickle.loads(pickle.dumps(RankFailedError("rank 3 has failed", 3)))  # noqa: S301
+    assert (type(error), str(error), error.rank) == (RankFailedError, "rank 3 has failed", 3)
+
+
+def test_a_silent_rank_fails_after_half_of_the_timeout_and_not_before():
     began = time.monotonic()
-    one = Peers(0, made[0], LIMIT_S)
-    with pytest.raises(RankFailedError, match=r"rank 1 has failed: it has not answered for 1 seconds, while rank 0"):
-        one.gather(BARRIER, 1, b"", "all have come")
-    assert 0.9 * LIMIT_S / 2 <= time.monotonic() - began
-    one.close()
-    made[1][0].close()
+    with one_and_raw(TIMEOUT_S) as (rank, _), pytest.raises(RankFailedError) as error:
+        rank.gather(BARRIER, 1, b"", "the test")
+    assert TIMEOUT_S / 2 <= time.monotonic() - began < 4 * TIMEOUT_S
+    assert str(error.value).startswith("rank 1 has failed: it has not answered for 1 seconds")
 
 
-def test_a_rank_that_leaves_in_order_is_a_failure_for_who_waits_only():
-    with ranks(2) as (one, other):
-        other.close()
-        one.wait(lambda: 1 in one._state.left, "it has left")
-        one.check()
-        with pytest.raises(RankFailedError, match="it has ended its training, or detached its model"):
-            one.gather(BARRIER, 1, b"", "all have come")
+def test_heartbeats_are_sent_and_are_enough():
+    with one_and_raw(TIMEOUT_S) as (rank, raw):
+        raw.settimeout(30)
+        ends = time.monotonic() + 1.5 * TIMEOUT_S
+        while time.monotonic() < ends:
+            assert HEADER.unpack(raw.recv(100))[0] == HEARTBEAT
+            raw.send(HEADER.pack(HEARTBEAT, 0))
+        rank.check("nothing")
 
 
-def test_what_was_sent_before_leaving_counts():
-    with ranks(2) as (one, other):
-        other.send(BARRIER, 1, b"last")
-        other.close()
-        assert one.gather(BARRIER, 1, b"", "all have come") == {0: b"", 1: b"last"}
+@pytest.mark.parametrize("to", [0, 2])
+def test_a_rank_that_leaves_is_a_failure_only_for_who_waits_for_it(to):
+    """Rank 1 has left; a wait for another rank goes on."""
+    with met(3) as ranks:
+        at_once(*(lambda rank=rank: rank.gather(BARRIER, 1, b"", "test") for rank in ranks))
+        ranks[1].close()
+        waiting = ranks[2 - to]
+        until(lambda: 1 in waiting._state.left)
+        waiting.check()
+        waiting.check("another rank", [to])
+        done: list[int] = []
+        at_once(lambda: waiting.wait(lambda: bool(done), "rank has come", [to]), lambda: done.append(1))
+        with pytest.raises(RankFailedError, match="rank 1 has failed: it has ended its training") as error:
+            waiting.gather(BARRIER, 2, b"", "the last step")
+    assert error.value.rank == 1
+    assert "the last step" in str(error.value)
 
 
-def test_a_failure_that_is_told_is_raised_by_the_others():
-    with ranks(2) as (one, other):
-        other.tell_failure("out of memory")
-        with pytest.raises(RankFailedError, match="rank 1 has failed: out of memory"):
-            one.gather(BARRIER, 1, b"", "all have come")
+def test_a_rank_that_has_left_does_not_end_the_wait_for_a_slower_one():
+    """Rank 2 has all that it needs, and leaves; rank 1 does not have the message of rank 0 yet."""
+    sockets = connected(3)
+    one = Peers(1, sockets[1], LONG_S)
+    raw = {to: sockets[to][1] for to in (0, 2)}
+    try:
+
+        def others() -> None:
+            raw[2].send(HEADER.pack(BARRIER, 1))
+            raw[2].send(HEADER.pack(LEAVING, 0))
+            until(lambda: 2 in one._state.left)
+            raw[0].send(HEADER.pack(BARRIER, 1))
+
+        found = at_once(lambda: one.gather(BARRIER, 1, b"", "test"), others)
+    finally:
+        one.close()
+        for each in (*sockets[0].values(), *sockets[2].values()):
+            each.close()
+    assert found[0] == {0: b"", 1: b"", 2: b""}
+
+
+def test_what_a_rank_has_sent_before_it_left_is_taken():
+    with met(2) as ranks:
+        ranks[1].send(BARRIER, 1, b"last")
+        ranks[1].close()
+        until(lambda: 1 in ranks[0]._state.left)
+        assert ranks[0].gather(BARRIER, 1, b"own", "test") == {0: b"own", 1: b"last"}
+        ranks[0].send(UPDATED, 1)  # to nobody
+        ranks[0].check()
+
+
+def test_a_rank_that_leaves_with_a_full_socket_has_left_in_order():
+    with one_and_raw() as (rank, raw):
+        raw.settimeout(30)
+        closing = threading.Thread(target=rank.close)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                rank._state.sockets[1].send(HEADER.pack(UPDATED, 0) + bytes(2**12), socket.MSG_DONTWAIT)
+        closing.start()
+        time.sleep(0.05)  # it finds no room
+        kinds = []
+        while message := raw.recv(2**16):
+            kinds.append(HEADER.unpack_from(message)[0])
+        closing.join(30)
+    assert kinds[-1] == LEAVING
+
+
+def test_a_message_to_a_rank_that_is_leaving_does_not_make_it_failed():
+    """The socket is closed at the other end, and why has not been read yet."""
+    with one_and_raw() as (rank, raw):
+        with rank._state.changed:  # the thread of the rank cannot take a message
+            raw.send(HEADER.pack(LEAVING, 0))
+            raw.shutdown(socket.SHUT_RDWR)
+            rank.send(UPDATED, 1)
+        until(lambda: 1 in rank._state.left)
+        rank.check()
+
+
+def test_a_failure_that_is_told_carries_its_text_and_number():
+    with met(3) as ranks:
+        ranks[1].tell_failure("it has no memory left")
+        for rank in (ranks[0], ranks[2]):
+            error = until_failed(rank)
+            assert (str(error), error.rank) == ("rank 1 has failed: it has no memory left", 1)
+
+
+def test_the_first_cause_is_told_not_the_messenger():
+    """Rank 0 hears only of rank 1, which fails because of rank 2."""
+    with one_and_raw() as (rank, raw):
+        raw.send(HEADER.pack(FAILED, 2) + b"its process has ended")
+        raw.shutdown(socket.SHUT_RDWR)
+        assert str(until_failed(rank)) == "rank 2 has failed: its process has ended"
+
+
+def test_a_rank_that_ends_because_of_another_tells_which():
+    with one_and_raw() as (rank, raw):
+        raw.send(HEADER.pack(FAILED, 7) + b"why")
+        until_failed(rank)
+        rank.tell_failure("a backward of it has raised an exception")
+        rank.close()
+        raw.settimeout(30)
+        found = [message for message in iter(lambda: raw.recv(2**16), b"") if message[0] != HEARTBEAT]
+    assert found == [HEADER.pack(FAILED, 7) + b"why"]
+
+
+def test_an_error_in_a_handler_is_a_failure_of_this_rank():
+    """Else its thread would end, and its waits never."""
+
+    def received(*_: object) -> None:
+        raise ValueError("state must be in its own memory")
+
+    with met(2) as ranks:
+        ranks[0].on(UPDATED, received)
+        ranks[1].send(UPDATED, 1)
+        with pytest.raises(RankFailedError, match="rank 0 has failed: it cannot take a message: ValueError"):
+            ranks[0].gather(BARRIER, 1, b"", "test")
+        assert until_failed(ranks[1]).rank == 0
+
+
+def test_a_wait_ends_when_its_own_rank_leaves():
+    """As that of the thread that adds gradients when the model is detached."""
+    with met(2) as ranks:
+        found = at_once(lambda: ranks[0].gather(BARRIER, 1, b"", "test"), ranks[0].close)
+    assert isinstance(found[0], RankFailedError) and "rank 0 has left the others" in str(found[0])
+
+
+def test_an_error_that_is_kept_has_not_been_told():
+    """The process is ended unless some thread of the program has got the error."""
+    with met(2) as ranks:
+        ranks[0]._state.fail(1, "test")
+        told = ranks[0]._state.told
+
+        def kept() -> None:
+            with contextlib.suppress(RankFailedError):
+                ranks[0].check()
+            ranks[0].error_is_kept()
+
+        at_once(kept)
+        assert not told
         with pytest.raises(RankFailedError):
-            one.check()
+            ranks[0].check()
+        assert told
+        at_once(kept)
+        assert told  # by another thread
+        ranks[0].error_is_kept()
+        assert not told
+        ranks[0].error_is_raised()  # or the thread would end this process
 
 
-def test_many_messages_pass_while_nobody_waits():
-    """More than sockets hold: the receiving thread takes them."""
-    with ranks(2) as (one, other):
-        for number in range(2000):
-            one.send(UPDATED, number, bytes(1000))
-        other.wait(lambda: len(other._state.waiting[UPDATED, 0]) == 2000, "all have come")
+def test_nothing_is_left_of_it():
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with met(3):
+            pass
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_holds_no_connection():
-    """As the workers of a data loader: else the end of their parent would not be noticed."""
-    made = pairs(2)
-    one = Peers(0, made[0], LIMIT_S)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if all(each.fileno() == -1 for each in made[0].values()) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    one.close()
-    made[1][0].close()
+def test_peers_that_are_given_up_leave():
+    sockets = connected(2)
+    other, given_up = Peers(0, sockets[0], LONG_S), Peers(1, sockets[1], LONG_S)
+    thread = given_up._thread
+    del given_up
+    try:
+        until(lambda: 1 in other._state.left)
+        thread.join(30)
+        assert not thread.is_alive()
+    finally:
+        other.close()
 
 
-ELSEWHERE = """
-import socket, sys, time
-from hf_l2l.ranks.peers import Peers
-one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-peers = Peers(0, {1: one}, 2.0)
-other.close()
-time.sleep(60)
+# ---- processes
+
+
+def test_forked_processes_do_not_keep_connections_open():
+    """As the workers of a data loader, which may live longer than their parent."""
+    other, further = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sockets = connected(2)
+    rank = Peers(0, sockets[0], LONG_S, [further])
+    with sockets[1][0] as raw, other:
+        raw.settimeout(30)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        os.close(read)
+        try:
+            rank.close()
+            while raw.recv(100):
+                pass
+            other.settimeout(30)
+            assert other.recv(1) == b""
+        finally:
+            os.close(write)
+            os.waitpid(child, 0)
+
+
+_PAIR = """
+import os, select, signal, socket, sys, threading, time
+from hf_l2l.ranks.peers import Peers, RankFailedError
+fds = dict(zip(map(int, sys.argv[3].split(",")), map(int, sys.argv[4].split(","))))
+rank = Peers(int(sys.argv[1]), {to: socket.socket(fileno=fd) for to, fd in fds.items()}, float(sys.argv[2]))
+print("ready", flush=True)
 """
 
 
-def test_a_process_that_waits_elsewhere_is_ended():
-    began = time.monotonic()
-    found = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=False, timeout=50)
-    assert found.returncode == 1 and time.monotonic() - began < 45
-    assert found.stderr.strip().endswith(
-        "hf_l2l: rank 1 has failed: its process has ended; rank 0 waits for something else, and is ended"
+def begun(program: str, number: int, to: dict[int, socket.socket], timeout_s: float) -> subprocess.Popen[str]:
+    """A process that is a rank, with these sockets of it, which runs `program`."""
+    names = [",".join(map(str, each)) for each in (to, [s.fileno() for s in to.values()])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PAIR + program, str(number), str(timeout_s), *names],
+        pass_fds=[each.fileno() for each in to.values()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    for each in to.values():
+        each.close()
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "time.sleep(100)",
+        "select.select([0], [], [])",
+        "sys.stderr.close(); time.sleep(100)",
+        # The error is raised in a thread that keeps it: the program has not got it.
+        """
+def keeps():
+    try:
+        rank.gather(3, 1, b"", "test")
+    except RankFailedError:
+        rank.error_is_kept()
+threading.Thread(target=keeps).start()
+time.sleep(100)
+""",
+    ],
+    ids=["sleep", "input", "closed stderr", "kept"],
+)
+def test_a_process_that_waits_elsewhere_is_ended(program):
+    sockets = connected(2)
+    process = begun(program, 0, sockets[0], TIMEOUT_S)
+    began = time.monotonic()
+    sockets[1][0].close()
+    process.wait(30)  # its standard input stays open
+    seconds = time.monotonic() - began
+    _, text = process.communicate()
+    assert process.returncode == 1
+    assert seconds < 2 * TIMEOUT_S
+    if "stderr" not in program:
+        expected = "rank 1 has failed: its process has ended; rank 0 waits for something else, and is ended"
+        assert text == f"hf_l2l: {expected}\n"
+
+
+def test_a_process_that_has_got_the_error_is_not_ended():
+    program = """
+try:
+    rank.gather(3, 1, b"", "test")
+except RankFailedError:
+    time.sleep(2 * float(sys.argv[2]))
+    rank.close()
+    print("handled")
+"""
+    sockets = connected(2)
+    process = begun(program, 0, sockets[0], TIMEOUT_S)
+    sockets[1][0].close()
+    out, text = process.communicate(timeout=30)
+    assert (process.returncode, out, text) == (0, "handled\n", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("", "it has ended its training, or detached its model"),
+        ("sys.exit(3)", "it has ended its training, or detached its model"),
+        ("raise MemoryError('none')", "its program has raised MemoryError"),
+        ("os._exit(3)", "its process has ended"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its process has ended"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "its process has ended"),
+        ("pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0); sys.stdin.read()", None),
+    ],
+)
+def test_how_a_program_has_ended(program, expected):
+    """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""
+    sockets = connected(2)
+    process = begun(program, 1, sockets[1], LONG_S)
+    rank = Peers(0, sockets[0], LONG_S)
+    try:
+        if expected is None:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            rank.check("test")
+            return
+        process.communicate(timeout=30)
+        if "ended its training" in expected:
+            until(lambda: 1 in rank._state.left)
+            rank.check()
+        error = until_failed(rank, "test")
+        assert error.rank == 1 and str(error).startswith(f"rank 1 has failed: {expected}")
+    finally:
+        process.kill()
+        process.communicate()
+        rank.close()
+
+
+_ANSWERS = """
+number = 0
+while True:
+    print(rank.gather(3, (number := number + 1), b"", "test") and number, flush=True)
+    if sys.stdin.readline() == "": break
+rank.close()
+"""
+
+
+def test_ranks_that_are_all_stopped_go_on():
+    """As by Ctrl-Z of a launcher: nobody takes the pause for a failure of the others."""
+    sockets = connected(3)
+    processes = [begun(_ANSWERS, rank, sockets[rank], TIMEOUT_S) for rank in range(3)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "1\n"
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in processes:
+                os.kill(process.pid, number)
+            if number == signal.SIGSTOP:
+                time.sleep(TIMEOUT_S)
+        time.sleep(TIMEOUT_S)  # in which a failure would be noticed
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go on\n")
+            process.stdin.flush()
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "2\n"
+            out, text = process.communicate(timeout=30)
+            assert (process.returncode, text) == (0, "")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error():
+    sockets = connected(2)
+    process = begun(_ANSWERS, 1, sockets[1], TIMEOUT_S)
+    rank = Peers(0, sockets[0], TIMEOUT_S)
+    try:
+        rank.gather(BARRIER, 1, b"", "test")
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(RankFailedError, match="rank 1 has failed: it has not answered for 1 seconds"):
+            rank.gather(BARRIER, 2, b"", "test")
+        assert time.monotonic() - began < 2 * TIMEOUT_S
+        rank.close()
+        os.kill(process.pid, signal.SIGCONT)
+        _, text = process.communicate("go on\n" * 3, timeout=30)
+        assert process.returncode != 0 and "rank 1 has failed: it has not answered" in text
+    finally:
+        process.kill()
+        process.communicate()
+        rank.close()
+
+
+def test_a_failure_ends_the_process_within_the_timeout_by_its_parts():
+    """Half of it until a silent rank counts as failed, then the rest; and one look of the thread in each."""
+    look = 1 / 2 / watch._HEARTBEATS / 2
+    assert 0.5 + look + watch._ENDS_AFTER + look <= 1
