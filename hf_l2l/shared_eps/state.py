@@ -7,7 +7,7 @@ written first; what is reserved here are addresses.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,6 +73,17 @@ class SharedState:
                 if found is not _KNOWN:
                     news.setdefault(place, {})[key] = found
         return json.dumps(news, separators=(",", ":")).encode() if news else b""
+
+    @torch.no_grad()
+    def release(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Give the optimizers state of their own: what one rank writes to it must not reach the others."""
+        first = self.pages.bytes_at(0, 1).data_ptr()
+        with without_interception():
+            for state in (each for optimizer in optimizers for each in optimizer.state.values()):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and first <= value.data_ptr() < first + len(self.pages):
+                        state[key] = value.clone()
+        self._kept.clear()
 
     def return_freed_memory(self) -> None:
         """Return the memory in which optimizers have made state that has moved."""

@@ -190,6 +190,17 @@ class SharedUpdates(Updates):
         assert self._state is not None, "made with the first optimizer"
         self._remote.tell(number, self._state.shared(optimizer, masters))
 
+    def release(self) -> list[torch.optim.Optimizer]:
+        """See `Updates.release`: state and gradients are then of this rank alone."""
+        optimizers = super().release()
+        if self._state is not None:
+            self._state.release(optimizers)
+        with without_interception():
+            for p in self.masters.parameters:
+                if p.grad is not None:
+                    p.grad = p.grad.clone()
+        return optimizers
+
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         super()._before_state_dict(optimizer)
         for p in parameters_of(optimizer):  # as one process has them, whoever was first
