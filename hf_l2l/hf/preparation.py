@@ -260,8 +260,8 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
     share = range((first.index or 0) if args.world_size > 1 else 0, count, ranks_of_this_host(args))
     if isinstance(found, int) and args.world_size > 1 and found > len(share):
         raise ValueError(
-            f"{name} must be at most what a rank has (got {asked!r}, and {first} is of a rank with {len(share)} of the "
-            f"{count} that are visible); leave it out for all of its share"
+            f"{name} must be at most what a rank has (got {asked!r}, and {first} is of a rank with {len(share)} of "
+            f"{count} visible ones); leave it out for all of its share"
         )
     if isinstance(found, int):
         indexes = list(share[:found] if args.world_size > 1 else range(found))
