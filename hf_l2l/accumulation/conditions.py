@@ -19,6 +19,8 @@ def why_not_folded(trainer: Any, config: L2LConfig) -> str | None:
     args, model = trainer.args, trainer.model
     if getattr(args, "l2l_merge_accumulation", "auto") == "off":
         return "l2l_merge_accumulation='off'"
+    if getattr(args, "world_size", 1) > 1:
+        return "with several ranks, gradients are added after each batch of all of them"
     method = own_method(trainer)
     if method is not None:
         return f"{method}, which may do something else with all rows at once"

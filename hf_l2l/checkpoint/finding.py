@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from torch import distributed
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
@@ -22,6 +25,7 @@ from hf_l2l.checkpoint.manifest import (
     read_manifest,
 )
 from hf_l2l.checkpoint.staging import remove, remove_interrupted
+from hf_l2l.ranks.team import process_group_size
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -236,8 +240,34 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
     renamed = set_aside_interrupted(folder, found) if args.should_save else ""
     if renamed:
         logger.warning(f"saving was interrupted in {renamed}: training resumes from {found}")
-    _say_what_is_missing(found)
+    _say_what_is_missing(found, getattr(args, "world_size", 1))
     return str(found)
+
+
+def decided_by_rank_0(decide: Callable[[], str | bool | None]) -> str | bool | None:
+    """What `decide` returns in rank 0, or the error that it raises there; all ranks call this. Others would look at
+    folders that rank 0 is renaming."""
+    if process_group_size() == 1:
+        return decide()
+    found: list[Any] = [None, None]
+    with ExitStack() as stack:
+        stack.callback(distributed.broadcast_object_list, found, src=0)
+        if distributed.get_rank() == 0:
+            stack.push(partial(_keep, found))
+            found[0] = decide()
+    if found[1] is not None:
+        raise found[1]
+    return cast("str | bool | None", found[0])
+
+
+def _keep(found: list[Any], kind: object, error: BaseException | None, frames: object) -> bool:
+    """Keep an error, instead of raising it here; for an `ExitStack`."""
+    if isinstance(error, Exception):
+        found[1] = error.with_traceback(None)
+        return True
+    if error is not None:
+        found[1] = RuntimeError("rank 0 was interrupted while it looked for a checkpoint")
+    return False
 
 
 def _reasons(passed_over: Sequence[PassedOver]) -> str:
@@ -246,13 +276,13 @@ def _reasons(passed_over: Sequence[PassedOver]) -> str:
     return "; ".join([*([f"saving was interrupted in {', '.join(interrupted)}"] if interrupted else []), *others])
 
 
-def _say_what_is_missing(checkpoint: Path) -> None:
+def _say_what_is_missing(checkpoint: Path, ranks: int) -> None:
     """Warn of what a resumed training begins anew: transformers does so without a word."""
     state = "the optimizer's state and the schedule of the learning rate begin anew"  # it loads both, or none
     for name, what in (
         (OPTIMIZER_NAME, state),
         (SCHEDULER_NAME, state),
-        (_RNG, "random numbers begin anew"),
+        (_RNG if ranks == 1 else f"rng_state_{ranks - 1}.pth", "random numbers begin anew"),
         (MANIFEST, "whether its files are as they were saved is not known"),
     ):
         if not (checkpoint / name).exists():

@@ -22,6 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import accelerate
+import torch
+import transformers
+
+from hf_l2l.version import __version__
+
 MANIFEST = "l2l_manifest.json"
 FORMAT = 1
 """Of the manifests that this version writes, and the newest that it reads."""
@@ -109,6 +115,23 @@ def write_manifest(
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         sync_folder(path)
     return found
+
+
+def saved_with(trainer: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest tells people of the training: the kind of its trainer, versions, and `options` of L2L."""
+    plain = (bool, int, float, str)
+    return {
+        "trainer": trainer.__name__,
+        "hf_l2l": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "options": {
+            name: value if isinstance(value, plain) else str(value)
+            for name, value in options.items()
+            if value is not None
+        },
+    }
 
 
 def read_manifest(folder: Path) -> Manifest | None:

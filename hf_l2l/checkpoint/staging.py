@@ -12,8 +12,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hf_l2l.checkpoint.manifest import MANIFEST, files_in, sync_folder, would_be_loaded
+from hf_l2l.ranks.peers import RankFailedError
+from hf_l2l.ranks.team import Team
 
 fcntl: ModuleType | None
 try:
@@ -159,7 +161,7 @@ class Staging:
 
 
 class JoinedStaging:
-    """A folder that rank 0 has begun, and commits; other ranks write their generators to it."""
+    """A folder that rank 0 has begun, and commits; other ranks write their files to it."""
 
     def __init__(self, parent: Path, target: Path) -> None:
         """`parent` is that of the `Staging` of rank 0."""
@@ -169,6 +171,66 @@ class JoinedStaging:
     def folder(self) -> Path:
         """Where to write."""
         return self.parent / self.target.name
+
+
+class _Part:
+    """What each rank does of a checkpoint until all have done it: then all go on, or all raise."""
+
+    def __init__(self, team: Team, checkpoint: Path, why: str) -> None:
+        """`why` says what ranks wait for that have done theirs."""
+        self.team, self.checkpoint, self.why = team, checkpoint, why
+        self.text = ""
+        """What this rank tells the others when it has done its part."""
+        self.of_first = ""
+        """What rank 0 has told, at the end."""
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if isinstance(error, RankFailedError) or not (error is None or isinstance(error, Exception)):
+            return  # the others know, or will know, that this rank ends
+        told = self.team.tell(f"+{self.text}" if error is None else f"-{error}", self.why)
+        self.of_first = told[0][1:]
+        failed = next((rank for rank, text in enumerate(told) if text.startswith("-")), None)
+        if error is None and failed is not None:
+            raise CheckpointSaveError(self.checkpoint, f"an error of rank {failed}: {told[failed][1:]}")
+
+
+def saved_together(
+    team: Team,
+    target: Path,
+    *,
+    get_ready: Callable[[], None],
+    write: Callable[[Staging | JoinedStaging], str | None],
+    commit: Callable[[Staging], None],
+) -> str | None:
+    """Write the checkpoint `target` of several ranks, which all call this: it is whole, or absent.
+
+    Args:
+        team: the ranks.
+        target: its place.
+        get_ready: what rank 0 does before anything is written.
+        write: writes the files of this rank, in no order with those of others. What it returns on rank 0, all ranks
+            return.
+        commit: what rank 0 does when all have written theirs.
+
+    Raises:
+        CheckpointSaveError: in all ranks, if one of them could not do its part.
+    """
+    with ExitStack() as stack:
+        with _Part(team, target, "rank 0 begins a checkpoint") as begun:
+            staging = None
+            if team.rank == 0:
+                get_ready()
+                staging = stack.enter_context(staged(target))
+                begun.text = str(staging.parent)
+        with _Part(team, target, "all ranks write their files of a checkpoint") as written:
+            written.text = write(staging or JoinedStaging(Path(begun.of_first), target)) or ""
+        with _Part(team, target, "rank 0 puts a checkpoint in its place"):
+            if staging is not None:
+                commit(staging)
+    return written.of_first or None
 
 
 @contextmanager

@@ -17,9 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -28,9 +26,16 @@ from transformers.utils import logging
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
 from hf_l2l.checkpoint.finding import check_weights, is_last_of_run, keep_only, rotate, run_of
-from hf_l2l.checkpoint.manifest import read_manifest, write_manifest
+from hf_l2l.checkpoint.manifest import read_manifest, saved_with, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
-from hf_l2l.checkpoint.staging import CheckpointSaveError, JoinedStaging, Staging, remove_interrupted, staged
+from hf_l2l.checkpoint.staging import (
+    CheckpointSaveError,
+    JoinedStaging,
+    Staging,
+    remove_interrupted,
+    saved_together,
+    staged,
+)
 from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attachment_of
@@ -39,12 +44,10 @@ from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import computing_dtype, copy_as
 from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.runtime.tensors import size_text
-from hf_l2l.version import __version__
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
-_WRITTEN, _COMMITTED = "all ranks have written their files of the checkpoint", "the checkpoint is in its place"
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
@@ -169,29 +172,24 @@ class CheckpointsMixin(ResumingMixin):
             return
         run = Path(self._get_output_dir(trial))
         target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if team is not None and team.rank > 0:
-            joined = JoinedStaging(Path(of_rank_0("")), target)
-            self.state.best_model_checkpoint = self._write_files(model, trial, joined, None)
-            team.barrier(_WRITTEN)
-            return team.barrier(_COMMITTED)
-        remove_interrupted(run)
-        run.mkdir(parents=True, exist_ok=True)
-        self._check_room(run)
+        about = self.state.global_step, self._l2l_run or "", saved_with(type(self), vars(self._l2l_config()))
+        get_ready = partial(self._get_ready, run)
+        if team is not None:
+            write = partial(self._write_files, model, trial)
+            commit = partial(self._commit, about=about, in_parallel=True)
+            best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)
+            return self._after_saving(target, best)
+        get_ready()
         with ExitStack() as stack:
             staging = stack.enter_context(staged(target))
             waits = self._l2l_in_loop and attached is not None and own_option(self.args, "l2l_async_save")
             reserved = ReservedFiles() if waits else None
-            of_rank_0(str(staging.parent))
             best = self._write_files(model, trial, staging, reserved)
-            if team is not None:
-                team.barrier(_WRITTEN)
-            commit = partial(self._commit, staging, self.state.global_step, self._l2l_run or "", self._saved_with())
             saving = None
             if attached is None or reserved is None:
-                commit(in_parallel=True)
-                if team is not None:
-                    team.barrier(_COMMITTED)
+                self._commit(staging, about, in_parallel=True)
             else:
+                commit = partial(self._commit, staging, about)
                 saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
         if saving is None:
             self._after_saving(target, best)
@@ -201,26 +199,38 @@ class CheckpointsMixin(ResumingMixin):
         self._l2l_saving = saving, partial(self._after_saving, target, best, state)
         self._let_callbacks_wait()
 
+    def _get_ready(self, run: Path) -> None:
+        """What is done before a checkpoint is begun in `run`."""
+        remove_interrupted(run)
+        run.mkdir(parents=True, exist_ok=True)
+        self._check_room(run)
+
     def _write_files(
-        self, model: Any, trial: Any, staging: Staging | JoinedStaging, reserved: ReservedFiles | None
+        self, model: Any, trial: Any, staging: Staging | JoinedStaging, reserved: ReservedFiles | None = None
     ) -> str | None:
         """Write the files of a checkpoint, perhaps without values; returns where the best one is, or will be."""
         before: str | None = self.state.best_model_checkpoint
+        number = self.state.best_global_step
+        if self.args.world_size > 1:
+            self.state.best_global_step = None  # else ranks wait there for each other, and one may have failed
         self._l2l_staging, self._l2l_reserved = staging, reserved
         # What is pushed must be in its place, and stay there.
         self.__dict__["_push_from_checkpoint"] = lambda folder: None
         try:
             super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
-            run, number = staging.target.parent, self.state.best_global_step
-            best = run / f"{PREFIX_CHECKPOINT_DIR}-{number}"
+            self.state.best_global_step = number
+            best = staging.target.parent / f"{PREFIX_CHECKPOINT_DIR}-{number}"
             known = bool(number) and (best == staging.target or self._is_ours(best, number))
             self.state.best_model_checkpoint = str(best) if known else before
-            if known and self.args.should_save:  # transformers looks for it beside the one that it writes
+            if (
+                known or self.args.world_size > 1
+            ) and self.args.should_save:  # transformers looks for it beside the one that it writes
                 self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
             return str(best) if known else before
         finally:
             del self.__dict__["_push_from_checkpoint"]
             self._l2l_staging = self._l2l_reserved = None
+            self.state.best_global_step = number
             self.state.best_model_checkpoint = before  # until the checkpoint is in its place
 
     def _is_ours(self, checkpoint: Path, step: int) -> bool:
@@ -229,10 +239,8 @@ class CheckpointsMixin(ResumingMixin):
         return run is not None and (run == self._l2l_run or (run == resumed and step <= until))
 
     @staticmethod
-    def _commit(
-        staging: Staging, step: int, run: str, configuration: dict[str, Any], *, in_parallel: bool = False
-    ) -> None:
-        write_manifest(staging.folder, step, run, configuration, in_parallel=in_parallel)
+    def _commit(staging: Staging, about: tuple[int, str, dict[str, Any]], *, in_parallel: bool = False) -> None:
+        write_manifest(staging.folder, *about, in_parallel=in_parallel)
         staging.commit()
 
     def _after_saving(self, checkpoint: Path, best: str | None, state: Any = None) -> None:
@@ -244,7 +252,8 @@ class CheckpointsMixin(ResumingMixin):
                 self._push_from_checkpoint(str(checkpoint))
             finally:
                 self.state = now
-        rotate(checkpoint.parent, self.args.save_total_limit, None if best is None else Path(best))
+        if self.args.should_save:
+            rotate(checkpoint.parent, self.args.save_total_limit, None if best is None else Path(best))
         if state is not None:
             state.best_model_checkpoint = best
             asked = self.control.should_save  # for another one, meanwhile
@@ -293,7 +302,9 @@ class CheckpointsMixin(ResumingMixin):
         `save_total_limit=1`, transformers deletes the checkpoints of others, too."""
         self._finish_saving()
         with ExitStack() as stack:
-            if self.args.save_total_limit == 1 and self.args.world_size == 1:
+            if self.args.save_total_limit == 1 and (
+                self.args.world_size == 1 or attachment_of(self.model) is not None
+            ):
                 stack.enter_context(self._deleting_ours(Path(self._get_output_dir(trial))))
             return super()._finalize_training(trial, *args, **kwargs)
 
@@ -347,22 +358,6 @@ class CheckpointsMixin(ResumingMixin):
                 errno.ENOSPC,
             )
 
-    def _saved_with(self) -> dict[str, Any]:
-        """What the manifest tells people of the training."""
-        versions = {"transformers": transformers.__version__, "accelerate": accelerate.__version__}
-        options = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in vars(self._l2l_config()).items()
-            if value is not None
-        }
-        return {
-            "trainer": type(self).__name__,
-            "hf_l2l": __version__,
-            "torch": torch.__version__,
-            **versions,
-            "options": options,
-        }
-
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""
         super()._save_rng_state(output_dir)
@@ -384,6 +379,9 @@ class CheckpointsMixin(ResumingMixin):
         """
         if Path(self.state.best_model_checkpoint).is_dir():
             check_weights(Path(self.state.best_model_checkpoint))
+        attached = attachment_of(self.model)
+        if attached is not None and attached.eps.team is not None:  # each rank writes to the weights of all
+            attached.eps.team.barrier("no rank uses the last weights any more, before the best ones are loaded")
         super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.accumulation.folding import Folding
 from hf_l2l.accumulation.step import Step, step_of
 from hf_l2l.budget.trainer_plan import Purpose, TrainerPlan
-from hf_l2l.checkpoint.finding import checkpoint_to_resume
+from hf_l2l.checkpoint.finding import checkpoint_to_resume, decided_by_rank_0
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import Attachment, attach_with_losses, attachment_of, check_attachable, detach_l2l
@@ -294,7 +294,8 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Overridden to finish the last update, to stop recording stall times, and to resume from the newest whole
         checkpoint; see `checkpoint_to_resume` for its errors."""
-        resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
+        decide = partial(checkpoint_to_resume, resume_from_checkpoint, self.args)
+        resume_from_checkpoint = decided_by_rank_0(decide)
         self._l2l_has_begun = False
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -27,6 +27,8 @@ UPDATED = 10
 
 COUNTED = 11
 """A number, to be added to those of the other ranks."""
+TOLD = 13
+"""What it has to say where all ranks say something."""
 OPTIONS = 12
 """Its options and parameters, which all ranks must have."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY
+from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY, TOLD
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
 
@@ -24,6 +24,7 @@ _POLL_MS = 500.0  # at which a wait for memory looks whether its rank is alive
 _CREDENTIALS = struct.Struct("3i")
 _NUMBER = struct.Struct("<I")
 _COUNT = struct.Struct("<q")
+_LONGEST = 2**14  # bytes of a text
 
 
 class _Introduction(NamedTuple):
@@ -101,6 +102,7 @@ class Team:
         self._files = files
         self._barriers = 0
         self._totals = 0
+        self._told = 0
         self._shared = 0
 
     @classmethod
@@ -150,6 +152,16 @@ class Team:
         self._totals += 1
         found = self.peers.gather(COUNTED, self._totals, _COUNT.pack(number), why)
         return sum(_COUNT.unpack(each)[0] for each in found.values())
+
+    def tell(self, text: str, why: str) -> list[str]:
+        """What each rank says, by rank; all of them call this. `why` says what they wait for.
+
+        Raises:
+            RankFailedError: if a rank has failed.
+        """
+        self._told += 1
+        found = self.peers.gather(TOLD, self._told, text.encode()[:_LONGEST], why)
+        return [found[rank].decode(errors="ignore") for rank in self.peers.ranks]
 
     def share(self, num_bytes: int, what: str) -> SharedPages:
         """Memory of all ranks, all zero; all of them call this with the same arguments.

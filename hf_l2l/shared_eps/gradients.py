@@ -359,7 +359,7 @@ class SharedGradients(Gradients):
                     p.grad_dtype = None  # any dtype
                 p.grad = total
                 norm = norms[reducer.numbers[master]].to(master.dtype)
-                hold(total, SharedSum(norm, total._version))
+                hold(total, SharedSum(norm, total._version, self._sums, master))
 
     def _end(self) -> None:
         items, reducer = self._found
@@ -390,4 +390,5 @@ class SharedGradients(Gradients):
             self._reducer.close()
         if self._landing is not None:
             self._landing.release()
+        self._sums.clear()
         self._items = self._landing = self._reducer = None

@@ -178,10 +178,16 @@ class SharedSum(PendingSum):
     """The norm of a sum in `p.grad`, and a factor to multiply it by before it is used. The program cannot write to it:
     each rank would."""
 
+    def __init__(self, norm: torch.Tensor, version: int, sums: dict[Master, torch.Tensor], master: Master) -> None:
+        """`sums` are the tensors in which the sums of ranks are, that of `master` among them."""
+        super().__init__(norm, version)
+        self._sums, self._master = sums, master
+
     def before_values(self, tensor: torch.Tensor) -> None:
         """Scale a copy that this rank alone has; the memory of all ranks is never written by the program."""
         factor, self.factor = self.factor, None
         if factor is not None:
+            self._sums.pop(self._master, None)  # it is in no shared memory any more
             with without_interception(), torch.no_grad():
                 tensor.set_(tensor * factor)  # type: ignore[call-overload]
 

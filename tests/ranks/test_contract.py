@@ -305,6 +305,25 @@ def test_what_would_be_done_once_per_rank_is_refused(pool):
             assert rule in found[name]
 
 
+def read_when_clipped() -> list[float]:
+    """The norm of p.grad in each step, after clipping."""
+    run, found = Run(2), []
+    for step in range(3):
+        run.backward(step)
+        run.eps.clip_grad_norm_(0.05)
+        found.append(sum(float(p.grad.norm()) ** 2 for p in run.model.parameters() if p.grad is not None) ** 0.5)
+        run.step()
+        run.optimizer.zero_grad()
+    run.ended()
+    return found
+
+
+def test_gradients_that_are_read_when_they_are_clipped_are_those_of_all_ranks(pool):
+    """In each step, and not only in the first one."""
+    for norms in pool(2).run(read_when_clipped):
+        assert norms == pytest.approx([0.05] * 3, rel=1e-4)
+
+
 def resident() -> str:
     with pytest.raises(ValueError) as error:
         attach_l2l(bert(), L2LConfig(resident="shell"))
