@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -197,6 +198,12 @@ class _Part:
             raise CheckpointSaveError(self.checkpoint, f"an error of rank {failed}: {told[failed][1:]}")
 
 
+def _wait_for_removal(team: Team, kind: object, error: BaseException | None, frames: object) -> None:
+    """After an error, which all ranks have then, nothing of the checkpoint is left when they go on."""
+    if isinstance(error, Exception) and not isinstance(error, RankFailedError):
+        team.tell("", "rank 0 removes what was written of a checkpoint")
+
+
 def saved_together(
     team: Team,
     target: Path,
@@ -218,7 +225,8 @@ def saved_together(
     Raises:
         CheckpointSaveError: in all ranks, if one of them could not do its part.
     """
-    with ExitStack() as stack:
+    with save_errors(target), ExitStack() as stack:
+        stack.push(partial(_wait_for_removal, team))
         with _Part(team, target, "rank 0 begins a checkpoint") as begun:
             staging = None
             if team.rank == 0:

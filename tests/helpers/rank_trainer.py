@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import nn
+from torch import distributed, nn
 from torch.utils.data import Dataset
 
 from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
+from hf_l2l.checkpoint.staging import CheckpointSaveError
 from rank_pool import digest
 
 
@@ -58,6 +61,13 @@ def arguments(folder: str, options: dict[str, Any], *, layered: bool) -> Any:
     return kind(output_dir=folder, **{**usual, **options})
 
 
+def fresh() -> None:
+    """Forget what accelerate has kept of an earlier function, and seed."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+
+
 def trained(
     name: str, kind: str, folder: str, options: dict[str, Any], rows: int = 70, checkpoint: str | bool | None = None
 ) -> dict[str, Any]:
@@ -71,9 +81,7 @@ def trained(
         rows: of the data.
         checkpoint: what to resume from.
     """
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    torch.manual_seed(0)
+    fresh()
     make, labels = MODELS[name]
     model: nn.Module = make()
     args = arguments(folder, options, layered=kind == "l2l")
@@ -91,6 +99,7 @@ def trained(
         "eval_loss": metrics["eval_loss"],
         "predictions": digest(torch.from_numpy(predictions[0] if isinstance(predictions, tuple) else predictions)),
         "weights": digest(*model.parameters()),
+        "named": digest(*(p for _, p in sorted(model.named_parameters()))),
         "values": [p.detach().double().sum().item() for p in model.parameters()],
         "state": digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each))),
         "step": trainer.state.global_step,
@@ -100,5 +109,49 @@ def trained(
     }
     if kind == "l2l":
         detach_l2l(model)
+    PartialState._reset_state()
+    return found
+
+
+class Failing(L2LTrainer):
+    """Cannot write a checkpoint at a step: `where` says in which rank, and at what of it."""
+
+    where: tuple[int, str] = (0, "")
+
+    def _fail(self, what: str) -> None:
+        if (distributed.get_rank(), what) == self.where and self.state.global_step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self._get_output_dir(None)))
+
+    def _check_room(self, run: Path) -> None:
+        self._fail("room")
+        super()._check_room(run)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._fail("generators")
+        super()._save_rng_state(output_dir)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self._fail("weights")
+        super().save_model(*args, **kwargs)
+
+    def _commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # of the instance
+        self._fail("commit")
+        super()._commit(*args, **kwargs)
+
+
+def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
+    """A training that cannot write its second checkpoint, which is the best one: its error, and what is left."""
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    fresh()
+    args = arguments(folder, {**options, "load_best_model_at_end": True}, layered=True)
+    made = Failing(model=bert(), args=args, train_dataset=Rows(70, "classes"), eval_dataset=Rows(13, "classes"))
+    made.where = rank, what
+    with pytest.raises(CheckpointSaveError) as error:
+        made.train()
+    found = {"error": str(error.value), "left": sorted(path.name for path in Path(folder).iterdir())}
+    made.where = -1, ""
+    made.train(resume_from_checkpoint=True)  # the ranks are still there
+    found |= {"step": made.state.global_step, "then": sorted(path.name for path in Path(folder).iterdir())}
+    detach_l2l(made.model)
     PartialState._reset_state()
     return found

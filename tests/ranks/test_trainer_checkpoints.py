@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_l2l.checkpoint.manifest import MANIFEST
-from rank_trainer import trained
+from rank_pool import digest
+from rank_trainer import failed_to_save, trained
 
 SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
 SAME = ("weights", "state", "step")
@@ -93,6 +95,35 @@ def test_the_newest_whole_one_is_found_by_all(pool, tmp_path):
     (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"damaged")
     found = pool(2).run(trained, "bert", "l2l", str(tmp_path), SAVED, 70, True)
     assert [each["weights"] for each in found] == [each["weights"] for each in whole]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("where", [(0, "room"), (0, "weights"), (1, "weights"), (1, "generators"), (0, "commit")])
+def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, where):
+    """Nothing of it is left, the one before is there, and the same ranks can train again."""
+    for rank, found in enumerate(pool(2).run(failed_to_save, str(tmp_path), *where)):
+        assert "a checkpoint must be written as a whole" in found["error"]
+        assert "No space left on device" in found["error"]
+        assert (f"an error of rank {where[0]}" in found["error"]) == (rank != where[0])
+        assert found["left"] == ["checkpoint-2"] and found["step"] == 4
+        assert found["then"] == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_with_a_limit_of_one_the_best_is_left(pool, tmp_path):
+    options = {
+        **SAVED,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+    }
+    (tmp_path / "checkpoint-1").mkdir()  # of somebody else
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), options)
+    assert found[0]["checkpoints"] == ["checkpoint-1", "checkpoint-2"]
+    assert {each["best"] for each in found} == {str(tmp_path / "checkpoint-2")}
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["named"] == digest(*(saved[name] for name in sorted(saved)))
 
 
 @pytest.mark.parametrize(
