@@ -231,7 +231,8 @@ class L2LConfig(OptionNames):
     trace: str | os.PathLike[str] | None = _described(
         None,
         "File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer "
-        "computes, what travels, what is waited for. An existing file is replaced. None writes nothing.",
+        "computes, what travels, what is waited for. An existing file is replaced. None writes nothing. Of several "
+        "ranks, rank 0 writes this file, and the others write beside it: `trace.rank1.json` for `trace.json`.",
     )
     layer_classes: tuple[str, ...] | None = _described(
         None, "Class names of the modules to stream as layers. None finds the layer stacks of the model."

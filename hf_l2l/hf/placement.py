@@ -18,6 +18,7 @@ from hf_l2l.hf.preparation import devices_of, is_placed
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.ranks.team import process_group_size
+from hf_l2l.shared_eps.server import SharedEagerParamServer
 
 
 def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
@@ -158,6 +159,25 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
         """Overridden because the items of a batch are divided by the devices."""
         with self._one_device():
             return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Overridden because gradients of several ranks are in memory of all of them, and each is scaled by one. Where
+        losses with parameters of their own are trained, too, transformers clips those of the model alone."""
+        eps = self._eps_of_ranks()
+        own = self.model.parameters()
+        return super()._clip_grad_norm(model) if eps is None else eps.clip_norm_of(own, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Overridden for the same reason: transformers clips there, too, to a norm without limit."""
+        eps = self._eps_of_ranks() if grad_norm is None else None
+        if eps is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        return eps.clip_norm_of(self.model.parameters(), float("inf"))
+
+    def _eps_of_ranks(self) -> SharedEagerParamServer | None:
+        attached = attachment_of(self.model)
+        eps = None if attached is None else attached.eps
+        return eps if isinstance(eps, SharedEagerParamServer) else None
 
     @contextmanager
     def _one_device(self) -> Iterator[None]:

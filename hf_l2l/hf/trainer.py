@@ -57,6 +57,7 @@ from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.report.log_entries import TokenCount, log_entries
 from hf_l2l.report.summary import summary
+from hf_l2l.shared_eps.server import ranks_text
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -212,7 +213,7 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
             return f"{type(self.model).__name__} has no stack of layers and trains as with transformers' Trainer"
         config = self._l2l_config()
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return summary(self.model, config, estimate(self.model, config, optimizer))
+        return summary(self.model, config, estimate(self.model, config, optimizer), ranks_text(self.eps))
 
     # ---- seams of transformers.Trainer
 

@@ -27,6 +27,7 @@ from hf_l2l.config import (
 )
 from hf_l2l.counts import OptionNames, parsed_devices
 from hf_l2l.option_names import argument, options_of_the_trainer
+from hf_l2l.ranks.team import launched_processes
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -111,7 +112,9 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             'so many; or their indexes, such as "0,2". As with any Trainer in one process, a batch has '
             "`per_device_train_batch_size` rows for each, in one device batch with one loss; without `ubatch_size`, "
             "it is cut into two micro-batches for each, since with one they would take turns. On the CPU, it changes "
-            "nothing."
+            "nothing. Of several ranks (torchrun, `accelerate launch`), each has its share of the visible devices, "
+            "beginning with its own: of n, rank r has those with the indexes r, r + n, r + 2 n and so on; a number "
+            "takes the first so many of these, and a batch has `per_device_train_batch_size` rows for each rank."
         },
     )
     l2l_optimizer: Literal["lamb"] | None = field(
@@ -135,7 +138,8 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "help": "Write checkpoints in the background, while training goes on. They are those of the step at which "
             "the saving began: an update waits until the weights and the optimizer state of its layer are written, or "
             "copied, of two layers at most. Old checkpoints are deleted, and callbacks called (`on_save`), when the "
-            "new one is in its place. If it cannot be written, the next step or the end of the training raises."
+            "new one is in its place. If it cannot be written, the next step or the end of the training raises. It is "
+            "for one process, and refused with several ranks (torchrun, `accelerate launch`)."
         },
     )
     l2l_merge_accumulation: Literal["auto", "off"] = field(
@@ -154,7 +158,8 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
         default=True,
         metadata={
             "help": "Log what steps wait for, tokens per second, and the peak of the device (`l2l_wait_*_s`, "
-            "`l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`). Without them, equal runs have equal checkpoints, "
+            "`l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`). Of several ranks, the tokens are those of all of "
+            "them, and the rest is that of rank 0. Without them, equal runs have equal checkpoints, "
             "`trainer_state.json` included but for transformers' own times of evaluations."
         },
     )
@@ -292,8 +297,14 @@ def refuse_for_layers(args: Any) -> None:
 
 
 def _refuse_of_ranks(args: Any) -> None:
-    """Raise ValueError for what one rank of several would do by itself."""
-    count = getattr(args, "world_size", 1)
+    """Raise ValueError for what one rank of several would do by itself, and for ranks that would all train alone."""
+    count, launched = getattr(args, "world_size", None) or 1, launched_processes()
+    if count == 1 and launched > 1 and hasattr(args, "world_size"):
+        raise ValueError(
+            f"ranks of a launcher train together (got {launched} processes of torchrun or another launcher, in which "
+            "each Trainer would train alone, as on a host without accelerators); give use_cpu=True (--use_cpu), with "
+            "which they train on the CPU together"
+        )
     for name, remedy in (
         ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
         ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),

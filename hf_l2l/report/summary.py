@@ -17,8 +17,8 @@ from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 
 
-def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
-    """The text of the summary: what will run, where and why."""
+def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate, ranks: str | None = None) -> str:
+    """The text of the summary: what will run, where and why; `ranks` is what is told of several processes."""
     devices = execution_devices(config.device)
     device = devices[0]
     mode = update_mode(config.eps_update, device)
@@ -41,6 +41,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate) -> str:
         f"  Shell = {len(shell)} parameters outside the layers ({size_text(tensor_bytes(shell))})",
         f"  Tied = {'; '.join(ties) or 'none'}",
         f"  Frozen = {len(frozen)} of {len(places)} parameters ({size_text(tensor_bytes(frozen))})",
+        *([] if ranks is None else [f"  Ranks = {ranks}"]),
         f"  Device = {_devices_text(devices)}",
         f"  Micro-batches = {_ubatch_text(config, len(devices))}",
         f"  Stash = {_stash_text(config, device)}",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from hf_l2l.compat import without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory, Progress
 from hf_l2l.eps.masters import Masters, MasterUnit
-from hf_l2l.eps.pending import clip
+from hf_l2l.eps.pending import clip, total_norm
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.ranks.messages import OPTIONS, STEP, VOTE
 from hf_l2l.ranks.peers import Peers, RankFailedError
@@ -139,11 +140,22 @@ class SharedEagerParamServer(EagerParamServer):
         """Each owner scales its share, when it uses it."""
         clip(self.masters.parameters, norm, max_norm, later=True)
 
+    @torch.no_grad()
+    def clip_norm_of(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip the gradients of some parameters alone, by their norm, which is returned (0-dim, on the host)."""
+        masters = self.masters.of_all(parameters)
+        norm = total_norm(masters)
+        if max_norm != math.inf and self._vote(self.grad_norm):
+            clip([m.parameter for m in masters], norm, float(max_norm), later=True)
+        return norm
+
     def release(self) -> list[torch.optim.Optimizer]:
         """See `EagerParamServer.release`: each rank then has an ordinary model of its own."""
         peers = self.team.peers
         with ExitStack() as stack:
             stack.callback(self.gradients.release)
+            for module in (self.model, *self.model.children()):  # else accelerate would leave them unwrapped later
+                vars(module).pop("_is_accelerate_prepared", None)
             stack.callback(self.team.close)  # first, so that no thread waits for the others any more
             try:
                 peers.check()
@@ -194,6 +206,18 @@ class _Errors(HookErrors):
         if self._first is not None:
             self._peers.error_is_raised()
         super().raise_first()
+
+
+def ranks_text(eps: EagerParamServer | None) -> str | None:
+    """How many ranks train the model, which this is, and how much it updates; None for one process."""
+    if eps is None or eps.team is None:
+        return None
+    with without_interception():
+        trained = [m for m in eps.masters.on_host() if m.parameter.requires_grad]
+        count = sum(m.parameter.numel() for m in trained)
+        own = sum(m.parameter.numel() for m in trained if m.owner == eps.team.rank)
+    share = f"updates {own:,} of" if eps.updates.optimizers else "will update its share of"
+    return f"{eps.team.size}, of which this is rank {eps.team.rank}; it {share} {count:,} trained parameters"
 
 
 def eps_type(team: Team | None) -> Callable[..., EagerParamServer]:

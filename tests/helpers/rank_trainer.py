@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def trained(
     args = arguments(folder, options, layered=kind == "l2l")
     trainer_type = L2LTrainer if kind == "l2l" else hf.Trainer
     trainer = trainer_type(model=model, args=args, train_dataset=Rows(rows, labels), eval_dataset=Rows(13, labels))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with warnings.catch_warnings(record=True) as warned:
+        trainer.train(resume_from_checkpoint=checkpoint)
     metrics = trainer.evaluate()
     predictions = trainer.predict(Rows(13, labels)).predictions
     history = trainer.state.log_history
@@ -103,12 +105,56 @@ def trained(
         "values": [p.detach().double().sum().item() for p in model.parameters()],
         "state": digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each))),
         "step": trainer.state.global_step,
+        "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,
         "wrapped": type(trainer.model_wrapped).__name__,
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
     }
     if kind == "l2l":
         detach_l2l(model)
+    PartialState._reset_state()
+    return found
+
+
+class HeadLoss(nn.Module):
+    """A loss with parameters of its own, which calls the model, as those of sentence-transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(self.head(self.model(**inputs).logits), labels)
+
+
+class WithLoss(L2LTrainer):
+    """Trains that loss, too."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=1e-2)  # those of the model among them
+        return super().create_optimizer(*args, **kwargs)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.loss(dict(inputs))
+
+
+def trained_with_loss(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train a model and a loss; the gradients of the model alone are clipped."""
+    fresh()
+    model = bert()
+    made = WithLoss(model=model, args=arguments(folder, options, layered=True), train_dataset=Rows(70, "classes"))
+    made.loss = HeadLoss(model)
+    made.model_accepts_loss_kwargs = False
+    made.train()
+    found = {
+        "norms": [float(entry["grad_norm"]) for entry in made.state.log_history if "grad_norm" in entry],
+        "weights": digest(*made.loss.parameters()),
+        "summary": made.l2l_summary(),
+    }
+    detach_l2l(model)
     PartialState._reset_state()
     return found
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from rank_trainer import trained
+from rank_trainer import trained, trained_with_loss
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
+
+UNCLIPPED = {"max_grad_norm": 0.0}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {}),
@@ -33,6 +36,48 @@ def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
     for rank in range(2):
         for what in SAME:
             assert found[rank][what] == plain[rank][what], f"{what} of rank {rank}"
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("case", [*CASES, "cmp bf16", "cmp fp16", "eager"])
+def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path, case, steps):
+    """Its batches are those of the ranks in turn. Each rank draws its dropout from the same seed: it is left out. Losses
+    are logged as means of ranks, and as sums, which are rounded in another order."""
+    more = {"cmp bf16": {"cmp": "bf16"}, "cmp fp16": {"cmp": "fp16"}, "eager": {"eps_update": "eager", **UNCLIPPED}}
+    name, options = CASES.get(case, ("llama", more.get(case, {})))
+    name, options = name.replace("dropout", "bert"), layered({"l2l_merge_accumulation": "off"}, **options)
+    alone = {**options, "gradient_accumulation_steps": 2 * steps}
+    expected = pool(1).run(trained, name, "l2l", str(tmp_path / "alone"), alone)[0]
+    options["gradient_accumulation_steps"] = steps
+    for found in pool(2).run(trained, name, "l2l", str(tmp_path / "ranks"), options):
+        for what in ("norms", "weights", "state", "step"):
+            assert found[what] == expected[what], what
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+
+
+def test_batches_of_ranks_are_not_merged(pool, tmp_path):
+    options = layered({"gradient_accumulation_steps": 2, "max_steps": 2})
+    found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "auto"), options)
+    off = pool(2).run(trained, "llama", "l2l", str(tmp_path / "off"), {**options, "l2l_merge_accumulation": "off"})
+    assert [each["weights"] for each in found] == [each["weights"] for each in off]
+    assert all("with several ranks, gradients are added after each batch" in each["warned"] for each in found)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_loss_with_parameters_is_trained(pool, tmp_path, clips):
+    """The norms are those of the model alone, as transformers has them; ranks update it, and the loss."""
+    options = layered({"gradient_accumulation_steps": 2, "max_grad_norm": 0.1 if clips else 0.0})
+    alone = pool(1).run(trained_with_loss, str(tmp_path / "alone"), options)[0]
+    options["gradient_accumulation_steps"] = 1
+    found = pool(2).run(trained_with_loss, str(tmp_path / "ranks"), options)
+    for rank, each in enumerate(found):
+        assert each["norms"] == alone["norms"] and each["weights"] == alone["weights"]
+        assert f"Ranks = 2, of which this is rank {rank}; it updates " in each["summary"]
+    assert "Ranks" not in alone["summary"]
+    shares = [int(re.search(r"it updates ([0-9,]+) of", each["summary"])[1].replace(",", "")) for each in found]
+    total = int(re.search(r"of ([0-9,]+) trained parameters", found[0]["summary"])[1].replace(",", ""))
+    assert sum(shares) == total and min(shares) > 0
 
 
 def test_micro_steps_are_equal_to_rounding(pool, tmp_path):
