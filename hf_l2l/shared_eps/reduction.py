@@ -99,6 +99,7 @@ class Reducer:
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(self.team.peers.timeout_s)
+        self._failure = None  # whose traceback refers to graphs
 
     # ---- the thread
 

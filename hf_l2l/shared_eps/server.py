@@ -149,10 +149,16 @@ class SharedEagerParamServer(EagerParamServer):
             clip([m.parameter for m in masters], norm, float(max_norm), later=True)
         return norm
 
+    def _drop_errors(self) -> None:
+        """Forget an error that the program has not asked for: its traceback refers to a graph, and that to the shared
+        memory, which Python's collector does not see."""
+        self.backwards.errors = HookErrors()
+
     def release(self) -> list[torch.optim.Optimizer]:
         """See `EagerParamServer.release`: each rank then has an ordinary model of its own."""
         peers = self.team.peers
         with ExitStack() as stack:
+            stack.callback(self._drop_errors)
             stack.callback(self.gradients.release)
             for module in (self.model, *self.model.children()):  # else accelerate would leave them unwrapped later
                 vars(module).pop("_is_accelerate_prepared", None)
