@@ -42,8 +42,8 @@ def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("case", [*CASES, "cmp bf16", "cmp fp16", "eager"])
 def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path, case, steps):
-    """Its batches are those of the ranks in turn. Each rank draws its dropout from the same seed: it is left out. Losses
-    are logged as means of ranks, and as sums, which are rounded in another order."""
+    """Its batches are those of the ranks in turn. Each rank draws its dropout from the same seed: it is left out.
+    Losses are logged as means of ranks, and as sums, which are rounded in another order."""
     more = {"cmp bf16": {"cmp": "bf16"}, "cmp fp16": {"cmp": "fp16"}, "eager": {"eps_update": "eager", **UNCLIPPED}}
     name, options = CASES.get(case, ("llama", more.get(case, {})))
     name, options = name.replace("dropout", "bert"), layered({"l2l_merge_accumulation": "off"}, **options)
