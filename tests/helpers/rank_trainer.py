@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.staging import CheckpointSaveError
+from hf_l2l.hf.preparation import devices_of
 from rank_pool import digest
 
 
@@ -44,6 +45,14 @@ MODELS: dict[str, tuple[Any, str]] = {
 }
 
 
+class OnSimulatedDevices(L2LTrainingArguments):
+    """Accelerate knows no launcher of simulated devices: each rank has all of the data, and its own devices."""
+
+    world_size = property(lambda self: distributed.get_world_size())
+    process_index = property(lambda self: distributed.get_rank())
+    device = property(lambda self: torch.device("sim", distributed.get_rank()))
+
+
 def arguments(folder: str, options: dict[str, Any], *, layered: bool) -> Any:
     """Training arguments for a few steps on the CPU."""
     usual = {
@@ -59,6 +68,7 @@ def arguments(folder: str, options: dict[str, Any], *, layered: bool) -> Any:
         "use_cpu": True,
     }
     kind = L2LTrainingArguments if layered else hf.TrainingArguments
+    kind = kind if options.get("use_cpu", True) else OnSimulatedDevices
     return kind(output_dir=folder, **{**usual, **options})
 
 
@@ -105,6 +115,7 @@ def trained(
         "values": [p.detach().double().sum().item() for p in model.parameters()],
         "state": digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each))),
         "step": trainer.state.global_step,
+        "devices": [] if kind == "hf" else [str(each) for each in devices_of(args, None)],
         "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,
         "wrapped": type(trainer.model_wrapped).__name__,

@@ -13,6 +13,7 @@ from accelerate import ParallelismConfig
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainerMixin, L2LTrainingArguments, make_l2l_arguments, make_l2l_trainer
 from hf_l2l.checkpoint import reserved
+from hf_l2l.hf import training_args
 from hf_l2l.hf.training_args import L2LArgumentsMixin
 from hf_l2l.option_names import argument
 from refusals import Act, Case, Prepare, Scene
@@ -168,6 +169,11 @@ def _several(name: str, value: int, **options: Any) -> Prepare:
     return prepare
 
 
+def _each_alone(scene: Scene) -> Act:
+    scene.patch.setattr(training_args, "launched_processes", lambda: 4)
+    return _with_model()(scene)
+
+
 def _passed(scene: Scene) -> Act:
     model, args = scene.model(), scene.arguments(use_cpu=True, l2l_optimizer="lamb")
     sgd, data = torch.optim.SGD(model.parameters(), lr=0.1), rows()
@@ -218,6 +224,7 @@ WITH_THE_TRAINER = [
         _launched("ACCELERATE_MIXED_PRECISION", "bf16", cmp="bf16"),
     ),
     Case("`accelerate launch --dynamo_backend inductor`", _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
+    Case("`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`", _each_alone),
     Case("`torchrun --nproc_per_node 4`, with `l2l_async_save=True`", _several("world_size", 4, l2l_async_save=True)),
     Case(
         "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`",

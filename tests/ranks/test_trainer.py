@@ -115,6 +115,7 @@ def test_on_the_simulated_accelerator(pool, tmp_path):
     """Each rank has its share of the devices: two of four, and one batch."""
     options = layered({"per_device_train_batch_size": 2, "use_cpu": False})
     found = pool(2, sim=True).run(trained, "bert", "l2l", str(tmp_path / "sim"), options)
+    assert [each["devices"] for each in found] == [["sim:0", "sim:2"], ["sim:1", "sim:3"]]
     assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
 
 
