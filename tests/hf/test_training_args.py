@@ -263,7 +263,7 @@ def test_errors_of_later_on_name_what_was_typed(tmp_path):
 CONFLICTS = {
     "deepspeed": ({"zero_optimization": {"stage": 3}}, "both place the parameters; drop one of them"),
     "fsdp": ("full_shard", "both place the parameters; drop one of them"),
-    "parallelism_config": (ParallelismConfig(), "L2L runs in one process; leave it out"),
+    "parallelism_config": (ParallelismConfig(), "L2L divides no layer among processes; leave it out"),
     "torch_compile": (True, "a compiled model cannot be run layer by layer; set torch_compile=False"),
     "fp16": (True, "its loss scaler would have to see gradients on the device; use cmp='fp16'"),
     "fp16_full_eval": (True, "it would cast the master weights; set bf16=True, or evaluate in fp32"),
