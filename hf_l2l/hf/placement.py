@@ -101,8 +101,22 @@ else:
     _Next = object  # the trainer that the mixin is combined with comes after it
 
 
+class _OneProcess:
+    """Arguments of a Trainer that trains alone, and the same otherwise."""
+
+    world_size = 1
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
 class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no types
     """What a Trainer does for `DataParallel` if there are several devices: one batch here, one model, one loss."""
+
+    args: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Overridden because other trainers, as those of TRL, refuse several devices at their end of this, which with
@@ -173,6 +187,16 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
         if eps is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return eps.clip_norm_of(self.model.parameters(), float("inf"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Overridden because transformers loads the optimizer's state to the device of each of several processes,
+        which has no room for it."""
+        args = self.args
+        self.args = args if self._eps_of_ranks() is None else _OneProcess(args)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            self.args = args
 
     def _eps_of_ranks(self) -> SharedEagerParamServer | None:
         attached = attachment_of(self.model)

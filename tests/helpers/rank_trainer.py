@@ -98,7 +98,16 @@ def trained(
     args = arguments(folder, options, layered=kind == "l2l")
     trainer_type = L2LTrainer if kind == "l2l" else hf.Trainer
     trainer = trainer_type(model=model, args=args, train_dataset=Rows(rows, labels), eval_dataset=Rows(13, labels))
-    with warnings.catch_warnings(record=True) as warned:
+    places: set[str] = set()
+    load = torch.load
+
+    def noted(file: Any, map_location: Any = None, **more: Any) -> Any:
+        if str(file).endswith("optimizer.pt"):
+            places.add(str(map_location))
+        return load(file, map_location=map_location, **more)
+
+    with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", noted)
         trainer.train(resume_from_checkpoint=checkpoint)
     metrics = trainer.evaluate()
     predictions = trainer.predict(Rows(13, labels)).predictions
@@ -115,6 +124,7 @@ def trained(
         "values": [p.detach().double().sum().item() for p in model.parameters()],
         "state": digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each))),
         "step": trainer.state.global_step,
+        "loaded_to": sorted(places),
         "devices": [] if kind == "hf" else [str(each) for each in devices_of(args, None)],
         "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,

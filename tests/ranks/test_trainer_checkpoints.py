@@ -45,6 +45,21 @@ def test_resumed_by_as_many_ranks_it_has_the_bits_of_an_unbroken_run(pool, tmp_p
             assert found[rank][what] == whole[rank][what], what
 
 
+def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
+    """transformers loads it to the device of each of several processes. Each rank has its device's generator, too."""
+    options = {**SAVED, "use_cpu": False, "l2l_devices": "1", "per_device_train_batch_size": 2}
+    whole = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "run"), options)
+    assert {"rng_state_sim_0.pth", "rng_state_sim_1.pth"} <= {
+        p.name for p in (tmp_path / "run/checkpoint-2").iterdir()
+    }
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    found = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "next"), options, 70, checkpoint)
+    for rank, each in enumerate(found):
+        assert each["loaded_to"] == ["cpu"]
+        for what in SAME:
+            assert each[what] == whole[rank][what], what
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
