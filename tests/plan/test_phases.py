@@ -41,14 +41,15 @@ def of_gpt2(size: str, **options: Any) -> Estimate:
     ids=str,
 )
 def test_a_process_takes_what_was_expected(kind, size, options, tmp_path):
-    """In steps within 5 %, else within a tenth of the weights. Memory of the simulated device is memory of the
-    process, too: what of it there was is added to what was expected of the host."""
+    """In steps within 5 %, else within a tenth of the weights, and 2 MiB that threads keep of what they have freed.
+    Memory of the simulated device is memory of the process, too: what of it there was is added to what was expected
+    of the host."""
     found, expected = measured(kind, size, tmp_path, **options), of_gpt2(size, **options)
     phases, weights = expected.phases[kind], expected.masters
     simulated = found["train"]["simulated"]
     assert found["train"]["process"] == pytest.approx(phases["train"].host + simulated, rel=0.05)
     for phase in ("attach", "save", "resume"):
-        assert abs(found[phase]["host"] - phases[phase].host) < 0.1 * weights, phase
+        assert abs(found[phase]["host"] - phases[phase].host) < 0.1 * weights + 2 * 2**20, phase
 
 
 def phases(**options: Any) -> dict[str, tuple[int, int]]:
