@@ -350,5 +350,6 @@ def other_batches() -> str:
 def test_a_rank_that_leaves_out_a_batch_is_told(pool):
     found = pool(2).run(other_batches)
     pool(2).close()  # their models have stopped in the middle of a step
-    assert "give each rank as many batches" in found[0] and "rank 1 has gone on" in found[0]
-    assert "rank 0 has failed" in found[1] or "give each rank as many batches" in found[1]
+    # Whoever sees it first tells the other: rank 1 has come to its step, and rank 0 to another backward.
+    assert any("rank 1 has gone on" in text or "rank 0 has gone on" in text for text in found), found
+    assert all("give each rank as many batches" in text for text in found), found
