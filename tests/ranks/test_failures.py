@@ -128,4 +128,9 @@ def test_a_rank_may_die_at_any_time(seed):
     draw = random.Random(seed)
     pool = RankPool(draw.choice([2, 3]), sim=draw.random() < 0.5, within_s=60)
     pool.run(training, 1)
-    check_others(ended_by(pool, hurt(signal.SIGKILL, draw.random()), 10**6), "its process has ended")
+    found = ended_by(pool, hurt(signal.SIGKILL, draw.random()), 10**6)
+    if any("all ranks attach the model" in str(what) for _, what in found):
+        # While ranks meet, one that ends because of the killed one may be named instead of that.
+        assert all(not is_right and "has failed: its process has ended" in what for is_right, what in found[:1])
+        return
+    check_others(found, "its process has ended")
