@@ -227,3 +227,10 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`.
     """
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
+def default_store() -> torch.distributed.Store:
+    """Where the ranks of the process group have found each other.
+
+    `torch.distributed.distributed_c10d._get_default_store`; else a `TCPStore` at a port of rank 0."""
+    return torch.distributed.distributed_c10d._get_default_store()

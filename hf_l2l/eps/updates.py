@@ -154,6 +154,10 @@ class Updates:
                 task.wait(why)
         self.check()
 
+    def gather_state(self) -> None:
+        """Have the optimizers' state of all hosts here, for `state_dict()` in any rank. All ranks call this; one process
+        has all of it."""
+
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()
         if self.mode == "eager":  # the first backward created the states from the last layer to the first

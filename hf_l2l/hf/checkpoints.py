@@ -175,6 +175,8 @@ class CheckpointsMixin(ResumingMixin):
         about = self.state.global_step, self._l2l_run or "", saved_with(type(self), vars(self._l2l_config()))
         get_ready = partial(self._get_ready, run)
         if team is not None:
+            if attached is not None and not self.args.save_only_model:
+                attached.eps.updates.gather_state()
             write = partial(self._write_files, model, trial)
             commit = partial(self._commit, about=about, in_parallel=True)
             best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)

@@ -29,6 +29,8 @@ COUNTED = 11
 """A number, to be added to those of the other ranks."""
 TOLD = 13
 """What it has to say where all ranks say something."""
+STATE = 14
+"""How many bytes of the optimizer's state it has received from other hosts."""
 OPTIONS = 12
 """Its options and parameters, which all ranks must have."""
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from typing import NoReturn
 
 from hf_l2l.ranks.messages import NOT_BEFORE
 from hf_l2l.ranks.watch import AGAIN_S, HEADER, LARGEST, Received, State, leave, start, tell
@@ -68,6 +69,11 @@ class Peers:
         self._sending = threading.Lock()
         self._end = weakref.finalize(self, leave, self._state)
         self._thread = start(self._state)
+
+    @property
+    def state(self) -> State:
+        """What the thread that receives messages knows."""
+        return self._state
 
     @property
     def has_failed(self) -> bool:
@@ -129,7 +135,7 @@ class Peers:
             late[:] = [rank for rank in others if not waiting[kind, rank]]
             for rank in late:
                 if any(waiting[other, rank] for other in not_before):
-                    self._refuse(f"rank {rank} has gone on while rank {self.rank} waited: {why}")
+                    self.refuse(f"rank {rank} has gone on while rank {self.rank} waited: {why}")
             return not late
 
         self.wait(have_come, why, late)
@@ -137,10 +143,11 @@ class Peers:
         for rank in others:
             theirs, found[rank] = waiting[kind, rank].popleft()
             if theirs != number:
-                self._refuse(f"rank {self.rank} is at number {number} and rank {rank} at {theirs}: {why}")
+                self.refuse(f"rank {self.rank} is at number {number} and rank {rank} at {theirs}: {why}")
         return found
 
-    def _refuse(self, found: str) -> None:
+    def refuse(self, found: str) -> NoReturn:
+        """Raise OtherCallsError, and have the others raise it, too."""
         self.check()  # after a failure, ranks are not where they would be
         error = OtherCallsError(found)
         self.tell_failure(str(error))
@@ -176,6 +183,18 @@ class Peers:
             rank, text = state.failure
             where = f", while rank {self.rank} waited: {why}" if why else ""
             raise RankFailedError(f"rank {rank} has failed: {text}{where}", rank)
+
+    def cannot_reach(self, error: Exception, why: str, of: Collection[int]) -> NoReturn:
+        """Raise RankFailedError after a call to ranks of other hosts (`of`) has failed: it names the cause, of which
+        this rank may hear a little later."""
+        state, until = self._state, time.monotonic() + self.timeout_s
+        with state.changed:
+            while state.failure is None and state.left.isdisjoint(of) and time.monotonic() < until:
+                state.changed.wait(_POLL_S)
+        self.check(why, of)
+        state.fail(self.rank, f"it cannot reach the ranks of other hosts: {str(error).splitlines()[0]}")
+        self.check(why)
+        raise AssertionError("a rank has failed") from error
 
     def error_is_kept(self) -> None:
         """An error that was raised in this thread is kept for later, so that the program has not got it yet: if it

@@ -1,4 +1,4 @@
-"""Ranks of one host meet, get connected, and share memory."""
+"""Ranks meet, get connected, and share the memory of their host."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch import distributed
 
+from hf_l2l.compat import default_store
+from hf_l2l.ranks.counterparts import Counterparts
 from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY, TOLD
 from hf_l2l.ranks.peers import Peers
+from hf_l2l.ranks.watch import HEADER
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
 
 _MEETS_WITHIN_S = 300.0
@@ -23,6 +26,7 @@ _MEETS_WITHIN_S = 300.0
 _POLL_MS = 500.0  # at which a wait for memory looks whether its rank is alive
 _CREDENTIALS = struct.Struct("3i")
 _NUMBER = struct.Struct("<I")
+_SIZE = struct.Struct("<I")
 _COUNT = struct.Struct("<q")
 _LONGEST = 2**14  # bytes of a text
 
@@ -91,14 +95,44 @@ def met_team(timeout_s: float) -> Team | None:
 
 
 class Team:
-    """The ranks of one process group that train one model on one host, seen from one of them."""
+    """The ranks of one process group that train one model, on one host or several, seen from one of them.
 
-    def __init__(self, peers: Peers, files: Mapping[int, socket.socket]) -> None:
-        """`files` has the sockets over which descriptors of memory pass, of rank 0 to each other one; `peers` closes
-        them."""
+    Ranks of a host share memory. Those with the same place on each host are counterparts, which reach each other over
+    the process group.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        files: Mapping[int, socket.socket],
+        hosts: Sequence[Sequence[int]] = (),
+        counterparts: Counterparts | None = None,
+    ) -> None:
+        """
+        Args:
+            peers: the ranks of this host.
+            files: the sockets over which descriptors of memory pass, of the first rank of the host to each other one;
+                `peers` closes them.
+            hosts: the ranks of each host; without any, there is one.
+            counterparts: of this rank; None on one host.
+        """
         self.peers = peers
         self.rank = peers.rank
-        self.size = len(peers.ranks)
+        self.hosts = [list(ranks) for ranks in hosts] or [peers.ranks]
+        """The ranks of each host. In this order they are added."""
+        self.counterparts = counterparts
+        self.size = sum(map(len, self.hosts))
+        self.host = 0 if counterparts is None else counterparts.host
+        """The number of this host."""
+        self.near = self.hosts[self.host]
+        """The ranks of this host."""
+        self.place = self.near.index(self.rank)
+        self.leads = self.place == 0
+        """Whether it is the first rank of its host."""
+        places = {rank: (host, place) for host, ranks in enumerate(self.hosts) for place, rank in enumerate(ranks)}
+        self.host_of = {rank: host for rank, (host, _) in places.items()}
+        self.stand_in = {rank: self.near[place] for rank, (_, place) in places.items()}
+        """Rank -> the one with its place on this host, which is that rank itself or its counterpart."""
         self._files = files
         self._barriers = 0
         self._totals = 0
@@ -110,7 +144,7 @@ class Team:
         """Meet the other ranks of the process group. All of them call this.
 
         Raises:
-            ValueError: if they are on several hosts, or this system has no such memory.
+            ValueError: if hosts have different numbers of them, or this system has no such memory.
             RuntimeError: if a process of another user answers.
         """
         if not IS_AVAILABLE:
@@ -131,26 +165,51 @@ class Team:
                 found: list[Any] = [None] * size
                 distributed.all_gather_object(found, tuple(_Introduction(_host(), address)), group=group)
                 all_ranks = [_Introduction(*each) for each in found]
-                hosts = {each.host for each in all_ranks}
-                if len(hosts) > 1:
-                    raise ValueError(
-                        f"the ranks of one model must be on one host, where they share its weights (got {size} ranks "
-                        f"on {len(hosts)} hosts, or in containers apart); start them on one"
-                    )
-                messages, files = _connected(rank, all_ranks, server, at_errors)
+                hosts = _by_host(all_ranks)
+                near = next(ranks for ranks in hosts if rank in ranks)
+                messages, files = _connected(rank, near, all_ranks, server, at_errors)
                 distributed.barrier(group=group)  # all have connected before a server is closed
             at_errors.pop_all()
-        return cls(Peers(rank, messages, timeout_s, files.values()), files)
+        peers = Peers(rank, messages, timeout_s, files.values())
+        if len(hosts) == 1:
+            return cls(peers, files, hosts)
+        with ExitStack() as at_errors:
+            at_errors.callback(peers.close)
+            place = near.index(rank)
+            store = distributed.PrefixStore(f"{all_ranks[0].address}/{place}", default_store())
+            same_place = [ranks[place] for ranks in hosts]
+            found = Counterparts(same_place, peers, store, timedelta(seconds=_MEETS_WITHIN_S))
+            at_errors.pop_all()
+        return cls(peers, files, hosts, found)
+
+    def gather(self, kind: int, number: int, content: bytes, why: str) -> dict[int, bytes]:
+        """As `Peers.gather`, of the ranks of all hosts."""
+        near = self.peers.gather(kind, number, content, why)
+        if self.counterparts is None:
+            return near
+        header = HEADER.pack(kind, number)
+        given = b"".join([header, *(_SIZE.pack(len(near[rank])) + near[rank] for rank in self.near)])
+        found: dict[int, bytes] = {}
+        for ranks, theirs in zip(self.hosts, self.counterparts.exchange(given, why), strict=True):
+            if not theirs.startswith(header):
+                self.peers.refuse(f"rank {ranks[self.place]} has gone on while rank {self.rank} waited: {why}")
+            at = len(header)
+            for rank in ranks:
+                (size,) = _SIZE.unpack_from(theirs, at)
+                at += _SIZE.size
+                found[rank] = theirs[at : at + size]
+                at += size
+        return found
 
     def barrier(self, why: str) -> None:
-        """Wait until all ranks have called this; `why` says what for."""
+        """Wait until all ranks of this host have called this; `why` says what for."""
         self._barriers += 1
         self.peers.gather(BARRIER, self._barriers, b"", why)
 
     def total(self, number: int, why: str) -> int:
         """The sum of the numbers of all ranks, which all call this; `why` says of what."""
         self._totals += 1
-        found = self.peers.gather(COUNTED, self._totals, _COUNT.pack(number), why)
+        found = self.gather(COUNTED, self._totals, _COUNT.pack(number), why)
         return sum(_COUNT.unpack(each)[0] for each in found.values())
 
     def tell(self, text: str, why: str) -> list[str]:
@@ -160,11 +219,11 @@ class Team:
             RankFailedError: if a rank has failed.
         """
         self._told += 1
-        found = self.peers.gather(TOLD, self._told, text.encode()[:_LONGEST], why)
-        return [found[rank].decode(errors="ignore") for rank in self.peers.ranks]
+        found = self.gather(TOLD, self._told, text.encode()[:_LONGEST], why)
+        return [found[rank].decode(errors="ignore") for rank in sorted(found)]
 
     def share(self, num_bytes: int, what: str) -> SharedPages:
-        """Memory of all ranks, all zero; all of them call this with the same arguments.
+        """Memory of the ranks of this host, all zero; all of them call this with the same arguments.
 
         Raises:
             RuntimeError: if the ranks do not agree on the arguments.
@@ -179,26 +238,26 @@ class Team:
                 f"{found[other].decode()} on rank {other}); load the same model in each"
             )
         size = whole_pages(num_bytes)
-        if self.rank == 0:
+        if self.leads:
             descriptor = new_file(size)
             for to in self._files.values():
                 socket.send_fds(to, [b"m"], [descriptor])
         else:
-            descriptor = self._received(f"rank 0 shares memory for {what}")
+            descriptor = self._received(f"rank {self.near[0]} shares memory for {what}")
         with ExitStack() as stack:
             stack.callback(os.close, descriptor)
             check_file(descriptor, size)
             return SharedPages(descriptor, size)
 
     def _received(self, why: str) -> int:
-        """The descriptor that rank 0 sends."""
-        poll = select.poll()
-        poll.register(self._files[0], select.POLLIN)
+        """The descriptor that the first rank of this host sends."""
+        first, poll = self.near[0], select.poll()
+        poll.register(self._files[first], select.POLLIN)
         while not poll.poll(_POLL_MS):
-            self.peers.check(why, [0])
-        _, descriptors, _, _ = socket.recv_fds(self._files[0], 1, 1, socket.MSG_CMSG_CLOEXEC)
+            self.peers.check(why, [first])
+        _, descriptors, _, _ = socket.recv_fds(self._files[first], 1, 1, socket.MSG_CMSG_CLOEXEC)
         if len(descriptors) != 1:  # it has ended
-            self.peers.wait(lambda: False, why, [0])
+            self.peers.wait(lambda: False, why, [first])
         return descriptors[0]
 
     def give_up(self) -> None:
@@ -208,7 +267,24 @@ class Team:
 
     def close(self) -> None:
         """Leave the others."""
+        if self.counterparts is not None:
+            self.counterparts.close()
         self.peers.close()
+
+
+def _by_host(all_ranks: Sequence[_Introduction]) -> list[list[int]]:
+    """The ranks of each host; hosts in the order of their first ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(all_ranks):
+        found.setdefault(each.host, []).append(rank)
+    numbers = [len(ranks) for ranks in found.values()]
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            "each host must have as many ranks as the others (got "
+            + ", ".join(map(str, numbers))
+            + "); start the same number on each, as torchrun --nproc_per_node does"
+        )
+    return list(found.values())
 
 
 def _host() -> str:
@@ -218,14 +294,16 @@ def _host() -> str:
 
 
 def _connected(
-    rank: int, all_ranks: list[_Introduction], server: socket.socket, at_errors: ExitStack
+    rank: int, near: Sequence[int], all_ranks: Sequence[_Introduction], server: socket.socket, at_errors: ExitStack
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """Connect to each other rank: sockets for messages, those of rank 0 for descriptors; `at_errors` closes them."""
+    """Connect to each other rank of this host, `near`: sockets for messages, and those of the first one for descriptors;
+    `at_errors` closes them."""
     messages: dict[int, socket.socket] = {}
     files: dict[int, socket.socket] = {}
-    for other in range(rank):  # the later rank connects
+    place = near.index(rank)
+    for other in near[:place]:  # the later rank connects
         for kind, found in ((0, messages), (1, files)):
-            if kind == 1 and other != 0:
+            if kind == 1 and other != near[0]:
                 continue
             to = at_errors.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             to.settimeout(_MEETS_WITHIN_S)
@@ -234,7 +312,7 @@ def _connected(
             to.send(_NUMBER.pack(rank * 2 + kind))
             to.settimeout(None)
             found[other] = to
-    for _ in range((len(all_ranks) - 1 - rank) * (2 if rank == 0 else 1)):
+    for _ in range((len(near) - 1 - place) * (2 if place == 0 else 1)):
         to = at_errors.enter_context(server.accept()[0])
         to.settimeout(_MEETS_WITHIN_S)
         _check_user(to)

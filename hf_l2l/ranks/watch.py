@@ -69,6 +69,8 @@ class State:
         """Whether the others have been told of it."""
         self.told: set[int] = set()
         """Threads in which the error was raised and has not been kept for later: the program has got it."""
+        self.far: list[Callable[[bytes, float], None]] = []
+        """What sends a last message to each counterpart on another host, until a time of the monotonic clock."""
         self.is_closing = False
         self.detaches = False
         """Whether the program ends its part; else it is given up, or at its end."""
@@ -159,6 +161,8 @@ def _send_all(state: State, message: bytes) -> None:
         with suppress(OSError):  # it has ended
             while not _is_sent(to, message) and time.monotonic() < until:
                 time.sleep(AGAIN_S)
+    for send in state.far:
+        send(message, until)
 
 
 def _is_sent(to: socket.socket, message: bytes) -> bool:

@@ -25,7 +25,7 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.worker import EngineFailedError
-from hf_l2l.shared_eps.host_memory import SharedSum
+from hf_l2l.shared_eps.host_memory import FarSum, SharedSum
 from hf_l2l.shared_eps.items import Item, Items
 from hf_l2l.shared_eps.landing import Landing, bits_of, in_slots
 from hf_l2l.shared_eps.reduction import Reducer
@@ -312,7 +312,7 @@ class SharedGradients(Gradients):
             at_sums()
         content = struct.pack(f"<{len(self._completed)}I", *self._completed)
         why = "all ranks have added their share of the gradients"
-        found = self.team.peers.gather(REDUCED, self._backwards, content, why)[0]
+        found = self.team.gather(REDUCED, self._backwards, content, why)[0]
         items.reorder(struct.unpack(f"<{len(found) // 4}I", found))
         self._let_go()
         self._set_grads(reducer)
@@ -322,7 +322,7 @@ class SharedGradients(Gradients):
         """Land gradients that came after their item had landed, on the ranks that have some."""
         mine = sorted({items.of[master].number for master in self._private})
         content = struct.pack(f"<{len(mine)}I", *mine)
-        found = self.team.peers.gather(LATE, self._backwards, content, "all ranks are at the end of their backward")
+        found = self.team.gather(LATE, self._backwards, content, "all ranks are at the end of their backward")
         late = {number for each in found.values() for number in struct.unpack(f"<{len(each) // 4}I", each)}
         if late:
             self._found[1].finish()
@@ -349,7 +349,7 @@ class SharedGradients(Gradients):
 
     def _set_grads(self, reducer: Reducer) -> None:
         assert self.norms is not None, "made with the items"
-        norms = self.norms.clone()
+        norms = self._norms_of_all_hosts(self.norms.clone())
         with without_interception():
             for master in self._taken:
                 master.taken_norm = norms[reducer.numbers[master]].to(master.dtype)
@@ -359,7 +359,18 @@ class SharedGradients(Gradients):
                     p.grad_dtype = None  # any dtype
                 p.grad = total
                 norm = norms[reducer.numbers[master]].to(master.dtype)
-                hold(total, SharedSum(norm, total._version, self._sums, master))
+                kind = SharedSum if self.team.host_of[master.owner] == self.team.host else FarSum
+                hold(total, kind(norm, total._version, self._sums, master))
+
+    def _norms_of_all_hosts(self, norms: torch.Tensor) -> torch.Tensor:
+        """The table of norms with those that other hosts have; `norms` has those of this one."""
+        if self.team.counterparts is None:
+            return norms
+        why = "all hosts have added their share of the gradients"
+        tables = self.team.counterparts.exchange(norms.numpy().tobytes(), why)
+        of_hosts = torch.stack([torch.frombuffer(bytearray(table), dtype=norms.dtype) for table in tables])
+        owners = torch.tensor([self.team.host_of[master.owner] for master in self.masters.all()])
+        return of_hosts.gather(0, owners[None])[0]
 
     def _end(self) -> None:
         items, reducer = self._found

@@ -109,7 +109,7 @@ class SharedMemory(HostMemory):
                 p, copy = master.parameter, master.copy
                 if copy is None:
                     continue
-                if self.team.rank == 0:
+                if self.team.leads:
                     copy.copy_(p)
                 master.copy_version, master.copy_is_right = p._version, True
                 hold(p, master)
@@ -125,9 +125,16 @@ class SharedMemory(HostMemory):
     def _move(self, master: torch.Tensor, to: torch.Tensor) -> None:
         """Give `master` the memory of `to`, which gets its values on rank 0."""
         with without_interception(), version_kept(master):
-            if self.team.rank == 0:
+            if self.team.leads:
                 to.copy_(master)
+                self._take_from_first_host([to])
             master.set_(to)  # type: ignore[call-overload]
+
+    def _take_from_first_host(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give tensors of the first rank of this host the values of rank 0."""
+        if self.team.counterparts is not None:
+            given = [each for each in tensors if each.numel()]
+            self.team.counterparts.broadcast(given, 0, "the values of rank 0 come to the other hosts")
 
     @torch.no_grad()
     def _take_buffers_of_first_rank(self) -> None:
@@ -136,9 +143,10 @@ class SharedMemory(HostMemory):
         layout = Layout(buffers)
         pages = self.team.share(layout.num_bytes, "buffers")
         values = layout.views(pages.bytes_at(0, layout.num_bytes))
-        if self.team.rank == 0:
+        if self.team.leads:
             for buffer, shared in zip(buffers, values, strict=True):
                 shared.copy_(buffer)
+            self._take_from_first_host(values)
         self.team.barrier("rank 0 has shared its buffers")
         if self.team.rank != 0:
             for buffer, shared in zip(buffers, values, strict=True):
@@ -196,4 +204,15 @@ class SharedSum(PendingSum):
             "p.grad of several ranks is one tensor in shared memory, to which each of them would write (got an "
             "operation that changes it, as torch.nn.utils.clip_grad_norm_ does); clip with "
             "eps.clip_grad_norm_(max_norm), and drop gradients with zero_grad(set_to_none=True)"
+        )
+
+
+class FarSum(SharedSum):
+    """The norm of a sum that another host has: the values in `p.grad` are none."""
+
+    def before_values(self, tensor: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"with several hosts, each has the gradient sums of the parameters that its ranks update (got a use of p.grad "
+            f"of {self._master.name}, which rank {self._master.owner} updates); use eps.grad_norm() and "
+            "eps.clip_grad_norm_(max_norm)"
         )

@@ -39,13 +39,14 @@ class Landing:
 
     def __init__(self, team: Team, slot_bytes: int, device: torch.device) -> None:
         """Memory that holds this rank's part is page-locked for its `device`."""
+        self._places = {rank: place for place, rank in enumerate(team.near)}
         self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-        self.pages: SharedPages = team.share(team.size * SLOTS * self.slot_bytes, "gradients of each rank")
+        self.pages: SharedPages = team.share(len(team.near) * SLOTS * self.slot_bytes, "gradients of each rank")
         self.is_locked = stream.can_page_lock(device) and self.pages.lock(device)
 
     def slot(self, rank: int, number: int) -> torch.Tensor:
         """The memory (uint8, one dimension) of a rank in which use `number` lands."""
-        start = (rank * SLOTS + number % SLOTS) * self.slot_bytes
+        start = (self._places[rank] * SLOTS + number % SLOTS) * self.slot_bytes
         return self.pages.bytes_at(start, self.slot_bytes)
 
     def release(self) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 
+from hf_l2l.across_hosts.sums import HostSums, Part
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.ranks.messages import LANDED
@@ -49,6 +51,7 @@ class Reducer:
         """
         self.team, self.landing = team, landing
         self._total_of, self._norms, self._works = total_of, norms, works
+        self._hosts = None if team.counterparts is None else HostSums(team.counterparts, team.peers)
         self._numbers = 0
         self._free = [threading.Semaphore(1) for _ in range(SLOTS)]
         self._jobs: queue.SimpleQueue[Landed | threading.Event | None] = queue.SimpleQueue()
@@ -86,6 +89,7 @@ class Reducer:
         self._jobs.put(over)
         while not over.wait(_POLL_S):
             self.check()
+            self.team.peers.check()  # of which the thread does not hear while it waits for another host
         self.check()
 
     def check(self) -> None:
@@ -97,7 +101,7 @@ class Reducer:
     def close(self) -> None:
         """End the thread."""
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self.team.peers.has_failed:
             self._thread.join(self.team.peers.timeout_s)
         self._failure = None  # whose traceback refers to graphs
 
@@ -128,31 +132,54 @@ class Reducer:
         if self._in_use is not None:  # whoever has landed this has read the one before
             self._free[self._in_use].release()
         self._in_use = landed.number % SLOTS
+        if self._hosts is not None:
+            found = self._of_all_hosts(self._hosts, found, why)
         if any(
             len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()
         ):
             raise RuntimeError("all ranks must train the same parameters (got other ones on another rank)")
+        parts: dict[Master, Part] = {}
         with self._works(f"the sum over ranks of {landed.item.name}"), without_interception():
             for place, master in enumerate(landed.item.masters):
                 bits = {rank: theirs[place + 1] for rank, theirs in found.items()}
-                self._add(landed, place, master, bits)
+                part = self._part(landed, place, master, bits)
+                if part is not None:
+                    parts[master] = part
+            if self._hosts is not None:
+                self._hosts.add(list(parts.values()), f"the hosts add the gradients of {landed.item.name}")
+            for master, part in parts.items():
+                if self._hosts is None:
+                    part.add_ranks(part.total)
+                self._end_part(landed, master)
         more = any(bit & MORE for theirs in found.values() for bit in theirs[1:])
         if landed.stop >= landed.item.layout.pieces[-1].stop and not more:
             self.added.append([m for m in landed.item.masters if m in self.has_sum])
 
-    def _add(self, landed: Landed, place: int, master: Master, bits: dict[int, int]) -> None:
+    def _of_all_hosts(self, hosts: HostSums, near: dict[int, bytes], why: str) -> dict[int, bytes]:
+        """What the ranks of all hosts tell of an item, of which those of this host are known."""
+        told = hosts.exchange(b"".join(near[rank] for rank in self.team.near), why)
+        found = {}
+        for ranks, theirs in zip(self.team.hosts, told, strict=True):
+            size = len(theirs) // len(ranks)
+            found.update({rank: theirs[n * size : (n + 1) * size] for n, rank in enumerate(ranks)})
+        return found
+
+    def _part(self, landed: Landed, place: int, master: Master, bits: dict[int, int]) -> Part | None:
+        """What this rank adds of the gradient of a master, whose ranks tell `bits`; None if another one does."""
+        team = self.team
         continues = {bool(each & CONTINUES) for each in bits.values()}
         if len(continues) > 1:
             raise RuntimeError(
                 f"all ranks must drop gradients, or none (got {master.name}, whose p.grad some have set to None); "
                 "call optimizer.zero_grad() on all of them"
             )
-        ranks = [rank for rank, each in sorted(bits.items()) if each & PRESENT]
+        ranks = [rank for rank, each in bits.items() if each & PRESENT]
         if ranks or True in continues:
             self.has_sum.add(master)
-        if master.owner != self.team.rank or not ranks:
-            return
-        master.wait()  # the update of the last step may still read the sum
+        if team.stand_in[master.owner] != team.rank or not ranks:
+            return None
+        if master.owner == team.rank:
+            master.wait()  # the update of the last step may still read the sum
         total, piece = self._total_of(master), landed.item.layout.pieces[place]
         there = True in continues
         size = master.parameter.element_size()
@@ -161,15 +188,28 @@ class Reducer:
         offset = max(0, piece.start - landed.start)
         given = [
             self.landing.slot(rank, landed.number)[offset : offset + flat.numel() * size].view(piece.dtype)
-            for rank in ranks
+            for rank in team.near
+            if rank in ranks
         ]
-        for parts in zip(flat.split(_AT_ONCE), *(each.split(_AT_ONCE) for each in given), strict=True):
-            into, *others = parts
-            for number, part in enumerate(others):
-                if number == 0 and not there:
-                    into.copy_(part)
-                else:
-                    into.add_(part)  # in the wider dtype of the two, rounded once
-        if landed.stop >= piece.stop:
+        host, givers = team.host_of[master.owner], sorted({team.host_of[rank] for rank in ranks})
+        goes_on = there and self._hosts is None
+        return Part(flat, host, givers, there, partial(_add_in_order, given, goes_on))
+
+    def _end_part(self, landed: Landed, master: Master) -> None:
+        """A part of the sum of a master has been added."""
+        piece = landed.item.layout.pieces[landed.item.masters.index(master)]
+        if landed.stop >= piece.stop and master.owner == self.team.rank:
+            total = self._total_of(master)
             dtype = None if total.dtype == master.dtype else master.dtype
             self._norms[self.numbers[master]] = torch.linalg.vector_norm(total, dtype=dtype)
+
+
+def _add_in_order(gradients: Sequence[torch.Tensor], goes_on: bool, into: torch.Tensor) -> None:
+    """Write the sum of gradients (one dimension each), in their order, to `into`; with `goes_on`, add it to that."""
+    for parts in zip(into.split(_AT_ONCE), *(each.split(_AT_ONCE) for each in gradients), strict=True):
+        to, *others = parts
+        for number, part in enumerate(others):
+            if number == 0 and not goes_on:
+                to.copy_(part)
+            else:
+                to.add_(part)  # in the wider dtype of the two, rounded once

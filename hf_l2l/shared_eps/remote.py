@@ -92,8 +92,9 @@ class Remote:
         self._numbers[rank] += 1
         return self._numbers[rank]
 
-    def expect(self, rank: int, update: RemoteUpdate) -> None:
-        """The next update of `rank` is this one."""
+    def expect(self, rank: int, update: RemoteUpdate) -> int:
+        """The next update of `rank` is this one; returns its number. One that another host makes is the update of the rank
+        that receives it."""
         number = self.next_number(rank)
         with self._lock:
             message = self._made.pop((rank, number), None)
@@ -101,6 +102,11 @@ class Remote:
                 self._expected[rank, number] = update
         if message is not None:
             update.end(message)
+        return number
+
+    def end(self, number: int) -> None:
+        """An update that this rank receives from another host is there."""
+        self._received(self.team.rank, number, b"")
 
     def _received(self, rank: int, number: int, message: bytes) -> None:
         with self._lock:

@@ -116,7 +116,7 @@ class SharedEagerParamServer(EagerParamServer):
         self.backwards.errors.raise_first()  # such as that a rank has failed in the backward
         if not self.vote.is_decided:
             self._votes += 1
-            against = self.team.peers.gather(VOTE, self._votes, bytes([self.vote.is_vetoed]), "all ranks vote")
+            against = self.team.gather(VOTE, self._votes, bytes([self.vote.is_vetoed]), "all ranks vote")
             if any(each[0] for each in against.values()):
                 self.vote.veto()
         return super()._vote(norm)
@@ -128,7 +128,7 @@ class SharedEagerParamServer(EagerParamServer):
         self.team.peers.check()
         self._steps += 1
         # No rank writes to weights that the program of another one may still read before its step.
-        self.team.peers.gather(STEP, self._steps, b"", "all ranks come to optimizer.step()")
+        self.team.gather(STEP, self._steps, b"", "all ranks come to optimizer.step()")
         super().before_step(optimizer, args, kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -173,7 +173,7 @@ class SharedEagerParamServer(EagerParamServer):
 def _refuse_other_options(team: Team, config: L2LConfig, masters: Masters) -> None:
     """Raise ValueError in all ranks unless they have the same options and parameters; all of them call this."""
     mine = {name: repr(getattr(config, name)) for name in _SAME} | {"parameters": _described(masters)}
-    found = team.peers.gather(OPTIONS, 1, json.dumps(mine).encode(), "all ranks attach the model")
+    found = team.gather(OPTIONS, 1, json.dumps(mine).encode(), "all ranks attach the model")
     for name, value in mine.items():
         for rank, message in found.items():
             theirs = json.loads(message)[name]

@@ -38,7 +38,7 @@ class SharedState:
         with without_interception():
             elements = sum(m.parameter.numel() for m in masters)
         self._capacity = -(-(_RESERVED * elements + _SMALL * len(masters)) // ALIGNMENT) * ALIGNMENT
-        self.pages: SharedPages = team.share(self._capacity * team.size, "optimizer state")
+        self.pages: SharedPages = team.share(self._capacity * len(team.near), "optimizer state")
         self._used = 0
         self._returned_at = 0
         """`_used` when memory that has been freed since was returned."""
@@ -115,7 +115,7 @@ class SharedState:
                     f"{master.name}); use an optimizer with less, or train in one process"
                 )
             self._used = start + layout.num_bytes
-            memory = self.pages.bytes_at(self.team.rank * self._capacity + start, max(piece.stop, 1))
+            memory = self.pages.bytes_at(self.team.place * self._capacity + start, max(piece.stop, 1))
             kept = piece.view_of(memory[: piece.stop]) if piece.stop else torch.empty_like(value)
             state[key] = of_optimizer[master.parameter, key] = kept.copy_(value)
         stride = None if piece.stride is None else list(piece.stride)
@@ -138,7 +138,7 @@ class SharedState:
             raise ValueError(f"state of rank {rank} must be in its own memory (got bytes {start} on)")
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
-        flat = self.pages.bytes_at(rank * self._capacity + start, num_bytes).view(dtype)
+        flat = self.pages.bytes_at(self.team.near.index(rank) * self._capacity + start, num_bytes).view(dtype)
         return flat.view(shape) if value["stride"] is None else flat.as_strided(shape, value["stride"])
 
 

@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 
+from hf_l2l.across_hosts.state import FarState
+from hf_l2l.across_hosts.weights import FarWeights
 from hf_l2l.compat import has_later_step_hook, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER
@@ -50,11 +52,13 @@ class SharedUpdates(Updates):
         self.gradients = gradients
         gradients.call_at_sums(self.update_added)
         if config.num_threads is None:  # launchers such as torchrun set one thread per process
-            self.worker = Worker(max(1, usable_cores() // team.size - 1))
+            self.worker = Worker(max(1, usable_cores() // len(team.near) - 1))
             self.eager.worker = self.worker
         self.worker.call_at_failure(partial(_tell_failure, team.peers))
         self._remote = Remote(team)
+        self._far = None if team.counterparts is None else FarWeights(team.counterparts, team.peers)
         self._state: SharedState | None = None
+        self._far_state: FarState | None = None
         self._dealt_at = 0
         """`masters.changes` when the parameters were dealt to the ranks."""
         self._owned: dict[Master, int] = {}
@@ -91,6 +95,8 @@ class SharedUpdates(Updates):
         self.deal()
         if self._state is None:
             self._state = SharedState(self.team, self.masters.on_host())
+            if self.team.counterparts is not None:
+                self._far_state = FarState(self.team, self.masters.all())
         if entry is not None:
             entry.handles.append(optimizer.register_load_state_dict_post_hook(self._share_loaded))
             if optimizer.state:
@@ -103,7 +109,8 @@ class SharedUpdates(Updates):
         for master in masters:
             if master.owner != self.team.rank:
                 optimizer.state[master.parameter] = {}
-        self._expect(optimizer, [m for m in masters if m.owner != self.team.rank], in_step=False)
+        others = [m for m in masters if m.owner != self.team.rank and m.owner in self.team.near]
+        self._expect(optimizer, others, in_step=False)
         for _, part in self.masters.parts(m for m in masters if m.owner == self.team.rank):
             self._tell(optimizer, part, self._remote.next_number(self.team.rank))
         self.synchronize()
@@ -130,6 +137,8 @@ class SharedUpdates(Updates):
                 "with several ranks, updates begin before hooks of optimizer.step() that were registered after "
                 "eps.wrap (got one); register it before, or train in one process"
             )
+        if self._far_state is not None:
+            self._far_state.drop(optimizer)
         masters = self.masters.of_all(parameters_of(optimizer))
         with without_interception():
             others = [m for m in masters if m.owner != self.team.rank and m.parameter.grad is not None]
@@ -166,9 +175,11 @@ class SharedUpdates(Updates):
     def _expect(self, optimizer: torch.optim.Optimizer, others: Sequence[Master], *, in_step: bool) -> None:
         """Hold masters that their owners update now."""
         assert self._state is not None, "made with the first optimizer"
-        for rank in self.team.peers.ranks:
-            for what, masters in self.masters.parts(m for m in others if m.owner == rank):
-                task = RemoteTask(f"the update of {what}", self.team, self.worker, rank)
+        team = self.team
+        far = [(ranks[place], near) for ranks in team.hosts if ranks is not team.near for place, near in enumerate(team.near)]
+        for owner, rank in [*far, *((rank, rank) for rank in team.near)]:
+            for what, masters in self.masters.parts(m for m in others if m.owner == owner):
+                task = RemoteTask(f"the update of {what}", team, self.worker, rank)
                 update = Update(task, self._timeline, in_step=in_step)
                 for master in masters:
                     master.update, master.guards_grad = update, in_step
@@ -178,31 +189,60 @@ class SharedUpdates(Updates):
                     self.eager.begin(optimizer, masters)
                 self._begun.append(task)
                 taken = partial(self._state.taken, rank, optimizer, masters)
-                self._remote.expect(rank, RemoteUpdate(update, task, masters, taken))
+                number = self._remote.expect(rank, RemoteUpdate(update, task, masters, taken))
+                if rank == team.rank:
+                    assert self._far is not None, "a rank makes its updates itself on one host"
+                    self._far.expect(team.host_of[owner], masters, partial(self._received, masters, number))
+
+    def _received(self, masters: list[Master], number: int) -> None:
+        """The owner of masters, on another host, has updated them, and they are in the memory of this one."""
+        self._copies.renew(masters)
+        self._remote.tell(number, b"")
+        self._remote.end(number)
 
     def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
         update = super()._new_update(what, masters, optimizer, in_step)
-        update.when_made = partial(self._tell, optimizer, masters, self._remote.next_number(self.team.rank))
+        number = self._remote.next_number(self.team.rank)
+        first = 0 if self._far is None else self._far.reserve(masters)
+        update.when_made = partial(self._give, optimizer, masters, number, first)
         return update
+
+    def _give(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], number: int, first: int) -> None:
+        """`_tell`, and send the values to other hosts as the tensors from number `first` on."""
+        self._tell(optimizer, masters, number)
+        if self._far is not None:
+            self._far.send(masters, first)
 
     def _tell(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], number: int) -> None:
         """Tell the others that `masters` have been updated; their state is shared."""
         assert self._state is not None, "made with the first optimizer"
         self._remote.tell(number, self._state.shared(optimizer, masters))
 
+    def gather_state(self) -> None:
+        """See `Updates.gather_state`."""
+        self.synchronize()
+        if self._far_state is not None:
+            for optimizer in self.optimizers:
+                self._far_state.gather(optimizer)
+
     def release(self) -> list[torch.optim.Optimizer]:
         """See `Updates.release`: state and gradients are then of this rank alone."""
         optimizers = super().release()
+        if self._far is not None:
+            self._far.close()
         if self._state is not None:
             self._state.release(optimizers)
         with without_interception():
             for p in self.masters.parameters:
                 if p.grad is not None:
-                    p.grad = p.grad.clone()
+                    is_here = self.masters.of(p).owner in self.team.near
+                    p.grad = p.grad.clone() if is_here else None
         return optimizers
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         super()._before_state_dict(optimizer)
+        if self._far_state is not None:
+            self._far_state.gather(optimizer)
         for p in parameters_of(optimizer):  # as one process has them, whoever was first
             if p in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(p)

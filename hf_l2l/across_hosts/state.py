@@ -1,0 +1,112 @@
+"""All-gather of the optimizer's state over hosts, for a checkpoint: each host has that of the parameters it owns.
+
+What is gathered is in memory that the ranks of a host share, for as long as anything refers to it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from hf_l2l.compat import without_interception
+from hf_l2l.eps.masters import Master
+from hf_l2l.ranks.messages import STATE
+from hf_l2l.ranks.team import Team
+from hf_l2l.runtime.flat_memory import Layout
+
+_ROOMS = struct.Struct("<2Q")
+_WHY = "all hosts gather the optimizer's state"
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+Entry = tuple[int, str, Any]
+"""The number of a parameter in the model, a key of its state, and the value: of a tensor its dtype, shape and strides."""
+
+
+class FarState:
+    """Lets all ranks have the state of all, until the next step."""
+
+    def __init__(self, team: Team, masters: Sequence[Master]) -> None:
+        """`masters` are those of the model, the same in all ranks."""
+        assert team.counterparts is not None, "on one host, the ranks share all state"
+        self._team, self._masters, self._counterparts = team, masters, team.counterparts
+        self._times = 0
+        self._there: set[int] = set()
+        """Addresses of optimizers of which all state is there."""
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the state of other hosts to `optimizer.state`, if that has not been done since the last step. All ranks call
+        this."""
+        if id(optimizer) in self._there:
+            return
+        self._there.add(id(optimizer))
+        self._times += 1
+        team, own = self._team, self._counterparts.host
+        with without_interception(), torch.no_grad():
+            entries, tensors = self._own(optimizer)
+            told = self._counterparts.exchange(json.dumps(entries).encode(), _WHY)
+            of_hosts: list[list[Entry]] = [json.loads(each) for each in told]
+            far = [(host, entry) for host, found in enumerate(of_hosts) if host != own for entry in found]
+            text = json.dumps([entry for _, entry in far]).encode()
+            num_bytes = Layout(_like([entry for _, entry in far])).num_bytes
+            rooms = team.peers.gather(STATE, self._times, _ROOMS.pack(len(text), num_bytes), _WHY)
+            sizes = [_ROOMS.unpack(rooms[rank]) for rank in team.near]
+            starts = [0, *accumulate(-(-size // 64) * 64 for each in sizes for size in each)]
+            pages = team.share(starts[-1], "the optimizer's state of other hosts")
+            at = starts[2 * team.place :]
+            pages.bytes_at(at[0], len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            views = Layout(_like([entry for _, entry in far])).views(pages.bytes_at(at[1], num_bytes))
+            hosts = [host for host, (_, _, value) in far if isinstance(value, dict)]
+            for host in range(len(of_hosts)):
+                given = tensors if host == own else [v for v, of in zip(views, hosts, strict=True) if of == host]
+                self._counterparts.broadcast([each for each in given if each.numel()], host, _WHY)
+            team.barrier(_WHY)
+            for place, (length, room) in enumerate(sizes):
+                content = pages.bytes_at(starts[2 * place], length).numpy().tobytes()
+                self._take(optimizer, json.loads(content), pages.bytes_at(starts[2 * place + 1], room))
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> tuple[list[Entry], list[torch.Tensor]]:
+        """What this rank has to give."""
+        entries: list[Entry] = []
+        tensors: list[torch.Tensor] = []
+        for number, master in enumerate(self._masters):
+            if master.owner != self._team.rank:
+                continue
+            for key, value in optimizer.state.get(master.parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    entries.append((number, key, _described(value)))
+                    tensors.append(value)
+                else:
+                    entries.append((number, key, value))
+        return entries, tensors
+
+    def _take(self, optimizer: torch.optim.Optimizer, entries: Sequence[Entry], memory: torch.Tensor) -> None:
+        tensors = iter(Layout(_like(entries)).views(memory))
+        for number, key, value in entries:
+            state = optimizer.state[self._masters[number].parameter]
+            state[key] = next(tensors) if isinstance(value, dict) else value
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins, after which the state of other hosts is another one."""
+        if id(optimizer) not in self._there:
+            return
+        self._there.discard(id(optimizer))
+        for master in self._masters:
+            if master.owner not in self._team.near and master.parameter in optimizer.state:
+                optimizer.state[master.parameter] = {}
+
+
+def _described(value: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
+
+
+def _like(entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """Tensors without values, as the entries describe them."""
+    found: list[Mapping[str, Any]] = [value for _, _, value in entries if isinstance(value, dict)]
+    return [
+        torch.empty_strided(each["shape"], each["stride"], dtype=_DTYPES[each["dtype"]], device="meta") for each in found
+    ]

@@ -1,0 +1,83 @@
+"""Reduce-scatter of gradient sums over hosts: each host sends the sums of its ranks to the host of the owner, which adds
+those of all hosts in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from hf_l2l.across_hosts.calls import failing_with_ranks
+from hf_l2l.ranks.counterparts import Counterparts, exchanged
+from hf_l2l.ranks.peers import Peers
+
+_ALIGNMENT = 64  # bytes, for tensors in what is sent
+
+
+class Part(NamedTuple):
+    """A range of one gradient sum, of which this rank has added those of its host."""
+
+    total: torch.Tensor
+    """The range of the sum over all hosts (one dimension, host); its values count on the host of the owner alone."""
+    host: int
+    """Of the owner."""
+    givers: Sequence[int]
+    """The hosts whose ranks have gradients of it, ascending."""
+    continues: bool
+    """Whether `total` has a sum already."""
+    add_ranks: Callable[[torch.Tensor], None]
+    """Writes the sum of the ranks of this host to a tensor like `total`."""
+
+
+class HostSums:
+    """Adds sums over hosts, together with the counterparts of this rank, which all make the same calls."""
+
+    def __init__(self, counterparts: Counterparts, peers: Peers) -> None:
+        self._counterparts, self._peers = counterparts, peers
+        self._given = self._taken = torch.empty(0, dtype=torch.uint8)
+
+    def exchange(self, bits: bytes, why: str) -> list[bytes]:
+        """What the ranks of each host tell of an item, by host."""
+        with failing_with_ranks(self._counterparts, self._peers, why):
+            return exchanged(self._counterparts.sums, bits)
+
+    def add(self, parts: Sequence[Part], why: str) -> None:
+        """Add the sums of all hosts to the totals that this host owns; `why` says what for."""
+        own, hosts = self._counterparts.host, range(self._counterparts.count)
+        given_to = [[p for p in parts if p.host == host and own in p.givers] for host in hosts]
+        taken_from = [[p for p in parts if p.host == own and host in p.givers] for host in hosts]
+        self._given, given_sizes = _room(self._given, given_to)
+        self._taken, taken_sizes = _room(self._taken, taken_from)
+        given, taken = self._given[: sum(given_sizes)], self._taken[: sum(taken_sizes)]
+        for part, into in _placed(given, given_to):
+            part.add_ranks(into)
+        with failing_with_ranks(self._counterparts, self._peers, why):
+            self._counterparts.sums.alltoall_base(taken, given, taken_sizes, given_sizes).wait()
+        begun: set[int] = set()
+        for part, from_host in _placed(taken, taken_from):  # host after host
+            if part.continues or id(part) in begun:
+                part.total.add_(from_host)
+            else:
+                part.total.copy_(from_host)
+            begun.add(id(part))
+
+
+def _num_bytes(part: Part) -> int:
+    return -(-part.total.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _room(memory: torch.Tensor, parts: Sequence[Sequence[Part]]) -> tuple[torch.Tensor, list[int]]:
+    """Memory (uint8, one dimension) with room for parts by host, `memory` if that is enough, and the bytes of each."""
+    sizes = [sum(map(_num_bytes, each)) for each in parts]
+    enough = memory.numel() >= sum(sizes)
+    return memory if enough else torch.empty(sum(sizes), dtype=torch.uint8), sizes
+
+
+def _placed(memory: torch.Tensor, parts: Sequence[Sequence[Part]]) -> Iterator[tuple[Part, torch.Tensor]]:
+    """Each part, and its place in memory for parts by host."""
+    at = 0
+    for part in chain.from_iterable(parts):
+        yield part, memory[at : at + part.total.nbytes].view(part.total.dtype)
+        at += _num_bytes(part)

@@ -1,0 +1,120 @@
+"""The counterparts of a rank: those with its place on the other hosts, which it reaches over torch.distributed.
+
+Each place has process groups of its own, so that all ranks of a host use its network together.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from hf_l2l.ranks.far_ranks import watch_far_ranks
+from hf_l2l.ranks.peers import Peers
+
+_LONG = timedelta(days=365)
+"""For calls that wait until other hosts come to them: whether those are alive is found out by their heartbeats."""
+
+
+class _Call:
+    """What the thread of the counterparts is to do."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.is_over = False
+        self.error: RuntimeError | None = None
+
+
+class Counterparts:
+    """The ranks with the same place on each host, seen from one of them."""
+
+    def __init__(self, ranks: Sequence[int], peers: Peers, store: Store, timeout: timedelta) -> None:
+        """
+        Args:
+            ranks: their numbers, by host; that of this rank is among them.
+            peers: the ranks of this host.
+            store: of these ranks alone.
+            timeout: until all have connected to each other.
+        """
+        self.ranks = list(ranks)
+        self.host = self.ranks.index(peers.rank)
+        """The number of this host."""
+        self.count = len(self.ranks)
+        self.others = [rank for rank in self.ranks if rank != peers.rank]
+        self._peers = peers
+
+        def group(name: str) -> ProcessGroupGloo:
+            made = ProcessGroupGloo(PrefixStore(name, store), self.host, self.count, timeout)
+            made.set_timeout(_LONG)
+            return made
+
+        # One for each thread, since a group takes the calls of all its ranks in the same order.
+        self._asks, self.sums, self.weights = group("asks"), group("sums"), group("weights")
+        watch_far_ranks(peers.state, group("alive"), self.ranks)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls, peers.state.changed), name="hf_l2l hosts", daemon=True).start()
+
+    def exchange(self, content: bytes, why: str) -> list[bytes]:
+        """What each counterpart gives here, by host; all of them call this. `why` says what they wait for.
+
+        Raises:
+            RankFailedError: if a rank has failed.
+        """
+        found: list[bytes] = []
+        self._ask(lambda: found.extend(exchanged(self._asks, content)), why)
+        return found
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], host: int, why: str) -> None:
+        """Give dense host tensors the values that they have on a host; all counterparts call this."""
+
+        def give() -> None:
+            for each in tensors:
+                self._asks.broadcast(bytes_of(each), host).wait()
+
+        self._ask(give, why)
+
+    def _ask(self, function: Callable[[], object], why: str) -> None:
+        """Run a call to the others in a thread, which nothing can wake, while this one finds out who has failed."""
+        call = _Call(function)
+        self._calls.put(call)
+        self._peers.wait(lambda: call.is_over, why, self.others)
+        if call.error is not None:
+            self._peers.cannot_reach(call.error, why, self.others)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._calls.put(None)
+
+
+def exchanged(group: ProcessGroupGloo, content: bytes) -> list[bytes]:
+    """What each member of a group gives, in their order."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(content)])]).wait()
+    longest = max(1, *(int(size) for size in sizes))
+    given = torch.zeros(longest, dtype=torch.uint8)
+    if content:
+        given[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    found = [torch.empty_like(given) for _ in sizes]
+    group.allgather([found], [given]).wait()
+    return [each[: int(size)].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in the order of its memory (uint8, one dimension)."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
+def _run(calls: queue.SimpleQueue[_Call | None], changed: threading.Condition) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call.function()
+        except RuntimeError as error:
+            call.error = error
+        with changed:
+            call.is_over = True
+            changed.notify_all()

@@ -1,0 +1,100 @@
+"""Ranks of other hosts: heartbeats, and the last message of each, over a process group.
+
+Like the thread of `watch`, these refer to no object of the program.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroupGloo
+
+from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LEAVING
+from hf_l2l.ranks.watch import HEADER, State, announce
+
+_LENGTH = 1024
+"""Bytes of a message; shorter ones are filled with zeros."""
+_HEARTBEATS = 5
+"""In the time after which a rank without any counts as failed: half of the timeout."""
+
+_Messages = queue.SimpleQueue[tuple[bytes, threading.Event]]
+
+
+def watch_far_ranks(state: State, group: ProcessGroupGloo, ranks: Sequence[int]) -> None:
+    """Send heartbeats to the counterparts of this rank, and hear theirs, until this rank leaves; `ranks` are their
+    numbers in the order of `group`."""
+    for place, rank in enumerate(ranks):
+        if rank == state.rank:
+            continue
+        messages: _Messages = queue.SimpleQueue()
+        for name, target, given in (("to", _send, (messages,)), ("from", _hear, (rank,))):
+            threading.Thread(
+                target=target, args=(state, group, place, *given), name=f"hf_l2l {name} rank {rank}", daemon=True
+            ).start()
+        state.far.append(_Last(messages))
+
+
+class _Last:
+    """Sends the last message to a counterpart."""
+
+    def __init__(self, messages: _Messages) -> None:
+        self._messages = messages
+
+    def __call__(self, message: bytes, until: float) -> None:
+        is_sent = threading.Event()
+        self._messages.put((message, is_sent))
+        is_sent.wait(max(0.0, until - time.monotonic()))
+
+
+def _send(state: State, group: ProcessGroupGloo, place: int, messages: _Messages) -> None:
+    """Send messages to a counterpart, and heartbeats in between."""
+    content = torch.zeros(_LENGTH, dtype=torch.uint8)
+    while True:
+        try:
+            message, is_sent = messages.get(timeout=state.timeout_s / 2 / _HEARTBEATS)
+        except queue.Empty:
+            if state.is_closing:
+                return
+            message, is_sent = HEADER.pack(HEARTBEAT, 0), threading.Event()
+        content.zero_()
+        size = min(len(message), _LENGTH)
+        content[:size].copy_(torch.frombuffer(bytearray(message[:size]), dtype=torch.uint8))
+        try:
+            group.send([content], place, 0).wait()
+        except RuntimeError:  # it has ended, as the thread that hears it finds out
+            return
+        finally:
+            is_sent.set()
+        if message[0] == LEAVING:
+            return
+
+
+def _hear(state: State, group: ProcessGroupGloo, place: int, rank: int) -> None:
+    """Hear a counterpart until it leaves, or fails."""
+    content = torch.zeros(_LENGTH, dtype=torch.uint8)
+    silence = timedelta(seconds=state.timeout_s / 2)
+    while not state.is_closing:
+        try:
+            group.recv([content], place, 0).wait(silence)
+        except RuntimeError as error:
+            if not state.is_closing:
+                is_late = "timed out" in str(error).lower()
+                ends = f"it has not answered for {state.timeout_s / 2:g} seconds"
+                state.fail(rank, ends if is_late else "its process has ended, or cannot be reached")
+                announce(state)
+            return
+        message = content.numpy().tobytes()
+        kind, number = HEADER.unpack_from(message)
+        if kind == LEAVING:
+            with state.changed:
+                state.left.add(rank)
+                state.changed.notify_all()
+            return
+        if kind == FAILED:
+            state.fail(number, message[HEADER.size :].rstrip(b"\0").decode(errors="replace"))
+            announce(state)
