@@ -108,5 +108,6 @@ def _like(entries: Sequence[Entry]) -> list[torch.Tensor]:
     """Tensors without values, as the entries describe them."""
     found: list[Mapping[str, Any]] = [value for _, _, value in entries if isinstance(value, dict)]
     return [
-        torch.empty_strided(each["shape"], each["stride"], dtype=_DTYPES[each["dtype"]], device="meta") for each in found
+        torch.empty_strided(each["shape"], each["stride"], dtype=_DTYPES[each["dtype"]], device="meta")
+        for each in found
     ]

@@ -3,15 +3,17 @@ those of all hosts in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from hf_l2l.across_hosts.calls import failing_with_ranks
+from hf_l2l.eps.masters import Master
 from hf_l2l.ranks.counterparts import Counterparts, exchanged
 from hf_l2l.ranks.peers import Peers
+from hf_l2l.ranks.team import Team
 
 _ALIGNMENT = 64  # bytes, for tensors in what is sent
 
@@ -62,6 +64,18 @@ class HostSums:
             else:
                 part.total.copy_(from_host)
             begun.add(id(part))
+
+
+def of_all_hosts(norms: torch.Tensor, team: Team, masters: Iterable[Master]) -> torch.Tensor:
+    """The norms of the sums of `masters` (float64, one dimension), each from the host of the owner; `norms` are those of
+    this host. All ranks call this."""
+    if team.counterparts is None:
+        return norms
+    why = "all hosts have added their share of the gradients"
+    tables = team.counterparts.exchange(norms.numpy().tobytes(), why)
+    by_host = torch.stack([torch.frombuffer(bytearray(table), dtype=norms.dtype) for table in tables])
+    owners = torch.tensor([team.host_of[master.owner] for master in masters])
+    return by_host.gather(0, owners[None])[0]
 
 
 def _num_bytes(part: Part) -> int:

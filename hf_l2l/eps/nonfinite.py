@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_l2l.eps.masters import Master, Masters
+from hf_l2l.eps.pending import PendingSum, pending_of
 from hf_l2l.optim.layerwise_step import parameters_of
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime.tensors import is_cache, leaves_of, map_tensors
@@ -206,4 +207,7 @@ def _is_finite(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return True
+    pending = pending_of(gradient)
+    if isinstance(pending, PendingSum) and pending.norm is not None and pending.norm_decides:
+        return bool(pending.norm.isfinite())
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all())

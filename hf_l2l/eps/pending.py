@@ -229,6 +229,7 @@ class PendingSum(Pending):
     the sum by before it is used, or a backward that may still add to it."""
 
     guards_grad = False
+    norm_decides = False  # whether the sum is finite if its norm is, since some ranks have no other values
 
     def __init__(
         self,
@@ -326,10 +327,9 @@ def taken_factors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[to
     The gradients are let go, so the caller must scale them.
     """
     factors: dict[torch.Tensor, torch.Tensor] = {}
-    held: list[tuple[torch.Tensor, Pending]] = []
+    held = []
     for parameter, gradient in pairs:
-        pending = gradient.__dict__.get("_l2l_pending")
-        if pending is not None:
+        if (pending := gradient.__dict__.get("_l2l_pending")) is not None:
             held.append((gradient, pending))
         if isinstance(pending, PendingSum) and pending.factor is not None:
             factors[parameter] = pending.factor

@@ -75,8 +75,7 @@ class Updates:
         is_accumulating: Callable[[], bool],
     ) -> None:
         """`is_accumulating` returns True in a backward if another one follows before the step."""
-        self.rounds = config.moment_dtype == "bf16"
-        """True if state on the host is kept in bfloat16."""
+        self.rounds = config.moment_dtype == "bf16"  # state on the host is kept in bfloat16
         self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
         self.always_splits = False
@@ -155,8 +154,7 @@ class Updates:
         self.check()
 
     def gather_state(self) -> None:
-        """Have the optimizers' state of all hosts here, for `state_dict()` in any rank. All ranks call this; one process
-        has all of it."""
+        """Have the optimizers' state of all hosts here. All ranks call this; one process has all of it."""
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()
@@ -212,8 +210,7 @@ class Updates:
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool, step: FrameType) -> None:
         """Begin the updates of a step of `optimizer` with the present gradients, or leave them to its own `step()`,
         which runs in the frame `step`."""
-        entry = self._entries[optimizer]
-        parameters = parameters_of(optimizer)
+        entry, parameters = self._entries[optimizer], parameters_of(optimizer)
         masters = self.masters.of_all(parameters)
         # A hook registered after ours needs all gradients in p.grad, so this step updates in `step()` itself. After
         # the step, ours is moved behind it.

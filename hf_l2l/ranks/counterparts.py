@@ -56,7 +56,9 @@ class Counterparts:
         self._asks, self.sums, self.weights = group("asks"), group("sums"), group("weights")
         watch_far_ranks(peers.state, group("alive"), self.ranks)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._calls, peers.state.changed), name="hf_l2l hosts", daemon=True).start()
+        threading.Thread(
+            target=_run, args=(self._calls, peers.state.changed), name="hf_l2l hosts", daemon=True
+        ).start()
 
     def exchange(self, content: bytes, why: str) -> list[bytes]:
         """What each counterpart gives here, by host; all of them call this. `why` says what they wait for.

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from hf_l2l.across_hosts.sums import of_all_hosts
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.host_memory import HostMemory
@@ -349,7 +350,7 @@ class SharedGradients(Gradients):
 
     def _set_grads(self, reducer: Reducer) -> None:
         assert self.norms is not None, "made with the items"
-        norms = self._norms_of_all_hosts(self.norms.clone())
+        norms = of_all_hosts(self.norms.clone(), self.team, self.masters.all())
         with without_interception():
             for master in self._taken:
                 master.taken_norm = norms[reducer.numbers[master]].to(master.dtype)
@@ -359,18 +360,10 @@ class SharedGradients(Gradients):
                     p.grad_dtype = None  # any dtype
                 p.grad = total
                 norm = norms[reducer.numbers[master]].to(master.dtype)
-                kind = SharedSum if self.team.host_of[master.owner] == self.team.host else FarSum
-                hold(total, kind(norm, total._version, self._sums, master))
-
-    def _norms_of_all_hosts(self, norms: torch.Tensor) -> torch.Tensor:
-        """The table of norms with those that other hosts have; `norms` has those of this one."""
-        if self.team.counterparts is None:
-            return norms
-        why = "all hosts have added their share of the gradients"
-        tables = self.team.counterparts.exchange(norms.numpy().tobytes(), why)
-        of_hosts = torch.stack([torch.frombuffer(bytearray(table), dtype=norms.dtype) for table in tables])
-        owners = torch.tensor([self.team.host_of[master.owner] for master in self.masters.all()])
-        return of_hosts.gather(0, owners[None])[0]
+                kind = SharedSum if master.owner in self.team.near else FarSum
+                pending = kind(norm, total._version, self._sums, master)
+                pending.norm_decides = self.team.counterparts is not None
+                hold(total, pending)
 
     def _end(self) -> None:
         items, reducer = self._found

@@ -176,7 +176,12 @@ class SharedUpdates(Updates):
         """Hold masters that their owners update now."""
         assert self._state is not None, "made with the first optimizer"
         team = self.team
-        far = [(ranks[place], near) for ranks in team.hosts if ranks is not team.near for place, near in enumerate(team.near)]
+        far = [
+            (ranks[place], near)
+            for ranks in team.hosts
+            if ranks is not team.near
+            for place, near in enumerate(team.near)
+        ]
         for owner, rank in [*far, *((rank, rank) for rank in team.near)]:
             for what, masters in self.masters.parts(m for m in others if m.owner == owner):
                 task = RemoteTask(f"the update of {what}", team, self.worker, rank)

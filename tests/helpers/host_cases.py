@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hf_l2l.ranks import team
 
 def on_hosts(hosts: int, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function(*args)` in a rank; the ranks are dealt to so many hosts, the first ones to the first host."""
-    near = distributed.get_world_size() // hosts
+    near = math.ceil(distributed.get_world_size() / hosts)
     original = team._host
     team._host = lambda: f"host {distributed.get_rank() // near}"
     try:

@@ -1,25 +1,237 @@
-"""Ranks on several hosts."""
+"""Ranks on several hosts: each of these processes takes itself for one of such a host."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+import torch
+from torch import distributed
 
+from failing_ranks import check_others, hurt, nothing_is_left, training
+from families import batch_for, bert
+from hf_l2l import L2LConfig, attach_l2l
 from host_cases import on_hosts
-from rank_cases import MODELS, assert_same, trained
+from rank_cases import assert_same, trained
+from rank_trainer import trained as trained_by_trainer
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "serial": {"eps_update": "serial"},
     "deferred": {"eps_update": "deferred"},
     "ubatches": {"ubatch_size": 2, "eps_update": "deferred"},
     "bf16": {"cmp": "bf16", "eps_update": "deferred"},
     "bf16 per sweep": {"cmp": "bf16", "host_copies": "per_sweep"},
     "fp16": {"cmp": "fp16", "eps_update": "deferred"},
+    "host stash": {"stash": "host", "ubatch_size": 2},
+    "16-bit state": {"moment_dtype": "bf16"},
 }
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["bert", "tied", "skipping", "large"])
+@pytest.mark.parametrize("name", ["bert", "t5", "tied", "skipping", "large"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_rank_on_each_host(pool, size, name, mode):
+def test_one_rank_on_each_host_has_the_bits_of_one_process(pool, size, name, mode):
     alone = pool(1).run(trained, name, MODES[mode], size)[0]
     assert_same(pool(size).run(on_hosts, size, trained, name, MODES[mode], size), alone, on_one_host=False)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("mode", ["deferred", "bf16"])
+@pytest.mark.parametrize("name", ["bert", "skipping"])
+def test_on_the_simulated_accelerator(pool, name, mode):
+    alone = pool(1, sim=True).run(trained, name, MODES[mode], 2)[0]
+    assert_same(pool(2, sim=True).run(on_hosts, 2, trained, name, MODES[mode], 2), alone, on_one_host=False)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("name", ["bert", "skipping", "tied", "large"])
+def test_eager_updates(pool, name, accumulated):
+    given = name, {"eps_update": "eager"}, 2, 3, accumulated, None
+    found = pool(2).run(on_hosts, 2, trained, *given)
+    assert_same(found, pool(1).run(trained, *given)[0], on_one_host=False)
+
+
+@pytest.mark.parametrize("name", ["bert", "skipping", "large"])
+def test_micro_steps_are_added_to_one_sum(pool, name):
+    given = name, {"eps_update": "deferred"}, 2, 2, 3
+    found = pool(2).run(on_hosts, 2, trained, *given)
+    assert_same(found, pool(1).run(trained, *given)[0], on_one_host=False)
+
+
+@pytest.mark.parametrize("name", ["bert", "skipping"])
+def test_two_hosts_with_two_ranks_each(pool, name):
+    """Each host adds its ranks, and then the hosts are added: the same to rounding, and to the bit in all ranks."""
+    found = pool(4).run(on_hosts, 2, trained, name, {"eps_update": "deferred"}, 4)
+    alone = pool(1).run(trained, name, {"eps_update": "deferred"}, 4)[0]
+    for rank, each in enumerate(found):
+        assert each["norms"] == found[0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert (each["weights"], each["state"], each["detached"]) == (
+            found[0]["weights"],
+            found[0]["state"],
+            found[0]["weights"],
+        )
+        assert each["losses"][0] == alone["losses"][0][rank]
+
+
+def sums_of(hosts: int) -> dict[str, float]:
+    """The first step's weights after plain SGD, and those of torch: each host adds its ranks, then the hosts are added."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    model, plain = bert(), bert()
+    plain.load_state_dict(model.state_dict())
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(**batch_for(model, seed=rank)).loss.backward()
+    optimizer.step()
+    near = size // hosts
+    sums: dict[str, torch.Tensor] = {}
+    for host in range(hosts):
+        plain.zero_grad()
+        for other in range(host * near, (host + 1) * near):
+            (plain(**batch_for(plain, seed=other)).loss / size).backward()
+        for name, p in plain.named_parameters():
+            sums[name] = p.grad.clone() if host == 0 else sums[name].add_(p.grad)
+    values = model.state_dict()
+    with torch.no_grad():
+        return {name: (values[name] - p.sub(sums[name])).abs().max().item() for name, p in plain.named_parameters()}
+
+
+def test_hosts_are_added_in_their_order_each_as_a_whole(pool):
+    for found in pool(4).run(on_hosts, 2, sums_of, 2):
+        assert not [name for name, value in found.items() if value != 0.0]
+
+
+def memory_of(kind: str) -> dict[str, int]:
+    """Elements of state that this rank's host has, before and after it has all."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="serial"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def count() -> int:
+        eps.synchronize()
+        return sum(each["exp_avg"].numel() for each in optimizer.state.values() if each)
+
+    found = []
+    for step in range(2):
+        model(**batch_for(model, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(count())
+        state = optimizer.state_dict()
+        found.append(count())
+    assert len(state["state"]) == len(list(model.parameters()))
+    return {"steps": found, "all": sum(p.numel() for p in model.parameters()), "trained": kind == "trained"}
+
+
+def test_each_host_has_its_share_of_the_state(pool):
+    a, b = pool(2).run(on_hosts, 2, memory_of, "")
+    for each in (a, b):
+        assert each["steps"][1] == each["steps"][3] == each["steps"][0] + [b, a][each is b]["steps"][0]
+        assert 0.25 * each["steps"][1] < each["steps"][0] == each["steps"][2] < 0.75 * each["steps"][1]
+
+
+def reads_gradient() -> list[str]:
+    model = bert()
+    attach_l2l(model, L2LConfig())
+    model(**batch_for(model)).loss.backward()
+    found = []
+    for p in model.parameters():
+        if p.grad is not None:
+            try:
+                p.grad.sum()
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_gradient_that_another_host_has_cannot_be_read(pool):
+    found = pool(2).run(on_hosts, 2, reads_gradient)
+    for rank, texts in enumerate(found):
+        assert texts and all(f"which rank {1 - rank} updates" in text for text in texts)
+
+
+def unequal() -> str:
+    with pytest.raises(ValueError) as error:
+        attach_l2l(bert(), L2LConfig())
+    return str(error.value)
+
+
+def test_hosts_with_other_numbers_of_ranks_are_refused(pool):
+    for text in pool(3).run(on_hosts, 2, unequal):
+        assert re.match(r"each host must have as many ranks as the others \(got 2, 1\)", text)
+
+
+def steps_alone() -> str:
+    """Rank 1 makes another backward where rank 0 steps."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(rank_timeout=20.0))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model(**batch_for(model)).loss.backward()
+    with pytest.raises(RuntimeError) as error:
+        if distributed.get_rank() == 0:
+            optimizer.step()
+        else:
+            model(**batch_for(model)).loss.backward()
+        optimizer.step()
+    return str(error.value)
+
+
+def test_hosts_that_make_other_calls_are_told(pool):
+    for text in pool(2).run(on_hosts, 2, steps_alone):
+        assert "all ranks must run the same forwards, backwards and steps" in text, text
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_hangs_ends_those_of_all_hosts(pool, size, signal_name):
+    import signal
+
+    own = type(pool(size))(size, within_s=60.0)
+    own.start()
+    pids = [process.pid for process in own.processes]
+    own.begin(on_hosts, 2, training, 10**6)
+    number = getattr(signal, signal_name)
+    hurt(number, 4.0)(pids)
+    if signal_name == "SIGSTOP":
+        import os
+        import time
+
+        time.sleep(5.0)
+        os.kill(pids[1], signal.SIGKILL)
+    found = own.results()
+    own.close()
+    nothing_is_left(pids)
+    check_others(found, "it has not answered" if signal_name == "SIGSTOP" else "its process has ended")
+
+
+@pytest.mark.parametrize("place", ["backward", "step", "data"])
+def test_an_exception_of_a_rank_ends_those_of_all_hosts(pool, place):
+    own = type(pool(2))(2, within_s=60.0)
+    own.start()
+    own.begin(on_hosts, 2, training, 10**6, place)
+    found = own.results()
+    own.close()
+    assert "no memory in the" in found[1][1]
+    assert not found[0][0] and "rank 1 has failed" in found[0][1], found[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_trainer(pool, tmp_path, size):
+    """Checkpoints have all state, and are resumed to the same bits."""
+    options = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
+    whole = pool(size).run(on_hosts, 2, trained_by_trainer, "dropout", "l2l", str(tmp_path / "whole"), options)
+    near = pool(size).run(trained_by_trainer, "dropout", "l2l", str(tmp_path / "near"), options)
+    state = torch.load(tmp_path / "whole" / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+    assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
+    if size == 2:
+        assert whole[0]["weights"] == near[0]["weights"] and whole[1]["state"] == near[1]["state"]
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    found = pool(size).run(
+        on_hosts, 2, trained_by_trainer, "dropout", "l2l", str(tmp_path / "next"), options, 70, checkpoint
+    )
+    for rank, each in enumerate(found):
+        for what in ("weights", "state", "step"):
+            assert each[what] == whole[rank][what], what

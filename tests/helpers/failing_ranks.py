@@ -1,0 +1,75 @@
+"""Ranks that are killed, stopped, or raise while they train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from families import batch_for, bert
+from hf_l2l import L2LConfig, attach_l2l
+from rank_pool import RankPool
+
+LIMIT_S = 4.0
+
+
+def training(steps: int, raises_at: str | None = None, options: dict[str, Any] | None = None) -> str:
+    """Train; rank 1 raises at a place in its third step."""
+    rank = distributed.get_rank()
+    model = bert(num_hidden_layers=4)
+    eps = attach_l2l(model, L2LConfig(rank_timeout=LIMIT_S, eps_update="deferred", **(options or {})))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def fail(place: str, step: int) -> None:
+        if raises_at == place and rank == 1 and step == 2:
+            raise torch.OutOfMemoryError(f"no memory in the {place}")
+
+    for step in range(steps):
+        fail("data", step)
+        out = model(**batch_for(model, seed=step))
+        out.loss.register_hook(lambda gradient, step=step: fail("backward", step))
+        out.loss.backward()
+        fail("step", step)
+        eps.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return "ended"
+
+
+def nothing_is_left(pids: list[int]) -> None:
+    """No process of a rank, and no shared memory of one in another process of this program."""
+    for pid in pids:
+        maps = Path(f"/proc/{pid}/maps")
+        assert not maps.exists() or "memfd:hf_l2l" not in maps.read_text()
+
+
+def ended_by(pool: RankPool, action: Any, *args: Any) -> list[tuple[bool, Any]]:
+    """Results of a training in which `action` is done to the processes; they are gone afterwards."""
+    pool.start()
+    pids = [process.pid for process in pool.processes]
+    pool.begin(training, *args)
+    action(pids)
+    found = pool.results()
+    pool.close()
+    nothing_is_left(pids)
+    return found
+
+
+def hurt(number: signal.Signals, after_s: float) -> Any:
+    def action(pids: list[int]) -> None:
+        time.sleep(after_s)
+        os.kill(pids[1], number)
+
+    return action
+
+
+def check_others(found: list[tuple[bool, Any]], text: str) -> None:
+    """All ranks but 1 have raised, and name it."""
+    for rank, (is_right, what) in enumerate(found):
+        if rank != 1:
+            assert not is_right and f"rank 1 has failed: {text}" in what, what
