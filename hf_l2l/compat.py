@@ -10,14 +10,19 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import _weights_only_unpickler, nn
 from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FakeTensor: Any = fake_tensor.FakeTensor
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
@@ -229,8 +234,18 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
-def default_store() -> torch.distributed.Store:
-    """Where the ranks of the process group have found each other.
+def gloo_groups(name: str, rank: int, size: int, timeout: timedelta) -> Callable[[str], ProcessGroup]:
+    """What makes process groups of `size` processes, of which this is number `rank`, each by a name of its own; all have
+    to connect to each other within `timeout`. `name` is known to these processes alone. Unlike those that
+    `torch.distributed.new_group` makes, they are not ended by `destroy_process_group`, and other ranks do not call this.
 
-    `torch.distributed.distributed_c10d._get_default_store`; else a `TCPStore` at a port of rank 0."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    `torch.distributed.distributed_c10d._get_default_store`, and `ProcessGroupGloo`, which is public and not documented;
+    else `new_group`, which all ranks call for all groups."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def made(of: str) -> ProcessGroup:
+        return cast(Any, dist).ProcessGroupGloo(
+            cast(Any, dist).PrefixStore(f"{name}/{of}", store), rank, size, timeout
+        )
+
+    return made

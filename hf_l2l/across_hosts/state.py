@@ -24,7 +24,7 @@ _WHY = "all hosts gather the optimizer's state"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 Entry = tuple[int, str, Any]
-"""The number of a parameter in the model, a key of its state, and the value: of a tensor its dtype, shape and strides."""
+"""The number of a parameter in the model, a key of its state, and the value; of a tensor dtype, shape and strides."""
 
 
 class FarState:
@@ -39,8 +39,8 @@ class FarState:
         """Addresses of optimizers of which all state is there."""
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add the state of other hosts to `optimizer.state`, if that has not been done since the last step. All ranks call
-        this."""
+        """Add the state of other hosts to `optimizer.state`, if that has not been done since the last step. All ranks
+        call this."""
         if id(optimizer) in self._there:
             return
         self._there.add(id(optimizer))

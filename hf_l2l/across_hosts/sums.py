@@ -1,5 +1,5 @@
-"""Reduce-scatter of gradient sums over hosts: each host sends the sums of its ranks to the host of the owner, which adds
-those of all hosts in their order."""
+"""Reduce-scatter of gradient sums over hosts: each host sends the sums of its ranks to the host of the owner, which
+adds those of all hosts in their order."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class HostSums:
 
 
 def of_all_hosts(norms: torch.Tensor, team: Team, masters: Iterable[Master]) -> torch.Tensor:
-    """The norms of the sums of `masters` (float64, one dimension), each from the host of the owner; `norms` are those of
-    this host. All ranks call this."""
+    """The norms of the sums of `masters` (float64, one dimension), each from the host of the owner; `norms` are those
+    of this host. All ranks call this."""
     if team.counterparts is None:
         return norms
     why = "all hosts have added their share of the gradients"

@@ -1,5 +1,5 @@
-"""All-gather of new weights over hosts: the owner sends those that it has updated, and its counterparts write them to the
-memory of their hosts, while the ranks compute."""
+"""All-gather of new weights over hosts: the owner sends those that it has updated, and its counterparts write them to
+the memory of their hosts, while the ranks compute."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_l2l.ranks.counterparts import Counterparts, bytes_of
 from hf_l2l.ranks.peers import Peers, RankFailedError
 
 _TAGS = 2**30
+_POLL_S = 0.5
 _Job = Callable[[], None]
 
 
@@ -35,8 +36,8 @@ class FarWeights:
             threading.Thread(target=self._run, args=(jobs,), name=f"hf_l2l weights {name}", daemon=True).start()
 
     def expect(self, host: int, masters: Sequence[Master], then: Callable[[], None]) -> None:
-        """The ranks of this host need the old values of `masters` no more: receive those that their owner, on `host`, makes
-        now. Calls `then` in a thread when they are there."""
+        """The ranks of this host need the old values of `masters` no more: receive those that their owner, on `host`,
+        makes now. Calls `then` in a thread when they are there."""
         group, tag = self._counterparts.weights, self.reserve(masters, host)
         with without_interception():
             works = [group.recv([bytes_of(part)], host, (tag + n) % _TAGS) for n, part in enumerate(_parts(masters))]
@@ -48,7 +49,7 @@ class FarWeights:
         self._queues[1].put(receive)
 
     def reserve(self, masters: Sequence[Master], host: int | None = None) -> int:
-        """The number of the first tensor of an update of `masters` by `host`, or by this one, that is about to begin."""
+        """The number of the first tensor of an update of `masters` by `host`, or by this one, that begins next."""
         host = self._counterparts.host if host is None else host
         number = self._numbers[host]
         self._numbers[host] += len(_parts(masters))
@@ -69,6 +70,17 @@ class FarWeights:
             self._wait(works)
 
         self._queues[0].put(give)
+
+    def wait_until_sent(self) -> None:
+        """Wait until the others have all that this rank has sent.
+
+        Raises:
+            RankFailedError: if a rank has failed.
+        """
+        is_sent = threading.Event()
+        self._queues[0].put(is_sent.set)
+        while not is_sent.wait(_POLL_S):
+            self._peers.check("the other hosts receive new weights", self._counterparts.others)
 
     def _wait(self, works: Sequence[Work]) -> None:
         with failing_with_ranks(self._counterparts, self._peers, "the hosts exchange new weights"):

@@ -9,12 +9,17 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from hf_l2l.ranks.far_ranks import watch_far_ranks
+from hf_l2l.ranks.far_ranks import ASKED, watch_far_ranks
+from hf_l2l.ranks.messages import LANDED
 from hf_l2l.ranks.peers import Peers
+from hf_l2l.ranks.watch import HEADER
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _LONG = timedelta(days=365)
 """For calls that wait until other hosts come to them: whether those are alive is found out by their heartbeats."""
@@ -32,13 +37,12 @@ class _Call:
 class Counterparts:
     """The ranks with the same place on each host, seen from one of them."""
 
-    def __init__(self, ranks: Sequence[int], peers: Peers, store: Store, timeout: timedelta) -> None:
+    def __init__(self, ranks: Sequence[int], peers: Peers, group_of: Callable[[str], ProcessGroup]) -> None:
         """
         Args:
             ranks: their numbers, by host; that of this rank is among them.
             peers: the ranks of this host.
-            store: of these ranks alone.
-            timeout: until all have connected to each other.
+            group_of: makes a process group of these ranks by a name.
         """
         self.ranks = list(ranks)
         self.host = self.ranks.index(peers.rank)
@@ -46,9 +50,12 @@ class Counterparts:
         self.count = len(self.ranks)
         self.others = [rank for rank in self.ranks if rank != peers.rank]
         self._peers = peers
+        self._asked = 0
+        self.landing = 0
+        """The number of the last gradients that this rank has given, or is about to give."""
 
-        def group(name: str) -> ProcessGroupGloo:
-            made = ProcessGroupGloo(PrefixStore(name, store), self.host, self.count, timeout)
+        def group(name: str) -> ProcessGroup:
+            made = group_of(name)
             made.set_timeout(_LONG)
             return made
 
@@ -79,11 +86,25 @@ class Counterparts:
 
         self._ask(give, why)
 
+    def begin(self, number: int) -> None:
+        """Tell the others that this rank begins to add the gradients of a backward, the first of which have this number:
+        those that wait for something else will not get it."""
+        for send in self._peers.state.far:
+            send(HEADER.pack(LANDED, number) + ASKED.pack(self._asked), 0.0)
+
     def _ask(self, function: Callable[[], object], why: str) -> None:
         """Run a call to the others in a thread, which nothing can wake, while this one finds out who has failed."""
         call = _Call(function)
+        self._asked += 1
         self._calls.put(call)
-        self._peers.wait(lambda: call.is_over, why, self.others)
+
+        def is_over() -> bool:
+            for rank, (number, asked) in self._peers.state.far_landed.items():
+                if not call.is_over and number > self.landing and asked < self._asked:
+                    self._peers.refuse(f"rank {rank} is in a backward while rank {self._peers.rank} waited: {why}")
+            return call.is_over
+
+        self._peers.wait(is_over, why, self.others)
         if call.error is not None:
             self._peers.cannot_reach(call.error, why, self.others)
 
@@ -92,7 +113,7 @@ class Counterparts:
         self._calls.put(None)
 
 
-def exchanged(group: ProcessGroupGloo, content: bytes) -> list[bytes]:
+def exchanged(group: ProcessGroup, content: bytes) -> list[bytes]:
     """What each member of a group gives, in their order."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(content)])]).wait()

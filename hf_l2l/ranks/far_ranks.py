@@ -6,26 +6,33 @@ Like the thread of `watch`, these refer to no object of the program.
 from __future__ import annotations
 
 import queue
+import struct
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import ProcessGroupGloo
 
-from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LEAVING
+from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LANDED, LEAVING
 from hf_l2l.ranks.watch import HEADER, State, announce
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _LENGTH = 1024
 """Bytes of a message; shorter ones are filled with zeros."""
 _HEARTBEATS = 5
 """In the time after which a rank without any counts as failed: half of the timeout."""
 
+ASKED = struct.Struct("<Q")
+"""What follows the header of LANDED: how often a rank has asked the others before."""
+
 _Messages = queue.SimpleQueue[tuple[bytes, threading.Event]]
 
 
-def watch_far_ranks(state: State, group: ProcessGroupGloo, ranks: Sequence[int]) -> None:
+def watch_far_ranks(state: State, group: ProcessGroup, ranks: Sequence[int]) -> None:
     """Send heartbeats to the counterparts of this rank, and hear theirs, until this rank leaves; `ranks` are their
     numbers in the order of `group`."""
     for place, rank in enumerate(ranks):
@@ -51,7 +58,7 @@ class _Last:
         is_sent.wait(max(0.0, until - time.monotonic()))
 
 
-def _send(state: State, group: ProcessGroupGloo, place: int, messages: _Messages) -> None:
+def _send(state: State, group: ProcessGroup, place: int, messages: _Messages) -> None:
     """Send messages to a counterpart, and heartbeats in between."""
     content = torch.zeros(_LENGTH, dtype=torch.uint8)
     while True:
@@ -74,7 +81,7 @@ def _send(state: State, group: ProcessGroupGloo, place: int, messages: _Messages
             return
 
 
-def _hear(state: State, group: ProcessGroupGloo, place: int, rank: int) -> None:
+def _hear(state: State, group: ProcessGroup, place: int, rank: int) -> None:
     """Hear a counterpart until it leaves, or fails."""
     content = torch.zeros(_LENGTH, dtype=torch.uint8)
     silence = timedelta(seconds=state.timeout_s / 2)
@@ -95,6 +102,10 @@ def _hear(state: State, group: ProcessGroupGloo, place: int, rank: int) -> None:
                 state.left.add(rank)
                 state.changed.notify_all()
             return
+        if kind == LANDED:
+            with state.changed:
+                state.far_landed[rank] = number, *ASKED.unpack_from(message, HEADER.size)
+                state.changed.notify_all()
         if kind == FAILED:
             state.fail(number, message[HEADER.size :].rstrip(b"\0").decode(errors="replace"))
             announce(state)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from hf_l2l.compat import default_store
+from hf_l2l.compat import gloo_groups
 from hf_l2l.ranks.counterparts import Counterparts
 from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY, TOLD
 from hf_l2l.ranks.peers import Peers
-from hf_l2l.ranks.watch import HEADER
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
+from hf_l2l.ranks.watch import HEADER
 
 _MEETS_WITHIN_S = 300.0
 """Ranks load models of different speed of disks, and do other work, before they are attached."""
@@ -176,11 +176,12 @@ class Team:
         with ExitStack() as at_errors:
             at_errors.callback(peers.close)
             place = near.index(rank)
-            store = distributed.PrefixStore(f"{all_ranks[0].address}/{place}", default_store())
             same_place = [ranks[place] for ranks in hosts]
-            found = Counterparts(same_place, peers, store, timedelta(seconds=_MEETS_WITHIN_S))
+            name, within = f"{all_ranks[0].address}/{place}", timedelta(seconds=_MEETS_WITHIN_S)
+            group_of = gloo_groups(name, hosts.index(near), len(hosts), within)
+            counterparts = Counterparts(same_place, peers, group_of)
             at_errors.pop_all()
-        return cls(peers, files, hosts, found)
+        return cls(peers, files, hosts, counterparts)
 
     def gather(self, kind: int, number: int, content: bytes, why: str) -> dict[int, bytes]:
         """As `Peers.gather`, of the ranks of all hosts."""

@@ -71,6 +71,8 @@ class State:
         """Threads in which the error was raised and has not been kept for later: the program has got it."""
         self.far: list[Callable[[bytes, float], None]] = []
         """What sends a last message to each counterpart on another host, until a time of the monotonic clock."""
+        self.far_landed: dict[int, tuple[int, int]] = {}
+        """Counterpart -> the number of the first gradients of its last backward, and how often it had asked before."""
         self.is_closing = False
         self.detaches = False
         """Whether the program ends its part; else it is given up, or at its end."""

@@ -60,6 +60,8 @@ class Reducer:
         """The slot that all ranks have read as soon as they have landed the next item."""
         self.has_sum: set[Master] = set()
         """Masters of which any rank had a gradient in this backward, or in one before it since the last step."""
+        self._is_first = True
+        """Whether what lands next is the first of a backward."""
         self.numbers: dict[Master, int] = {}
         """Numbers of the parameters in the model."""
         self.added: deque[list[Master]] = deque()
@@ -73,6 +75,8 @@ class Reducer:
         """The number and memory of this rank's next slot, once all ranks have read what was in it; `why` says what
         for."""
         self._numbers += 1
+        if self.team.counterparts is not None:
+            self.team.counterparts.landing = self._numbers
         free = self._free[self._numbers % SLOTS]
         while not free.acquire(timeout=_POLL_S):
             self.check()
@@ -85,7 +89,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait until this rank has added all that has landed."""
-        over = threading.Event()
+        over, self._is_first = threading.Event(), True
         self._jobs.put(over)
         while not over.wait(_POLL_S):
             self.check()
@@ -133,6 +137,9 @@ class Reducer:
             self._free[self._in_use].release()
         self._in_use = landed.number % SLOTS
         if self._hosts is not None:
+            if self._is_first and self.team.counterparts is not None:
+                self._is_first = False
+                self.team.counterparts.begin(landed.number)
             found = self._of_all_hosts(self._hosts, found, why)
         if any(
             len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()

@@ -223,6 +223,12 @@ class SharedUpdates(Updates):
         assert self._state is not None, "made with the first optimizer"
         self._remote.tell(number, self._state.shared(optimizer, masters))
 
+    def synchronize(self) -> None:
+        """Wait until all updates have finished, and the other hosts have those of this rank."""
+        super().synchronize()
+        if self._far is not None:
+            self._far.wait_until_sent()
+
     def gather_state(self) -> None:
         """See `Updates.gather_state`."""
         self.synchronize()

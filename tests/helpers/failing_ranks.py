@@ -73,3 +73,11 @@ def check_others(found: list[tuple[bool, Any]], text: str) -> None:
     for rank, (is_right, what) in enumerate(found):
         if rank != 1:
             assert not is_right and f"rank 1 has failed: {text}" in what, what
+
+
+def raising(steps: int, place: str) -> str:
+    """As a script: an exception ends the process."""
+    try:
+        return training(steps, place)
+    except torch.OutOfMemoryError:
+        os._exit(1)

@@ -8,9 +8,8 @@ import signal
 import time
 
 import pytest
-import torch
 
-from failing_ranks import LIMIT_S, check_others, ended_by, hurt, nothing_is_left, training
+from failing_ranks import LIMIT_S, check_others, ended_by, hurt, nothing_is_left, raising, training
 from rank_pool import RankPool
 
 
@@ -49,14 +48,6 @@ def test_an_exception_in_one_rank_ends_the_others(place, sim):
     pool.close()
     assert f"no memory in the {place}" in found[1][1] or "rank 1 has ended" in found[1][1]
     check_others(found, "")
-
-
-def raising(steps: int, place: str) -> str:
-    """As a script: an exception ends the process."""
-    try:
-        return training(steps, place)
-    except torch.OutOfMemoryError:
-        os._exit(1)
 
 
 @pytest.mark.slow
