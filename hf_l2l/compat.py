@@ -235,17 +235,17 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def gloo_groups(name: str, rank: int, size: int, timeout: timedelta) -> Callable[[str], ProcessGroup]:
-    """What makes process groups of `size` processes, of which this is number `rank`, each by a name of its own; all have
-    to connect to each other within `timeout`. `name` is known to these processes alone. Unlike those that
-    `torch.distributed.new_group` makes, they are not ended by `destroy_process_group`, and other ranks do not call this.
+    """What makes process groups of `size` processes, of which this is number `rank`, each by a name of its own; all
+    have to connect to each other within `timeout`. `name` is known to these processes alone. Unlike groups of
+    `torch.distributed.new_group`, they are not ended by `destroy_process_group`, and other ranks do not call this.
 
-    `torch.distributed.distributed_c10d._get_default_store`, and `ProcessGroupGloo`, which is public and not documented;
-    else `new_group`, which all ranks call for all groups."""
+    `torch.distributed.distributed_c10d._get_default_store`, and `ProcessGroupGloo`, which is public and has no
+    documentation; else `new_group`, which all ranks call for all groups."""
+    c10d: Any = dist
     store = dist.distributed_c10d._get_default_store()
 
     def made(of: str) -> ProcessGroup:
-        return cast(Any, dist).ProcessGroupGloo(
-            cast(Any, dist).PrefixStore(f"{name}/{of}", store), rank, size, timeout
-        )
+        group: ProcessGroup = c10d.ProcessGroupGloo(c10d.PrefixStore(f"{name}/{of}", store), rank, size, timeout)
+        return group
 
     return made

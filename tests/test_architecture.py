@@ -38,6 +38,7 @@ FLOORS: dict[str, set[str]] = {
     "memory": TORCH | {"psutil"},
     "report": TORCH,
     "eps": TORCH,
+    "across_hosts": TORCH,
     "shared_eps": TORCH,
     "stash": TORCH,
     "pipeline": set(),

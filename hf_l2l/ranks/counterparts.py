@@ -87,8 +87,8 @@ class Counterparts:
         self._ask(give, why)
 
     def begin(self, number: int) -> None:
-        """Tell the others that this rank begins to add the gradients of a backward, the first of which have this number:
-        those that wait for something else will not get it."""
+        """Tell the others that this rank begins to add the gradients of a backward, the first of which have this
+        number: those that wait for something else will not get it."""
         for send in self._peers.state.far:
             send(HEADER.pack(LANDED, number) + ASKED.pack(self._asked), 0.0)
 

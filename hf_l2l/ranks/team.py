@@ -297,8 +297,8 @@ def _host() -> str:
 def _connected(
     rank: int, near: Sequence[int], all_ranks: Sequence[_Introduction], server: socket.socket, at_errors: ExitStack
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """Connect to each other rank of this host, `near`: sockets for messages, and those of the first one for descriptors;
-    `at_errors` closes them."""
+    """Connect to each other rank of this host, `near`: sockets for messages, and those of the first one for
+    descriptors; `at_errors` closes them."""
     messages: dict[int, socket.socket] = {}
     files: dict[int, socket.socket] = {}
     place = near.index(rank)

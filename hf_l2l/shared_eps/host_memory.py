@@ -212,7 +212,7 @@ class FarSum(SharedSum):
 
     def before_values(self, tensor: torch.Tensor) -> None:
         raise RuntimeError(
-            f"with several hosts, each has the gradient sums of the parameters that its ranks update (got a use of p.grad "
-            f"of {self._master.name}, which rank {self._master.owner} updates); use eps.grad_norm() and "
+            "with several hosts, each has the gradient sums of the parameters that its ranks update (got a use of "
+            f"p.grad of {self._master.name}, which rank {self._master.owner} updates); use eps.grad_norm() and "
             "eps.clip_grad_norm_(max_norm)"
         )

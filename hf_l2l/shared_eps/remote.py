@@ -93,8 +93,8 @@ class Remote:
         return self._numbers[rank]
 
     def expect(self, rank: int, update: RemoteUpdate) -> int:
-        """The next update of `rank` is this one; returns its number. One that another host makes is the update of the rank
-        that receives it."""
+        """The next update of `rank` is this one; returns its number. One that another host makes is the update of the
+        rank that receives it."""
         number = self.next_number(rank)
         with self._lock:
             message = self._made.pop((rank, number), None)

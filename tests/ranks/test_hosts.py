@@ -77,7 +77,7 @@ def test_two_hosts_with_two_ranks_each(pool, name):
 
 
 def sums_of(hosts: int) -> dict[str, float]:
-    """The first step's weights after plain SGD, and those of torch: each host adds its ranks, then the hosts are added."""
+    """How far weights after SGD are from those of torch, where each host adds its ranks, and then hosts are added."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     model, plain = bert(), bert()
