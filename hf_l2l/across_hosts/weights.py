@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.distributed import Work
@@ -33,7 +34,7 @@ class FarWeights:
         """How many tensors of each host have been sent, or are expected."""
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
         for name, jobs in zip(("sent", "received"), self._queues, strict=True):
-            threading.Thread(target=self._run, args=(jobs,), name=f"hf_l2l weights {name}", daemon=True).start()
+            counterparts.run(partial(self._run, jobs), f"hf_l2l weights {name}")
 
     def expect(self, host: int, masters: Sequence[Master], then: Callable[[], None]) -> None:
         """The ranks of this host need the old values of `masters` no more: receive those that their owner, on `host`,

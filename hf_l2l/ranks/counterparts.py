@@ -8,7 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +23,8 @@ from hf_l2l.ranks.watch import HEADER
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_NEVER_SENT = 2**31 - 1
+"""A tag that no message has."""
 _LONG = timedelta(days=365)
 """For calls that wait until other hosts come to them: whether those are alive is found out by their heartbeats."""
 
@@ -57,15 +61,21 @@ class Counterparts:
         def group(name: str) -> ProcessGroup:
             made = group_of(name)
             made.set_timeout(_LONG)
+            peers.state.far_calls.append(partial(wake, made))
             return made
 
         # One for each thread, since a group takes the calls of all its ranks in the same order.
         self._asks, self.sums, self.weights = group("asks"), group("sums"), group("weights")
         watch_far_ranks(peers.state, group("alive"), self.ranks)
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=_run, args=(self._calls, peers.state.changed), name="hf_l2l hosts", daemon=True
-        ).start()
+        self._calls = calls = queue.SimpleQueue[_Call | None]()
+        changed = peers.state.changed
+        self.run(lambda: _run(calls, changed), "hf_l2l hosts")
+
+    def run(self, function: Callable[[], None], name: str) -> None:
+        """Run a function that makes calls to the others in a thread; it ends when a call raises."""
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        thread.start()
+        self._peers.state.far_threads.append(thread)
 
     def exchange(self, content: bytes, why: str) -> list[bytes]:
         """What each counterpart gives here, by host; all of them call this. `why` says what they wait for.
@@ -124,6 +134,14 @@ def exchanged(group: ProcessGroup, content: bytes) -> list[bytes]:
     found = [torch.empty_like(given) for _ in sizes]
     group.allgather([found], [given]).wait()
     return [each[: int(size)].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+
+
+def wake(group: ProcessGroup) -> None:
+    """Have all calls to a group raise RuntimeError, whichever thread waits for them: gloo closes the connections of a
+    group of which a call has come to its timeout."""
+    other = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.zeros(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

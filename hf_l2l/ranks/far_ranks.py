@@ -40,9 +40,11 @@ def watch_far_ranks(state: State, group: ProcessGroup, ranks: Sequence[int]) -> 
             continue
         messages: _Messages = queue.SimpleQueue()
         for name, target, given in (("to", _send, (messages,)), ("from", _hear, (rank,))):
-            threading.Thread(
+            thread = threading.Thread(
                 target=target, args=(state, group, place, *given), name=f"hf_l2l {name} rank {rank}", daemon=True
-            ).start()
+            )
+            thread.start()
+            state.far_threads.append(thread)
         state.far.append(_Last(messages))
 
 

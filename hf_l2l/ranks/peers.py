@@ -189,12 +189,16 @@ class Peers:
         this rank may hear a little later."""
         state, until = self._state, time.monotonic() + self.timeout_s
         with state.changed:
-            while state.failure is None and state.left.isdisjoint(of) and time.monotonic() < until:
+            while not self._knows_end(of) and time.monotonic() < until:
                 state.changed.wait(_POLL_S)
         self.check(why, of)
         state.fail(self.rank, f"it cannot reach the ranks of other hosts: {str(error).splitlines()[0]}")
         self.check(why)
         raise AssertionError("a rank has failed") from error
+
+    def _knows_end(self, of: Collection[int]) -> bool:
+        state = self._state
+        return state.is_closing or state.failure is not None or not state.left.isdisjoint(of)
 
     def error_is_kept(self) -> None:
         """An error that was raised in this thread is kept for later, so that the program has not got it yet: if it

@@ -71,6 +71,10 @@ class State:
         """Threads in which the error was raised and has not been kept for later: the program has got it."""
         self.far: list[Callable[[bytes, float], None]] = []
         """What sends a last message to each counterpart on another host, until a time of the monotonic clock."""
+        self.far_calls: list[Callable[[], None]] = []
+        """What has the calls to counterparts that other threads wait for raise, once this rank leaves."""
+        self.far_threads: list[threading.Thread] = []
+        """Threads that make such calls."""
         self.far_landed: dict[int, tuple[int, int]] = {}
         """Counterpart -> the number of the first gradients of its last backward, and how often it had asked before."""
         self.is_closing = False
@@ -129,6 +133,13 @@ def leave(state: State) -> None:
         state.wakes.send(b"w")
     with state.changed:
         state.changed.notify_all()
+    for end in state.far_calls:
+        end()
+    # A thread that comes back from torch while Python ends would end the process with an error.
+    until = time.monotonic() + _LEAVES_WITHIN * state.timeout_s
+    for thread in state.far_threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def tell(state: State, text: str) -> None:

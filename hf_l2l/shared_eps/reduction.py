@@ -68,6 +68,8 @@ class Reducer:
         """Masters of items of which this rank has added its share, if no rank has graphs with more gradients."""
         self._thread = threading.Thread(target=self._run, name="hf_l2l reduction", daemon=True)
         self._thread.start()
+        if team.counterparts is not None:
+            team.peers.state.far_threads.append(self._thread)
 
     # ---- for the thread that runs the backward
 

@@ -219,7 +219,7 @@ def test_processes_of_other_users_are_refused():
         introduced = [teams._Introduction("", address[1:])] * 2
         with pytest.raises(RuntimeError, match="must belong to one user .got a process of user 65534, and this one"):
             with ExitStack() as at_errors:
-                teams._connected(0, introduced, server, at_errors)
+                teams._connected(0, [0, 1], introduced, server, at_errors)
         os.waitpid(child, 0)  # its connection has been closed
 
 
