@@ -30,6 +30,7 @@ class FarWeights:
 
     def __init__(self, counterparts: Counterparts, peers: Peers) -> None:
         self._counterparts, self._peers = counterparts, peers
+        self._has_failed = False
         self._numbers = [0] * counterparts.count
         """How many tensors of each host have been sent, or are expected."""
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
@@ -81,7 +82,8 @@ class FarWeights:
         is_sent = threading.Event()
         self._queues[0].put(is_sent.set)
         while not is_sent.wait(_POLL_S):
-            self._peers.check("the other hosts receive new weights", self._counterparts.others)
+            others = self._counterparts.others if self._has_failed else ()
+            self._peers.check("the other hosts receive new weights", others)
 
     def _wait(self, works: Sequence[Work]) -> None:
         with failing_with_ranks(self._counterparts, self._peers, "the hosts exchange new weights"):
@@ -93,6 +95,7 @@ class FarWeights:
             try:
                 job()
             except RankFailedError:  # which each wait for these weights raises, too
+                self._has_failed = True
                 self._peers.error_is_kept()
                 return
 

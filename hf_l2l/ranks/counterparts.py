@@ -114,7 +114,8 @@ class Counterparts:
                     self._peers.refuse(f"rank {rank} is in a backward while rank {self._peers.rank} waited: {why}")
             return call.is_over
 
-        self._peers.wait(is_over, why, self.others)
+        # One that leaves has given all that it was asked for, or the call fails.
+        self._peers.wait(is_over, why, ())
         if call.error is not None:
             self._peers.cannot_reach(call.error, why, self.others)
 

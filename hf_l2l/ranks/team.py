@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 from torch import distributed
 
 from hf_l2l.compat import gloo_groups
 from hf_l2l.ranks.counterparts import Counterparts
+from hf_l2l.ranks.meeting import MEETS_WITHIN_S, Meeting, meeting
 from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY, TOLD
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
 from hf_l2l.ranks.watch import HEADER
 
-_MEETS_WITHIN_S = 300.0
-"""Ranks load models of different speed of disks, and do other work, before they are attached."""
 _POLL_MS = 500.0  # at which a wait for memory looks whether its rank is alive
-_CREDENTIALS = struct.Struct("3i")
-_NUMBER = struct.Struct("<I")
 _SIZE = struct.Struct("<I")
 _COUNT = struct.Struct("<q")
 _LONGEST = 2**14  # bytes of a text
-
-
-class _Introduction(NamedTuple):
-    """What a rank tells the others of itself."""
-
-    host: str
-    address: str
-    """Of the socket at which it can be reached: an abstract one, which is in no file system."""
 
 
 def launched_processes() -> int:
@@ -152,36 +139,13 @@ class Team:
                 "several ranks share memory that only Linux has (got another system); train in one process, which "
                 "uses all visible devices"
             )
-        rank, size = distributed.get_rank(), distributed.get_world_size()
-        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=_MEETS_WITHIN_S))
-        with ExitStack() as at_errors:
-            with ExitStack() as stack:
-                stack.callback(distributed.destroy_process_group, group)
-                server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-                server.settimeout(_MEETS_WITHIN_S)
-                address = f"hf_l2l-{secrets.token_hex(16)}"
-                server.bind(f"\0{address}")
-                server.listen(2 * size)
-                found: list[Any] = [None] * size
-                distributed.all_gather_object(found, tuple(_Introduction(_host(), address)), group=group)
-                all_ranks = [_Introduction(*each) for each in found]
-                hosts = _by_host(all_ranks)
-                near = next(ranks for ranks in hosts if rank in ranks)
-                messages, files = _connected(rank, near, all_ranks, server, at_errors)
-                distributed.barrier(group=group)  # all have connected before a server is closed
+        with ExitStack() as at_errors, meeting(timeout_s) as met:
+            at_errors.callback(met.peers.close)
+            # Those that have connected hear here of one that fails; only then the process group may be ended.
+            met.peers.gather(BARRIER, 0, b"", "all ranks attach the model")
+            team = cls(met.peers, met.files, met.hosts, _counterparts(met) if len(met.hosts) > 1 else None)
             at_errors.pop_all()
-        peers = Peers(rank, messages, timeout_s, files.values())
-        if len(hosts) == 1:
-            return cls(peers, files, hosts)
-        with ExitStack() as at_errors:
-            at_errors.callback(peers.close)
-            place = near.index(rank)
-            same_place = [ranks[place] for ranks in hosts]
-            name, within = f"{all_ranks[0].address}/{place}", timedelta(seconds=_MEETS_WITHIN_S)
-            group_of = gloo_groups(name, hosts.index(near), len(hosts), within)
-            counterparts = Counterparts(same_place, peers, group_of)
-            at_errors.pop_all()
-        return cls(peers, files, hosts, counterparts)
+        return team
 
     def gather(self, kind: int, number: int, content: bytes, why: str) -> dict[int, bytes]:
         """As `Peers.gather`, of the ranks of all hosts."""
@@ -273,62 +237,14 @@ class Team:
         self.peers.close()
 
 
-def _by_host(all_ranks: Sequence[_Introduction]) -> list[list[int]]:
-    """The ranks of each host; hosts in the order of their first ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, each in enumerate(all_ranks):
-        found.setdefault(each.host, []).append(rank)
-    numbers = [len(ranks) for ranks in found.values()]
-    if len(set(numbers)) > 1:
-        raise ValueError(
-            "each host must have as many ranks as the others (got "
-            + ", ".join(map(str, numbers))
-            + "); start the same number on each, as torchrun --nproc_per_node does"
-        )
-    return list(found.values())
-
-
-def _host() -> str:
-    """What processes have in common that can reach each other's abstract sockets: the system, and its network."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _connected(
-    rank: int, near: Sequence[int], all_ranks: Sequence[_Introduction], server: socket.socket, at_errors: ExitStack
-) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """Connect to each other rank of this host, `near`: sockets for messages, and those of the first one for
-    descriptors; `at_errors` closes them."""
-    messages: dict[int, socket.socket] = {}
-    files: dict[int, socket.socket] = {}
-    place = near.index(rank)
-    for other in near[:place]:  # the later rank connects
-        for kind, found in ((0, messages), (1, files)):
-            if kind == 1 and other != near[0]:
-                continue
-            to = at_errors.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            to.settimeout(_MEETS_WITHIN_S)
-            to.connect(f"\0{all_ranks[other].address}")
-            _check_user(to)
-            to.send(_NUMBER.pack(rank * 2 + kind))
-            to.settimeout(None)
-            found[other] = to
-    for _ in range((len(near) - 1 - place) * (2 if place == 0 else 1)):
-        to = at_errors.enter_context(server.accept()[0])
-        to.settimeout(_MEETS_WITHIN_S)
-        _check_user(to)
-        other, kind = divmod(int(_NUMBER.unpack(to.recv(_NUMBER.size))[0]), 2)
-        to.settimeout(None)
-        (files if kind else messages)[other] = to
-    return messages, files
-
-
-def _check_user(to: socket.socket) -> None:
-    """Raise RuntimeError unless a process of the same user is at the other end."""
-    found = to.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
-    if user != os.getuid():
-        raise RuntimeError(
-            f"ranks that share memory must belong to one user (got a process of user {user}, and this one is of "
-            f"{os.getuid()}); start all ranks as one user"
-        )
+def _counterparts(met: Meeting) -> Counterparts:
+    """Those of this rank, connected to it."""
+    peers, place = met.peers, met.near.index(met.peers.rank)
+    ranks = [each[place] for each in met.hosts]
+    within = timedelta(seconds=MEETS_WITHIN_S)
+    group_of = gloo_groups(f"{met.name}/{place}", met.hosts.index(met.near), len(met.hosts), within)
+    try:
+        return Counterparts(ranks, peers, group_of)
+    except RuntimeError as error:
+        others = [rank for rank in ranks if rank != peers.rank]
+        peers.cannot_reach(error, "the ranks of all hosts connect to each other", others)

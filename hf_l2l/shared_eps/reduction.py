@@ -91,11 +91,12 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait until this rank has added all that has landed."""
-        over, self._is_first = threading.Event(), True
+        over = threading.Event()
         self._jobs.put(over)
         while not over.wait(_POLL_S):
             self.check()
             self.team.peers.check()  # of which the thread does not hear while it waits for another host
+        self._is_first = True
         self.check()
 
     def check(self) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import distributed
 
-from hf_l2l.ranks import team
+from hf_l2l.ranks import meeting
 
 
 def on_hosts(hosts: int, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function(*args)` in a rank; the ranks are dealt to so many hosts, the first ones to the first host."""
     near = math.ceil(distributed.get_world_size() / hosts)
-    original = team._host
-    team._host = lambda: f"host {distributed.get_rank() // near}"
+    original = meeting.host_of_this_process
+    meeting.host_of_this_process = lambda: f"host {distributed.get_rank() // near}"
     try:
         return function(*args)
     finally:
-        team._host = original
+        meeting.host_of_this_process = original

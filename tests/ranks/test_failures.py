@@ -57,8 +57,8 @@ def test_a_rank_may_die_at_any_time(seed):
     pool = RankPool(draw.choice([2, 3]), sim=draw.random() < 0.5, within_s=60)
     pool.run(training, 1)
     found = ended_by(pool, hurt(signal.SIGKILL, draw.random()), 10**6)
-    if any("all ranks attach the model" in str(what) for _, what in found):
-        # While ranks meet, one that ends because of the killed one may be named instead of that.
-        assert all(not is_right and "has failed: its process has ended" in what for is_right, what in found[:1])
+    if any("all_gather_object" in str(what) for _, what in found):
+        # Until ranks have met, torch alone knows of the end of one, and raises an error that names none.
+        assert not any(is_right for is_right, _ in found)
         return
     check_others(found, "its process has ended")

@@ -19,7 +19,7 @@ from torch import distributed
 
 from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.ranks import shared_pages
+from hf_l2l.ranks import meeting, shared_pages
 from hf_l2l.ranks import team as teams
 from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.shared_pages import SharedPages, check_file, new_file
@@ -216,10 +216,10 @@ def test_processes_of_other_users_are_refused():
             other.connect(address)
             other.recv(1)
             os._exit(0)
-        introduced = [teams._Introduction("", address[1:])] * 2
+        introduced = [address[1:]] * 2
         with pytest.raises(RuntimeError, match="must belong to one user .got a process of user 65534, and this one"):
             with ExitStack() as at_errors:
-                teams._connected(0, [0, 1], introduced, server, at_errors)
+                meeting.connected(0, [0, 1], introduced, server, at_errors, 30.0)
         os.waitpid(child, 0)  # its connection has been closed
 
 
