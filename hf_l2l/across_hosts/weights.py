@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -35,7 +36,9 @@ class FarWeights:
         """How many tensors of each host have been sent, or are expected."""
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
         for name, jobs in zip(("sent", "received"), self._queues, strict=True):
-            counterparts.run(partial(self._run, jobs), f"hf_l2l weights {name}")
+            # The thread refers to this object while it works: what is given up can be freed.
+            counterparts.run(partial(_run, jobs, weakref.ref(self)), f"hf_l2l weights {name}")
+            weakref.finalize(self, jobs.put, None)
 
     def expect(self, host: int, masters: Sequence[Master], then: Callable[[], None]) -> None:
         """The ranks of this host need the old values of `masters` no more: receive those that their owner, on `host`,
@@ -90,19 +93,27 @@ class FarWeights:
             for work in works:
                 work.wait()
 
-    def _run(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        while (job := jobs.get()) is not None:
-            try:
+    def work(self, job: _Job) -> None:
+        """Do one of the jobs."""
+        try:
+            if not self._has_failed:
                 job()
-            except RankFailedError:  # which each wait for these weights raises, too
-                self._has_failed = True
-                self._peers.error_is_kept()
-                return
+        except RankFailedError:  # which each wait for these weights raises, too
+            self._has_failed = True
+            self._peers.error_is_kept()
 
     def close(self) -> None:
         """End the threads."""
         for jobs in self._queues:
             jobs.put(None)
+
+
+def _run(jobs: queue.SimpleQueue[_Job | None], of: weakref.ref[FarWeights]) -> None:
+    while (job := jobs.get()) is not None:
+        weights = of()
+        if weights is not None:
+            weights.work(job)
+        del weights, job
 
 
 def _parts(masters: Sequence[Master]) -> list[torch.Tensor]:

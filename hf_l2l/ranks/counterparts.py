@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -70,6 +71,7 @@ class Counterparts:
         self._calls = calls = queue.SimpleQueue[_Call | None]()
         changed = peers.state.changed
         self.run(lambda: _run(calls, changed), "hf_l2l hosts")
+        weakref.finalize(self, calls.put, None)
 
     def run(self, function: Callable[[], None], name: str) -> None:
         """Run a function that makes calls to the others in a thread; it ends when a call raises."""
@@ -160,3 +162,4 @@ def _run(calls: queue.SimpleQueue[_Call | None], changed: threading.Condition) -
         with changed:
             call.is_over = True
             changed.notify_all()
+        del call  # which refers to what may be given up

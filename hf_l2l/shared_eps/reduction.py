@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -66,7 +67,11 @@ class Reducer:
         """Numbers of the parameters in the model."""
         self.added: deque[list[Master]] = deque()
         """Masters of items of which this rank has added its share, if no rank has graphs with more gradients."""
-        self._thread = threading.Thread(target=self._run, name="hf_l2l reduction", daemon=True)
+        # It refers to this object while it works: what is given up can be freed.
+        self._thread = threading.Thread(
+            target=_run, args=(self._jobs, weakref.ref(self)), name="hf_l2l reduction", daemon=True
+        )
+        weakref.finalize(self, self._jobs.put, None)
         self._thread.start()
         if team.counterparts is not None:
             team.peers.state.far_threads.append(self._thread)
@@ -114,15 +119,12 @@ class Reducer:
 
     # ---- the thread
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, threading.Event):
-                job.set()
-                continue
-            with ExitStack() as stack:
-                stack.push(self._keep_failure)
-                if self._failure is None:
-                    self._reduce(job)
+    def work(self, landed: Landed) -> None:
+        """Add this rank's share of what has landed."""
+        with ExitStack() as stack:
+            stack.push(self._keep_failure)
+            if self._failure is None:
+                self._reduce(landed)
 
     def _keep_failure(self, kind: object, error: BaseException | None, frames: object) -> bool:
         if error is not None:
@@ -212,6 +214,16 @@ class Reducer:
             total = self._total_of(master)
             dtype = None if total.dtype == master.dtype else master.dtype
             self._norms[self.numbers[master]] = torch.linalg.vector_norm(total, dtype=dtype)
+
+
+def _run(jobs: queue.SimpleQueue[Landed | threading.Event | None], of: weakref.ref[Reducer]) -> None:
+    while (job := jobs.get()) is not None:
+        reducer = of()
+        if isinstance(job, threading.Event):
+            job.set()
+        elif reducer is not None:
+            reducer.work(job)
+        del reducer, job
 
 
 def _add_in_order(gradients: Sequence[torch.Tensor], goes_on: bool, into: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -85,7 +86,14 @@ class Remote:
         """Rank and number of updates that were made before this rank came to their step -> the message."""
         self._expected: dict[tuple[int, int], RemoteUpdate] = {}
         self._numbers = dict.fromkeys(team.peers.ranks, 0)
-        team.peers.on(UPDATED, self._received)
+        received = weakref.WeakMethod(self._received)
+
+        def take(rank: int, number: int, message: bytes) -> None:
+            found = received()  # the thread that calls this keeps nothing that is given up
+            if found is not None:
+                found(rank, number, message)
+
+        team.peers.on(UPDATED, take)
 
     def next_number(self, rank: int) -> int:
         """The number of the next update of a rank."""

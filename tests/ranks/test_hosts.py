@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from failing_ranks import check_others, hurt, nothing_is_left, raising, training
 from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l
 from host_cases import on_hosts
+from left_over import own_threads
 from rank_cases import assert_same, trained
+from rank_pool import RankPool
 from rank_trainer import trained as trained_by_trainer
 
 MODES: dict[str, dict[str, Any]] = {
@@ -235,3 +239,31 @@ def test_the_trainer(pool, tmp_path, size):
     for rank, each in enumerate(found):
         for what in ("weights", "state", "step"):
             assert each[what] == whole[rank][what], what
+
+
+def given_up() -> list[str]:
+    """Threads of the package after a model was trained, and given up without `detach_l2l`."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for step in range(2):
+        model(**batch_for(model, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    eps.synchronize()
+    distributed.barrier()
+    del model, eps, optimizer
+    gc.collect()
+    until = time.monotonic() + 10
+    while own_threads() and time.monotonic() < until:
+        time.sleep(0.05)
+    return sorted(thread.name for thread in own_threads())
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_model_that_is_given_up_leaves_no_thread(hosts):
+    own = RankPool(2)
+    try:
+        assert own.run(on_hosts, hosts, given_up) == [[], []]
+    finally:
+        own.close()
