@@ -63,7 +63,7 @@ def namespaces(count: int, mbit: int) -> Iterator[list[str]]:
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             if mbit:
-                rate = ("rate", f"{mbit}mbit", "burst", "1mb", "latency", "100ms")
+                rate = ("rate", f"{mbit}mbit", "burst", "1mb", "latency", "1s")
                 run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
         yield names
 

@@ -3,6 +3,7 @@ adds those of all hosts in their order."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -11,10 +12,11 @@ import torch
 
 from hf_l2l.across_hosts.calls import failing_with_ranks
 from hf_l2l.eps.masters import Master
-from hf_l2l.ranks.counterparts import Counterparts, exchanged
+from hf_l2l.ranks.counterparts import Counterparts
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.team import Team
 
+_LENGTH = struct.Struct("<I")
 _ALIGNMENT = 64  # bytes, for tensors in what is sent
 
 
@@ -36,14 +38,21 @@ class Part(NamedTuple):
 class HostSums:
     """Adds sums over hosts, together with the counterparts of this rank, which all make the same calls."""
 
-    def __init__(self, counterparts: Counterparts, peers: Peers) -> None:
+    def __init__(self, counterparts: Counterparts, peers: Peers, longest: int) -> None:
+        """`longest` is the number of bytes for which `exchange` has room: the same in all ranks."""
         self._counterparts, self._peers = counterparts, peers
+        self._own = torch.zeros(_LENGTH.size + longest, dtype=torch.uint8)
+        self._of_hosts = [torch.empty_like(self._own) for _ in counterparts.ranks]
         self._given = self._taken = torch.empty(0, dtype=torch.uint8)
 
     def exchange(self, bits: bytes, why: str) -> list[bytes]:
         """What the ranks of each host tell of an item, by host."""
-        with failing_with_ranks(self._counterparts, self._peers, why):
-            return exchanged(self._counterparts.sums, bits)
+        content = _LENGTH.pack(len(bits)) + bits
+        self._own[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        with failing_with_ranks(self._counterparts, self._peers, why):  # one call: it waits behind what is sent before
+            self._counterparts.sums.allgather([self._of_hosts], [self._own]).wait()
+        found = [each.numpy().tobytes() for each in self._of_hosts]
+        return [each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]] for each in found]
 
     def add(self, parts: Sequence[Part], why: str) -> None:
         """Add the sums of all hosts to the totals that this host owns; `why` says what for."""

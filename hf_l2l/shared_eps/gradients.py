@@ -108,9 +108,10 @@ class SharedGradients(Gradients):
         count = len(self.masters.parameters)
         pages = self.team.share(8 * count, "norms of gradients")
         self.norms = pages.bytes_at(0, 8 * count).view(torch.float64)
-        reducer = Reducer(self.team, self._landing, self._sum_of, self.norms, self._timeline.host_works)
-        reducer.numbers = {master: number for number, master in enumerate(self.masters.all())}
-        self._reducer, self._sums = reducer, {}
+        numbers = {master: number for number, master in enumerate(self.masters.all())}
+        works = self._timeline.host_works
+        self._reducer = Reducer(self.team, self._landing, self._sum_of, numbers, self.norms, works)
+        self._sums = {}
 
     def expect(self, unit: MasterUnit) -> None:
         """A call of `unit` is in a graph, from which its masters may get gradients."""

@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
@@ -39,6 +39,7 @@ class Reducer:
         team: Team,
         landing: Landing,
         total_of: Callable[[Master], torch.Tensor],
+        numbers: Mapping[Master, int],
         norms: torch.Tensor,
         works: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -47,12 +48,15 @@ class Reducer:
             team: the ranks.
             landing: their slots.
             total_of: returns the shared gradient sum of a master.
+            numbers: those of the parameters in the model.
             norms: shared memory, float64, for the norm of the gradient of each parameter by its number in the model.
             works: a context for the work on an item, by its name.
         """
         self.team, self.landing = team, landing
         self._total_of, self._norms, self._works = total_of, norms, works
-        self._hosts = None if team.counterparts is None else HostSums(team.counterparts, team.peers)
+        self._hosts = None
+        if team.counterparts is not None:
+            self._hosts = HostSums(team.counterparts, team.peers, len(team.near) * (1 + len(numbers)))
         self._numbers = 0
         self._free = [threading.Semaphore(1) for _ in range(SLOTS)]
         self._jobs: queue.SimpleQueue[Landed | threading.Event | None] = queue.SimpleQueue()
@@ -63,8 +67,7 @@ class Reducer:
         """Masters of which any rank had a gradient in this backward, or in one before it since the last step."""
         self._is_first = True
         """Whether what lands next is the first of a backward."""
-        self.numbers: dict[Master, int] = {}
-        """Numbers of the parameters in the model."""
+        self.numbers = numbers
         self.added: deque[list[Master]] = deque()
         """Masters of items of which this rank has added its share, if no rank has graphs with more gradients."""
         # It refers to this object while it works: what is given up can be freed.
