@@ -65,7 +65,7 @@ class HostSums:
         for part, into in _placed(given, given_to):
             part.add_ranks(into)
         with failing_with_ranks(self._counterparts, self._peers, why):
-            self._counterparts.sums.alltoall_base(taken, given, taken_sizes, given_sizes).wait()
+            self._send_all(given.split(given_sizes), taken.split(taken_sizes))
         begun: set[int] = set()
         for part, from_host in _placed(taken, taken_from):  # host after host
             if part.continues or id(part) in begun:
@@ -73,6 +73,25 @@ class HostSums:
             else:
                 part.total.copy_(from_host)
             begun.add(id(part))
+
+    def _send_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
+        """Send `given[host]` to each host, and wait for `taken[host]` from each."""
+        up, down, own = self._counterparts.sums, self._counterparts.sums_back, self._counterparts.host
+        taken[own].copy_(given[own])
+        # Two groups, so that values pass one way on each connection: gloo sends them when the other side has told that
+        # it is ready, and that message must not wait behind values.
+        works = [
+            (up if host < own else down).recv([each], host, 0)
+            for host, each in enumerate(taken)
+            if host != own and each.numel()
+        ]
+        works += [
+            (up if own < host else down).send([each], host, 0)
+            for host, each in enumerate(given)
+            if host != own and each.numel()
+        ]
+        for work in works:
+            work.wait()
 
 
 def of_all_hosts(norms: torch.Tensor, team: Team, masters: Iterable[Master]) -> torch.Tensor:

@@ -66,7 +66,9 @@ class Counterparts:
             return made
 
         # One for each thread, since a group takes the calls of all its ranks in the same order.
-        self._asks, self.sums, self.weights = group("asks"), group("sums"), group("weights")
+        self._asks, self.weights = group("asks"), group("weights")
+        self.sums, self.sums_back = group("sums"), group("sums back")
+        """Sums pass from earlier hosts to later ones over the first, and back over the second."""
         watch_far_ranks(peers.state, group("alive"), self.ranks)
         self._calls = calls = queue.SimpleQueue[_Call | None]()
         changed = peers.state.changed
