@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -89,6 +89,16 @@ class FarState:
         for number, key, value in entries:
             state = optimizer.state[self._masters[number].parameter]
             state[key] = next(tensors) if isinstance(value, dict) else value
+
+    def release(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Give the optimizers all state, each rank its own: what one rank writes to it must not reach the others."""
+        for optimizer in optimizers:
+            self.gather(optimizer)
+            with without_interception(), torch.no_grad():
+                for state in (optimizer.state.get(m.parameter, {}) for m in self._masters):
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor):
+                            state[key] = value.clone()
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """A step begins, after which the state of other hosts is another one."""

@@ -1,4 +1,4 @@
-"""The EPS of several ranks that train one model on one host."""
+"""The EPS of several ranks that train one model."""
 
 from __future__ import annotations
 

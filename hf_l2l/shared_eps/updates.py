@@ -5,6 +5,7 @@ The others wait for an update as they wait for their own, at the next use of the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
@@ -238,6 +239,9 @@ class SharedUpdates(Updates):
 
     def release(self) -> list[torch.optim.Optimizer]:
         """See `Updates.release`: state and gradients are then of this rank alone."""
+        if self._far_state is not None and not self.worker.has_failed and not self.team.peers.has_failed:
+            self.synchronize()
+            self._take_all_state(self._far_state)
         optimizers = super().release()
         if self._far is not None:
             self._far.close()
@@ -249,6 +253,16 @@ class SharedUpdates(Updates):
                     is_here = self.masters.of(p).owner in self.team.near
                     p.grad = p.grad.clone() if is_here else None
         return optimizers
+
+    def _take_all_state(self, far_state: FarState) -> None:
+        try:
+            far_state.release(self.optimizers)
+        except RankFailedError as error:
+            warnings.warn(
+                "the optimizer has only the state of the parameters that this host updates "
+                f"({error}); call detach_l2l in all ranks, or load a checkpoint",
+                stacklevel=5,
+            )
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         super()._before_state_dict(optimizer)

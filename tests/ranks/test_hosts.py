@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from torch import distributed
 
 from failing_ranks import check_others, hurt, nothing_is_left, raising, training
 from families import batch_for, bert
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from host_cases import on_hosts
 from left_over import own_threads
 from rank_cases import assert_same, trained
-from rank_pool import RankPool
+from rank_pool import RankPool, digest
 from rank_trainer import trained as trained_by_trainer
 
 MODES: dict[str, dict[str, Any]] = {
@@ -267,3 +268,34 @@ def test_a_model_that_is_given_up_leaves_no_thread(hosts):
         assert own.run(on_hosts, hosts, given_up) == [[], []]
     finally:
         own.close()
+
+
+def after_detaching(all_ranks: bool) -> tuple[list[int], str, list[str]]:
+    """Which state the optimizer has when the model is detached, its bits, and warnings."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred", rank_timeout=20.0))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    eps.synchronize()
+    if not all_ranks and distributed.get_rank() == 1:
+        eps.team.close()
+        return [], "", []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        detach_l2l(model)
+    values = [optimizer.state[p].get("exp_avg") for p in model.parameters() if optimizer.state[p]]
+    return [v.numel() for v in values], digest(*values), [str(each.message) for each in caught]
+
+
+def test_a_detached_model_has_all_state(pool):
+    found = pool(2).run(on_hosts, 2, after_detaching, True)
+    count = sum(p.numel() for p in bert().parameters())
+    assert found[0] == found[1] and sum(found[0][0]) == count and not found[0][2]
+
+
+def test_a_rank_that_detaches_alone_is_warned_that_it_has_a_part(pool):
+    sizes, _, texts = pool(2).run(on_hosts, 2, after_detaching, False)[0]
+    assert 0 < sum(sizes) < sum(p.numel() for p in bert().parameters())
+    assert any("only the state of the parameters that this host updates" in text for text in texts)
