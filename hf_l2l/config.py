@@ -44,6 +44,7 @@ ResidentUpdate = Literal["device", "host"]
 ChunkedLoss = Literal["auto", "off"]
 HeadDevice = Literal["auto", "first"]
 BoundaryPlace = Literal["auto", "device", "host"]
+Reduce = Literal["auto", "host", "device"]
 
 
 def _described(default: Any, help: str) -> Any:
@@ -228,6 +229,14 @@ class L2LConfig(OptionNames):
         "Seconds within which all ranks of a launcher (torchrun, `accelerate launch`) have ended after one of them "
         "has ended, or does not answer. One process alone has no other ranks.",
     )
+    reduce: Reduce = _described(
+        "auto",
+        "Where the ranks of a host add their gradients, layer by layer, in the order of the ranks: in "
+        '"host" memory, to which each downloads all of its own; or on the "device", where each adds its share of '
+        "those that the others send it (over NVLink or the like), and downloads the sum. The bits are the same. "
+        '"auto" measures both at the first step, if each rank has a device of its own, and takes the faster one. One '
+        "process alone has nothing to add.",
+    )
     trace: str | os.PathLike[str] | None = _described(
         None,
         "File to which steps are written as they run, for ui.perfetto.dev or chrome://tracing: what every layer "
@@ -346,6 +355,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
     "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
     "head_device": (HeadDevice, "use 'first' for the bits of one device"),
+    "reduce": (Reduce, "leave it at 'auto', which measures"),
     "eps_update": (EpsUpdate, "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"),
 }
 """Option -> its values, and what to do."""

@@ -39,6 +39,7 @@ FLOORS: dict[str, set[str]] = {
     "report": TORCH,
     "eps": TORCH,
     "across_hosts": TORCH,
+    "across_devices": TORCH,
     "shared_eps": TORCH,
     "stash": TORCH,
     "pipeline": set(),

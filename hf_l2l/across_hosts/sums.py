@@ -49,7 +49,9 @@ class HostSums:
         """What the ranks of each host tell of an item, by host."""
         content = _LENGTH.pack(len(bits)) + bits
         self._own[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        with failing_with_ranks(self._counterparts, self._peers, why):  # one call: it waits behind what is sent before
+        with failing_with_ranks(
+            self._counterparts.others, self._peers, why
+        ):  # one call: it waits behind what is sent before
             self._counterparts.sums.allgather([self._of_hosts], [self._own]).wait()
         found = [each.numpy().tobytes() for each in self._of_hosts]
         return [each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]] for each in found]
@@ -64,7 +66,7 @@ class HostSums:
         given, taken = self._given[: sum(given_sizes)], self._taken[: sum(taken_sizes)]
         for part, into in _placed(given, given_to):
             part.add_ranks(into)
-        with failing_with_ranks(self._counterparts, self._peers, why):
+        with failing_with_ranks(self._counterparts.others, self._peers, why):
             self._send_all(given.split(given_sizes), taken.split(taken_sizes))
         begun: set[int] = set()
         for part, from_host in _placed(taken, taken_from):  # host after host

@@ -89,7 +89,7 @@ class FarWeights:
             self._peers.check("the other hosts receive new weights", others)
 
     def _wait(self, works: Sequence[Work]) -> None:
-        with failing_with_ranks(self._counterparts, self._peers, "the hosts exchange new weights"):
+        with failing_with_ranks(self._counterparts.others, self._peers, "the hosts exchange new weights"):
             for work in works:
                 work.wait()
 

@@ -20,6 +20,7 @@ from hf_l2l.config import (
     L2LConfig,
     MomentDtype,
     Nonfinite,
+    Reduce,
     Resident,
     ResidentUpdate,
     StashPlace,
@@ -103,6 +104,7 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     eps_update: EpsUpdate = _as_configured("eps_update")
     l2l_num_threads: int | None = _as_configured("num_threads")
     l2l_rank_timeout: float = _as_configured("rank_timeout")
+    l2l_reduce: Reduce = _as_configured("reduce")
     l2l_trace: str | None = _as_configured("trace")
     l2l_layer_classes: list[str] | None = _as_configured("layer_classes")
     l2l_devices: str = field(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _NEVER_SENT = 2**31 - 1
 """A tag that no message has."""
-_LONG = timedelta(days=365)
+NO_LIMIT = timedelta(days=365)
 """For calls that wait until other hosts come to them: whether those are alive is found out by their heartbeats."""
 
 
@@ -61,7 +61,7 @@ class Counterparts:
 
         def group(name: str) -> ProcessGroup:
             made = group_of(name)
-            made.set_timeout(_LONG)
+            made.set_timeout(NO_LIMIT)
             peers.state.far_calls.append(partial(wake, made))
             return made
 

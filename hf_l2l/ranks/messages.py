@@ -34,8 +34,12 @@ STATE = 14
 OPTIONS = 12
 """Its options and parameters, which all ranks must have."""
 
+SUMMED = 15
+"""Its share of an item, which it adds on its device, is in host memory."""
+
 NOT_BEFORE: dict[int, tuple[int, ...]] = {
     LANDED: (VOTE, STEP),
+    SUMMED: (VOTE, STEP),
     LATE: (VOTE, STEP),
     REDUCED: (LANDED, LATE),
     VOTE: (LANDED, LATE, STEP),

@@ -185,14 +185,14 @@ class Peers:
             raise RankFailedError(f"rank {rank} has failed: {text}{where}", rank)
 
     def cannot_reach(self, error: Exception, why: str, of: Collection[int]) -> NoReturn:
-        """Raise RankFailedError after a call to ranks of other hosts (`of`) has failed: it names the cause, of which
-        this rank may hear a little later."""
+        """Raise RankFailedError after a call of torch.distributed to ranks (`of`) has failed: it names the cause, of
+        which this rank may hear a little later."""
         state, until = self._state, time.monotonic() + self.timeout_s
         with state.changed:
             while not self._knows_end(of) and time.monotonic() < until:
                 state.changed.wait(_POLL_S)
         self.check(why, of)
-        state.fail(self.rank, f"it cannot reach the ranks of other hosts: {str(error).splitlines()[0]}")
+        state.fail(self.rank, f"it cannot reach other ranks: {str(error).splitlines()[0]}")
         self.check(why)
         raise AssertionError("a rank has failed") from error
 

@@ -20,6 +20,7 @@ GRADIENT_SLOT_FREE = "gradients are accumulated in a slot after those in it have
 NORMS_COMPUTED = "norms of resident gradients that have changed are read after they have been computed"
 ALL_GRADIENTS_DOWNLOADED = "backward returns after all gradients have been downloaded"
 FAILED_DOWNLOADS_FINISHED = "memory of a failed backward is reused after its downloads have finished"
+GRADIENTS_ADDED = "sums of the gradients of all ranks are downloaded after they have been added on the device"
 GRADIENT_DOWNLOADED = "a gradient is read after it has been downloaded"
 
 # ---- the stash

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
+from hf_l2l.across_devices.choice import Reduction
 from hf_l2l.across_hosts.sums import of_all_hosts
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.gradients import Gradients, Sums
-from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import hold
 from hf_l2l.ranks.messages import LATE, REDUCED
@@ -26,20 +26,22 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.worker import EngineFailedError
-from hf_l2l.shared_eps.host_memory import FarSum, SharedSum
+from hf_l2l.shared_eps.host_memory import FarSum, SharedMemory, SharedSum, Totals
 from hf_l2l.shared_eps.items import Item, Items
-from hf_l2l.shared_eps.landing import Landing, bits_of, in_slots
+from hf_l2l.shared_eps.landing import DeviceLanding, Landing, bits_of, in_slots, landing_for, refuse_sparse
 from hf_l2l.shared_eps.reduction import Reducer
 
 
 class SharedGradients(Gradients):
     """Receives the gradient sums of this rank, and holds those of all ranks in `p.grad`."""
 
+    memory: SharedMemory
+
     def __init__(
         self,
         device: torch.device,
         masters: Masters,
-        memory: HostMemory,
+        memory: SharedMemory,
         backwards: Backwards,
         others: Sequence[torch.device] = (),
         *,
@@ -49,9 +51,11 @@ class SharedGradients(Gradients):
         super().__init__(device, masters, memory, backwards, others)
         self.adds_apart = True
         self.team = team
+        self.reduction: Reduction | None = None
+        """Where gradients are added; given when the options of all ranks are known to be the same."""
         self._timeline = timeline
         self._items: Items | None = None
-        self._landing: Landing | None = None
+        self._landing: Landing | DeviceLanding | None = None
         self._reducer: Reducer | None = None
         self._placed_at = 0
         """`masters.changes` when items and slots were made."""
@@ -67,7 +71,7 @@ class SharedGradients(Gradients):
         """Calls of the model since the last backward ended."""
         self._backwards = 0
         self._has_begun = False
-        self._sums: dict[Master, torch.Tensor] = {}
+        self._sums = Totals()
         self._taken: set[Master] = set()
         """Masters whose sums updates of this backward use."""
         self._failed = False
@@ -104,14 +108,18 @@ class SharedGradients(Gradients):
     def _make_items(self) -> None:
         self.release()
         self._items = Items(self.masters)
-        self._landing = Landing(self.team, self._items.slot_bytes, self.device)
+        slot_bytes = self._items.slot_bytes
+        sums = None if self.reduction is None else self.reduction.sums(slot_bytes)
+        if sums is not None:
+            self.memory.lock_gradients()
+        self._landing = landing_for(self.team, slot_bytes, self.lane, on_device=sums is not None)
         count = len(self.masters.parameters)
         pages = self.team.share(8 * count, "norms of gradients")
         self.norms = pages.bytes_at(0, 8 * count).view(torch.float64)
         numbers = {master: number for number, master in enumerate(self.masters.all())}
         works = self._timeline.host_works
-        self._reducer = Reducer(self.team, self._landing, self._sum_of, numbers, self.norms, works)
-        self._sums = {}
+        self._reducer = Reducer(self.team, self._landing, self._sum_of, numbers, self.norms, works, sums)
+        self._sums = Totals()
 
     def expect(self, unit: MasterUnit) -> None:
         """A call of `unit` is in a graph, from which its masters may get gradients."""
@@ -140,7 +148,7 @@ class SharedGradients(Gradients):
         self.backwards.join()
         self._begin()
         items = self._found[0]
-        self._refuse_unfit(sums)
+        refuse_sparse(sums)
         touched = items.of_unit(unit) if unit is not None else [items.of[master] for master, _ in sums]
         for item in touched:
             item.arrivals += 1
@@ -181,13 +189,6 @@ class SharedGradients(Gradients):
                     )
                 if grad is not None:
                     self._continuing.add(master)
-
-    def _refuse_unfit(self, sums: Sums) -> None:
-        sparse = next((m for m, gradient in sums if gradient.layout is not torch.strided), None)
-        if sparse is not None:
-            raise ValueError(
-                f"ranks add dense gradients (got a sparse one of {sparse.name}); make the embedding with sparse=False"
-            )
 
     def _is_next(self, item: Item, of_layer: bool) -> bool:
         """Whether all items before it have landed, so that the gradients can land as they come; lands those that
@@ -342,7 +343,7 @@ class SharedGradients(Gradients):
                     master.parameter.grad = None
                     added.append((master, grad))
             for master, gradient in added:
-                self._refuse_unfit([(master, gradient)])
+                refuse_sparse([(master, gradient)])
                 before = self._private.get(master)
                 share = gradient / self.team.size  # as the gradients of the outputs are
                 for point in self._submitted() if before is not None else ():

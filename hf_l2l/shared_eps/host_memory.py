@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -31,6 +32,7 @@ class SharedMemory(HostMemory):
         self._mapped: list[SharedPages] = []
         """What is shared, for as long as masters are in it."""
         self._has_buffers = False
+        self._of_gradients: list[SharedPages] = []
 
     def adopt(self) -> None:
         """Move parameters that are new, or have other memory now, to shared memory; they stay the same objects.
@@ -166,6 +168,13 @@ class SharedMemory(HostMemory):
         for group, layout, (pages, at) in zip(groups, layouts, self._shared(layouts, "gradient sums"), strict=True):
             for master, (part, room) in zip(group, placed(pages, layout, at), strict=True):
                 master.gradient_part, master.gradient_room = part, room
+        self._of_gradients.append(self._mapped[-1])
+
+    def lock_gradients(self) -> None:
+        """Page-lock the gradient sums for the device, which writes them itself."""
+        for pages in self._of_gradients if stream.can_page_lock(self.device) else ():
+            if pages.locked is None:
+                pages.lock(self.device)
 
     def _move_back(self) -> None:
         if self._mapped:  # else nothing has been moved
@@ -182,20 +191,28 @@ class SharedMemory(HostMemory):
         stream.forget_refusal(self.device)
 
 
+class Totals(dict[Master, torch.Tensor]):
+    """The sum of each master: the same tensor each time."""
+
+
 class SharedSum(PendingSum):
     """The norm of a sum in `p.grad`, and a factor to multiply it by before it is used. The program cannot write to it:
     each rank would."""
 
-    def __init__(self, norm: torch.Tensor, version: int, sums: dict[Master, torch.Tensor], master: Master) -> None:
+    def __init__(self, norm: torch.Tensor, version: int, sums: Totals, master: Master) -> None:
         """`sums` are the tensors in which the sums of ranks are, that of `master` among them."""
         super().__init__(norm, version)
-        self._sums, self._master = sums, master
+        # A sum that referred to itself would never be freed: what p.grad refers to is hidden from the collector.
+        self._sums, self._master = weakref.ref(sums), weakref.ref(master)
+        self._of, self._owner = master.name, master.owner
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Scale a copy that this rank alone has; the memory of all ranks is never written by the program."""
         factor, self.factor = self.factor, None
         if factor is not None:
-            self._sums.pop(self._master, None)  # it is in no shared memory any more
+            sums, master = self._sums(), self._master()
+            if sums is not None and master is not None:
+                sums.pop(master, None)  # it is in no shared memory any more
             with without_interception(), torch.no_grad():
                 tensor.set_(tensor * factor)  # type: ignore[call-overload]
 
@@ -213,6 +230,6 @@ class FarSum(SharedSum):
     def before_values(self, tensor: torch.Tensor) -> None:
         raise RuntimeError(
             "with several hosts, each has the gradient sums of the parameters that its ranks update (got a use of "
-            f"p.grad of {self._master.name}, which rank {self._master.owner} updates); use eps.grad_norm() and "
+            f"p.grad of {self._of}, which rank {self._owner} updates); use eps.grad_norm() and "
             "eps.clip_grad_norm_(max_norm)"
         )

@@ -1,8 +1,8 @@
-"""Slots of shared memory in which the gradients of each rank land, to be added by their owners."""
+"""Where the gradients of each rank land, to be added: slots of shared memory, or memory of its device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,9 @@ class Landed(NamedTuple):
     """Bytes of the item's layout."""
     bits: bytes
     at: stream.Point | None
-    """When it has been downloaded; None if it is there."""
+    """When it is there; None if it is."""
+    memory: torch.Tensor
+    """The slot (uint8, one dimension)."""
 
 
 class Landing:
@@ -40,7 +42,7 @@ class Landing:
     def __init__(self, team: Team, slot_bytes: int, device: torch.device) -> None:
         """Memory that holds this rank's part is page-locked for its `device`."""
         self._places = {rank: place for place, rank in enumerate(team.near)}
-        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.slot_bytes = aligned(slot_bytes)
         self.pages: SharedPages = team.share(len(team.near) * SLOTS * self.slot_bytes, "gradients of each rank")
         self.is_locked = stream.can_page_lock(device) and self.pages.lock(device)
 
@@ -52,6 +54,41 @@ class Landing:
     def release(self) -> None:
         """Make the memory pageable again."""
         self.pages.unlock()
+
+
+class DeviceLanding:
+    """Memory of this rank's device, in the place of its slots."""
+
+    def __init__(self, slot_bytes: int, lane: stream.Lane) -> None:
+        """For copies that are made on `lane`."""
+        self.slot_bytes, self._lane = aligned(slot_bytes), lane
+
+    def slot(self, rank: int, number: int) -> torch.Tensor:
+        """New memory (uint8, one dimension) for the next gradients of this rank."""
+        with self._lane.entered():
+            return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._lane.device)
+
+    def release(self) -> None:
+        """Nothing is left: the memory is free with its tensors."""
+
+
+def landing_for(team: Team, slot_bytes: int, lane: stream.Lane, *, on_device: bool) -> Landing | DeviceLanding:
+    """Where the gradients land that `lane` copies: on its device, or in shared memory."""
+    return DeviceLanding(slot_bytes, lane) if on_device else Landing(team, slot_bytes, lane.device)
+
+
+def refuse_sparse(gradients: Iterable[tuple[Master, torch.Tensor]]) -> None:
+    """Raise ValueError for gradients that do not have all elements."""
+    sparse = next((m for m, gradient in gradients if gradient.layout is not torch.strided), None)
+    if sparse is not None:
+        raise ValueError(
+            f"ranks add dense gradients (got a sparse one of {sparse.name}); make the embedding with sparse=False"
+        )
+
+
+def aligned(num_bytes: int) -> int:
+    """So many bytes, rounded up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def bits_of(item: Item, present: set[Master], continuing: set[Master], *, more: bool) -> bytes:
@@ -72,14 +109,14 @@ def in_slots(
     slot: Slot,
     next_slot: Callable[[], Slot],
 ) -> Iterator[Landed]:
-    """Start to download all gradients of an item, on the lane, which is entered; yields each part as it has a slot.
+    """Start to copy all gradients of an item, on the lane, which is entered; yields each part as it has a slot.
 
     Args:
         item: what lands.
         gradients: this rank's, on any device; others are left out.
         flat: device memory that holds all of them in the layout of the item; None if they lie apart.
         bits: what this rank tells of each parameter.
-        lane: where the download is made.
+        lane: where the copies are made.
         slot: the first slot.
         next_slot: returns a further one, if the item is larger than a slot.
     """
@@ -91,7 +128,7 @@ def in_slots(
             for master, view in zip(item.masters, layout.views(memory), strict=True):
                 if master in gradients:
                     view.copy_(gradients[master], non_blocking=True)
-        yield Landed(number, item, 0, layout.num_bytes, bits, lane.record())
+        yield Landed(number, item, 0, layout.num_bytes, bits, lane.record(), memory)
         return
     piece, whole = layout.pieces[0], gradients.get(item.masters[0])
     if whole is not None and piece.stride is not None and whole.stride() != piece.stride:
@@ -103,4 +140,4 @@ def in_slots(
             size = piece.dtype.itemsize
             part_of_it = elements(whole)[start // size : stop // size]
             memory[: stop - start].view(piece.dtype).copy_(part_of_it, non_blocking=True)
-        yield Landed(number, item, start, stop, bits, lane.record())
+        yield Landed(number, item, start, stop, bits, lane.record(), memory)

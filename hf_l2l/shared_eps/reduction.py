@@ -1,7 +1,8 @@
 """Adding up the gradients of all ranks, item by item, while the next layer computes.
 
 Each rank has two slots of shared memory, in which its gradients land. A thread of each rank adds those that it owns,
-always in the order of the ranks, so that the result does not depend on who was first.
+always in the order of the ranks, so that the result does not depend on who was first. Or they land on the devices,
+which add them (`across_devices`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from functools import partial
 
 import torch
 
+from hf_l2l.across_devices.sums import DeviceSums, Gradients
 from hf_l2l.across_hosts.sums import HostSums, Part
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
-from hf_l2l.ranks.messages import LANDED
+from hf_l2l.ranks.messages import LANDED, SUMMED
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import elements
 from hf_l2l.runtime.observer import aside
-from hf_l2l.shared_eps.landing import CONTINUES, MORE, PRESENT, SLOTS, Landed, Landing
+from hf_l2l.shared_eps.landing import CONTINUES, MORE, PRESENT, SLOTS, DeviceLanding, Landed, Landing, aligned
 
 _AT_ONCE = 2**18
 """Elements that are added for all ranks before the next ones, so that the sum stays in a cache."""
@@ -37,11 +39,12 @@ class Reducer:
     def __init__(
         self,
         team: Team,
-        landing: Landing,
+        landing: Landing | DeviceLanding,
         total_of: Callable[[Master], torch.Tensor],
         numbers: Mapping[Master, int],
         norms: torch.Tensor,
         works: Callable[[str], AbstractContextManager[None]],
+        devices: DeviceSums | None = None,
     ) -> None:
         """
         Args:
@@ -51,9 +54,11 @@ class Reducer:
             numbers: those of the parameters in the model.
             norms: shared memory, float64, for the norm of the gradient of each parameter by its number in the model.
             works: a context for the work on an item, by its name.
+            devices: what adds on the devices, where gradients land then; None adds on the host.
         """
         self.team, self.landing = team, landing
         self._total_of, self._norms, self._works = total_of, norms, works
+        self._devices = devices
         self._hosts = None
         if team.counterparts is not None:
             self._hosts = HostSums(team.counterparts, team.peers, len(team.near) * (1 + len(numbers)))
@@ -76,7 +81,7 @@ class Reducer:
         )
         weakref.finalize(self, self._jobs.put, None)
         self._thread.start()
-        if team.counterparts is not None:
+        if team.counterparts is not None or devices is not None:
             team.peers.state.far_threads.append(self._thread)
 
     # ---- for the thread that runs the backward
@@ -137,13 +142,15 @@ class Reducer:
 
     @torch.no_grad()
     def _reduce(self, landed: Landed) -> None:
-        with aside():
-            stream.wait(landed.at, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+        if self._devices is None:
+            with aside():
+                stream.wait(landed.at, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
         why = f"all ranks have the gradients of {landed.item.name}"
         found = self.team.peers.gather(LANDED, landed.number, bytes([landed.item.number % 256]) + landed.bits, why)
-        if self._in_use is not None:  # whoever has landed this has read the one before
-            self._free[self._in_use].release()
-        self._in_use = landed.number % SLOTS
+        if self._devices is None:
+            if self._in_use is not None:  # whoever has landed this has read the one before
+                self._free[self._in_use].release()
+            self._in_use = landed.number % SLOTS
         if self._hosts is not None:
             if self._is_first and self.team.counterparts is not None:
                 self._is_first = False
@@ -153,11 +160,20 @@ class Reducer:
             len(theirs) != len(landed.bits) + 1 or theirs[0] != landed.item.number % 256 for theirs in found.values()
         ):
             raise RuntimeError("all ranks must train the same parameters (got other ones on another rank)")
+        if self._devices is not None:
+            self._add_on_devices(self._devices, landed, found, why)
+        else:
+            self._add_on_host(landed, found)
+        more = any(bit & MORE for theirs in found.values() for bit in theirs[1:])
+        if landed.stop >= landed.item.layout.pieces[-1].stop and not more:
+            self.added.append([m for m in landed.item.masters if m in self.has_sum])
+
+    def _add_on_host(self, landed: Landed, found: Mapping[int, bytes]) -> None:
+        """Add those gradients that this rank owns, or its counterparts on other hosts."""
         parts: dict[Master, Part] = {}
         with self._works(f"the sum over ranks of {landed.item.name}"), without_interception():
             for place, master in enumerate(landed.item.masters):
-                bits = {rank: theirs[place + 1] for rank, theirs in found.items()}
-                part = self._part(landed, place, master, bits)
+                part = self._part(landed, place, master, *self._givers(found, place, master))
                 if part is not None:
                     parts[master] = part
             if self._hosts is not None:
@@ -166,9 +182,25 @@ class Reducer:
                 if self._hosts is None:
                     part.add_ranks(part.total)
                 self._end_part(landed, master)
-        more = any(bit & MORE for theirs in found.values() for bit in theirs[1:])
-        if landed.stop >= landed.item.layout.pieces[-1].stop and not more:
-            self.added.append([m for m in landed.item.masters if m in self.has_sum])
+
+    def _add_on_devices(self, devices: DeviceSums, landed: Landed, found: Mapping[int, bytes], why: str) -> None:
+        """Add this rank's share of all gradients on its device, and wait until the others have added theirs."""
+        parts: dict[Master, Gradients] = {}
+        with without_interception():
+            for place, master in enumerate(landed.item.masters):
+                ranks, there = self._givers(found, place, master)
+                if ranks:
+                    master.wait()  # the update of the last step may still read the sum
+                    piece, (flat, offset) = landed.item.layout.pieces[place], self._range(landed, place, master)
+                    parts[master] = Gradients(flat, offset, piece.dtype, ranks, there)
+        if parts:
+            given = landed.memory[: aligned(landed.stop - landed.start)]
+            devices.add(given, landed.at, list(parts.values()), why)
+        self._free[landed.number % SLOTS].release()
+        self.team.peers.gather(SUMMED, landed.number, b"", why)
+        with self._works(f"the norms of {landed.item.name}"), without_interception():
+            for master in parts:
+                self._end_part(landed, master)
 
     def _of_all_hosts(self, hosts: HostSums, near: dict[int, bytes], why: str) -> dict[int, bytes]:
         """What the ranks of all hosts tell of an item, of which those of this host are known."""
@@ -179,28 +211,37 @@ class Reducer:
             found.update({rank: theirs[n * size : (n + 1) * size] for n, rank in enumerate(ranks)})
         return found
 
-    def _part(self, landed: Landed, place: int, master: Master, bits: dict[int, int]) -> Part | None:
-        """What this rank adds of the gradient of a master, whose ranks tell `bits`; None if another one does."""
-        team = self.team
+    def _givers(self, found: Mapping[int, bytes], place: int, master: Master) -> tuple[list[int], bool]:
+        """The ranks that have a gradient of a master, as they tell, and whether it has a sum already."""
+        bits = {rank: theirs[place + 1] for rank, theirs in found.items()}
         continues = {bool(each & CONTINUES) for each in bits.values()}
         if len(continues) > 1:
             raise RuntimeError(
                 f"all ranks must drop gradients, or none (got {master.name}, whose p.grad some have set to None); "
                 "call optimizer.zero_grad() on all of them"
             )
-        ranks = [rank for rank, each in bits.items() if each & PRESENT]
+        ranks = sorted(rank for rank, each in bits.items() if each & PRESENT)
         if ranks or True in continues:
             self.has_sum.add(master)
+        return ranks, True in continues
+
+    def _range(self, landed: Landed, place: int, master: Master) -> tuple[torch.Tensor, int]:
+        """The range of the sum of a master (one dimension) to which gradients have landed, and the byte of the slot
+        at which these begin."""
+        piece, size = landed.item.layout.pieces[place], master.parameter.element_size()
+        first = max(0, landed.start - piece.start) // size
+        count = (min(landed.stop, piece.stop) - max(landed.start, piece.start)) // size
+        return elements(self._total_of(master))[first : first + count], max(0, piece.start - landed.start)
+
+    def _part(self, landed: Landed, place: int, master: Master, ranks: Sequence[int], there: bool) -> Part | None:
+        """What this rank adds of the gradient of a master that `ranks` have; None if another one does."""
+        team, piece = self.team, landed.item.layout.pieces[place]
         if team.stand_in[master.owner] != team.rank or not ranks:
             return None
         if master.owner == team.rank:
             master.wait()  # the update of the last step may still read the sum
-        total, piece = self._total_of(master), landed.item.layout.pieces[place]
-        there = True in continues
+        flat, offset = self._range(landed, place, master)
         size = master.parameter.element_size()
-        first = max(0, landed.start - piece.start) // size
-        flat = elements(total)[first : first + (min(landed.stop, piece.stop) - max(landed.start, piece.start)) // size]
-        offset = max(0, piece.start - landed.start)
         given = [
             self.landing.slot(rank, landed.number)[offset : offset + flat.numel() * size].view(piece.dtype)
             for rank in team.near

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_l2l.across_devices.choice import Reduction
 from hf_l2l.compat import without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory, Progress
@@ -40,6 +41,7 @@ _SAME = (
     "eps_update",
     "layer_classes",
     "rank_timeout",
+    "reduce",
 )
 """Options that say which gradients and updates there are, and when. Others are a matter of each device."""
 
@@ -70,12 +72,14 @@ class SharedEagerParamServer(EagerParamServer):
         return SharedMemory(self.device, self.masters, progress, team=self.team)
 
     def _make_gradients(self, others: Sequence[torch.device]) -> SharedGradients:
+        self._devices = [self.device, *others]
         return SharedGradients(
             self.device, self.masters, self.memory, self.backwards, others, team=self.team, timeline=self.timeline
         )
 
     def _make_updates(self, config: L2LConfig, is_accumulating: Callable[[], bool]) -> SharedUpdates:
         _refuse_other_options(self.team, config, self.masters)
+        self.gradients.reduction = Reduction(config.reduce, self.team, self._devices)
         return SharedUpdates(
             self.masters,
             self.gradients,
@@ -159,6 +163,7 @@ class SharedEagerParamServer(EagerParamServer):
         peers = self.team.peers
         with ExitStack() as stack:
             stack.callback(self._drop_errors)
+            stack.callback(self._close_reduction)
             stack.callback(self.gradients.release)
             for module in (self.model, *self.model.children()):  # else accelerate would leave them unwrapped later
                 vars(module).pop("_is_accelerate_prepared", None)
@@ -168,6 +173,10 @@ class SharedEagerParamServer(EagerParamServer):
             except RankFailedError as error:
                 self.updates.worker.fail(error)  # what it has left half-done is not waited for
             return super().release()
+
+    def _close_reduction(self) -> None:
+        if self.gradients.reduction is not None:
+            self.gradients.reduction.close()
 
 
 def _refuse_other_options(team: Team, config: L2LConfig, masters: Masters) -> None:

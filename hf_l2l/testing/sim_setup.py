@@ -8,7 +8,7 @@ import threading
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hf_l2l.testing import sim_autocast, sim_backward, sim_device, sim_kernels, sim_patches
+from hf_l2l.testing import sim_autocast, sim_backward, sim_collectives, sim_device, sim_kernels, sim_patches
 from hf_l2l.testing.sim_devices import NAME, count_several
 
 _once = threading.Lock()
@@ -30,6 +30,7 @@ def set_up_once() -> torch.device:
             sim_kernels.register(library, anything)
             sim_autocast.register(library, anything)
             sim_patches.apply(library)
+            sim_collectives.register()
             sim_device.manual_seed_all(torch.initial_seed())
         if not _started.is_set():
             _refuse_late_start()

@@ -119,6 +119,7 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_gradient_slots": ([1, 2], [3]),
     "eps_update": (["serial", "deferred", "eager", "auto"], ["lazy"]),
     "l2l_num_threads": ([1], [0, 1000000]),
+    "l2l_reduce": (["host", "auto"], ["nccl"]),
     "l2l_rank_timeout": ([1, 60.5], [0, "long", float("nan")]),
     "l2l_layer_classes": ([["BertLayer"]], [["NoLayer"], [], "BertLayer"]),
     "l2l_devices": (["1", "auto"], ["all", 0]),

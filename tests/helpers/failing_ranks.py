@@ -75,9 +75,9 @@ def check_others(found: list[tuple[bool, Any]], text: str) -> None:
             assert not is_right and f"rank 1 has failed: {text}" in what, what
 
 
-def raising(steps: int, place: str) -> str:
+def raising(steps: int, place: str, options: dict[str, Any] | None = None) -> str:
     """As a script: an exception ends the process."""
     try:
-        return training(steps, place)
+        return training(steps, place, options)
     except torch.OutOfMemoryError:
         os._exit(1)

@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "eps_update": "async",
     "num_threads": 0,
     "rank_timeout": 0.5,
+    "reduce": "nccl",
     "trace": 7,
     "layer_classes": (),
 }

@@ -6,6 +6,8 @@ import gc
 import re
 import time
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +171,14 @@ def test_hosts_with_other_numbers_of_ranks_are_refused(pool):
         assert re.match(r"each host must have as many ranks as the others \(got 2, 1\)", text)
 
 
+@pytest.fixture
+def own_pool() -> Iterator[RankPool]:
+    """Two processes for one test, which leaves them as they should not be."""
+    own = RankPool(2)
+    yield own
+    own.close()
+
+
 def steps_alone() -> str:
     """Rank 1 makes another backward where rank 0 steps."""
     model = bert()
@@ -184,8 +194,8 @@ def steps_alone() -> str:
     return str(error.value)
 
 
-def test_hosts_that_make_other_calls_are_told(pool):
-    for text in pool(2).run(on_hosts, 2, steps_alone):
+def test_hosts_that_make_other_calls_are_told(own_pool):
+    for text in own_pool.run(on_hosts, 2, steps_alone):
         assert "all ranks must run the same forwards, backwards and steps" in text, text
 
 
@@ -242,8 +252,8 @@ def test_the_trainer(pool, tmp_path, size):
             assert each[what] == whole[rank][what], what
 
 
-def given_up() -> list[str]:
-    """Threads of the package after a model was trained, and given up without `detach_l2l`."""
+def given_up() -> tuple[list[str], int]:
+    """Threads of the package, and maps of shared memory, after a model was given up without `detach_l2l`."""
     model = bert()
     eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -251,6 +261,7 @@ def given_up() -> list[str]:
         model(**batch_for(model, seed=step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    model(**batch_for(model)).loss.backward()  # p.grad are there
     eps.synchronize()
     distributed.barrier()
     del model, eps, optimizer
@@ -258,16 +269,13 @@ def given_up() -> list[str]:
     until = time.monotonic() + 10
     while own_threads() and time.monotonic() < until:
         time.sleep(0.05)
-    return sorted(thread.name for thread in own_threads())
+    maps = Path("/proc/self/maps").read_text().count("memfd:hf_l2l")
+    return sorted(thread.name for thread in own_threads()), maps
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_model_that_is_given_up_leaves_no_thread(hosts):
-    own = RankPool(2)
-    try:
-        assert own.run(on_hosts, hosts, given_up) == [[], []]
-    finally:
-        own.close()
+def test_a_model_that_is_given_up_leaves_no_thread_and_no_memory(own_pool, hosts):
+    assert own_pool.run(on_hosts, hosts, given_up) == [([], 0), ([], 0)]
 
 
 def after_detaching(all_ranks: bool) -> tuple[list[int], str, list[str]]:
