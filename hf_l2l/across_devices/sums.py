@@ -114,6 +114,12 @@ class DeviceSums:
             distributed.destroy_process_group(self._group)
 
 
+def bytes_of_sums(largest: int, count: int) -> int:
+    """Bytes of device memory that sums over so many ranks take, whose largest gradients of a layer have `largest`
+    bytes: what a rank gives, twice, since the next ones land meanwhile; what it is sent; and the sum of its share."""
+    return 3 * largest + -(-largest // count)
+
+
 def cuts(num_bytes: int, count: int) -> list[int]:
     """Where the shares of so many ranks begin, and the last one ends: each has as many bytes, a multiple of
     `ALIGNMENT`, but for the last ones."""

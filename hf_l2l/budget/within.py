@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -152,6 +152,7 @@ def _plan_within(
                 accumulates=batches > at_once,
                 autocast=autocast,
                 devices=len(devices),
+                ranks_add=process_group_size() if _may_add_on_devices(config, devices) else 0,
             )
 
     run = run_of(1)
@@ -221,6 +222,11 @@ def _times(inputs: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Te
         else t
         for name, t in inputs.items()
     }
+
+
+def _may_add_on_devices(config: L2LConfig, devices: Sequence[torch.device]) -> bool:
+    """Whether ranks will add gradients on their devices, or may find that to be faster."""
+    return config.reduce != "host" and process_group_size() > 1 and len(devices) == 1
 
 
 _RESIDENT = ("resident", "resident_layers")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_l2l.across_devices.sums import bytes_of_sums
 from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.logits.heads import output_embedding
@@ -66,15 +67,17 @@ class RunShapes:
         accumulates: bool = False,
         autocast: torch.dtype | None = None,
         devices: int = 1,
+        ranks_add: int = 0,
     ) -> None:
         """`inputs` are those of the whole device batch, which consists of so many `batches`, whose rows are in
         micro-batches of their own; `accumulates` says whether a step has several such batches, one after the other;
         `given` names options of `config` that bind a plan even if they have their defaults; the model is called under
         `autocast` in this dtype, or, with None, as the region of autocast says that is entered now for the device; so
-        many `devices` run the layers in turn; see `estimate` for the others."""
+        many `devices` run the layers in turn; so many ranks add their gradients on their devices (0: on the host); see
+        `estimate` for the others."""
         self.turns = [Turn(number, devices) for number in range(devices)]
         """Of the devices that run the layers."""
-        self.given = given
+        self.given, self._ranks_add = given, ranks_add
         self.device = device or device_to_train_on(config)
         self.model, self.config, self.inputs = model, config, dict(inputs)
         self.optimizer = optimizer
@@ -246,10 +249,17 @@ class RunShapes:
         peaks = (self.on_device(config, turn.number).peak() for turn in self.turns)
         return max(peaks, key=lambda peak: sum(peak[1].values()))
 
+    @property
+    def for_ranks(self) -> int:
+        """Bytes on the device for the sums over ranks."""
+        largest = max((layer.gradients for layer in self.weights.layers), default=0)
+        return bytes_of_sums(largest, self._ranks_add) if self._ranks_add else 0
+
     def most(self, config: L2LConfig) -> int:
         """Bytes that are enough on each device, however slow its link is."""
         if config not in self._most:
-            self._most[config] = max(self.on_device(config, turn.number).most() for turn in self.turns)
+            own = max(self.on_device(config, turn.number).most() for turn in self.turns)
+            self._most[config] = own + self.for_ranks
         return self._most[config]
 
     def costs(self, config: L2LConfig) -> Costs:

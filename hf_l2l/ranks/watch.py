@@ -267,10 +267,7 @@ class _Watch:
 
 def receive(state: State, rank: int) -> None:
     """Take the next message of a rank."""
-    try:
-        message = state.sockets[rank].recv(LARGEST)
-    except OSError:
-        message = b""
+    message = _next(state.sockets[rank])
     with state.changed:
         if not message:
             if not state.is_closing and rank not in state.left:
@@ -292,6 +289,20 @@ def receive(state: State, rank: int) -> None:
         handler(rank, number, content)
         with state.changed:
             state.changed.notify_all()
+
+
+def _next(of: socket.socket) -> bytes:
+    """The next message; empty if there will be none any more."""
+    # Where a rank has closed its socket before it read all of ours, Linux first tells that, once; what it had sent
+    # before, as the reason, comes after it.
+    for _ in range(2):
+        try:
+            return of.recv(LARGEST)
+        except ConnectionResetError:
+            continue
+        except OSError:
+            break
+    return b""
 
 
 def _end_process(state: State) -> None:

@@ -171,3 +171,12 @@ def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
     make_plan(run, 3 * needed(run, L2LConfig(stash="host", boundary="host", ubatch_size=1)), RATES["link"])
     assert len(seen) > 50
     assert max(seen.values()) <= 2  # in the searches, and of the plan that is made
+
+
+def test_sums_over_ranks_on_the_device_are_in_the_plan():
+    """What a rank gives twice, what it is sent, and its share: of the gradients of the largest layer."""
+    alone, config = run_of(), L2LConfig()
+    ranks = RunShapes(alone.model, config, alone.inputs, ranks_add=4)
+    largest = max(layer.gradients for layer in alone.weights.layers)
+    assert alone.for_ranks == 0 and ranks.for_ranks == 3 * largest + largest // 4
+    assert ranks.most(config) == alone.most(config) + ranks.for_ranks

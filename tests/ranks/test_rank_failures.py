@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -430,6 +431,20 @@ def test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error():
     finally:
         process.kill()
         process.communicate()
+        rank.close()
+
+
+def test_the_reason_of_a_rank_is_heard_that_has_not_read_what_it_was_sent():
+    """Its socket was closed with messages in it: the reset comes before what it had said."""
+    sockets = connected(2)
+    rank, other = Peers(0, sockets[0], TIMEOUT_S), sockets[1][0]
+    try:
+        assert select.select([other], [], [], TIMEOUT_S)[0], "a heartbeat is in its socket"
+        other.send(HEADER.pack(FAILED, 1) + b"no memory")
+        other.close()
+        with pytest.raises(RankFailedError, match="rank 1 has failed: no memory"):
+            rank.gather(BARRIER, 1, b"", "test")
+    finally:
         rank.close()
 
 
