@@ -23,6 +23,7 @@ from hf_l2l.ranks.meeting import MEETS_WITHIN_S
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import ALIGNMENT
+from hf_l2l.runtime.observer import aside
 
 
 class Gradients(NamedTuple):
@@ -83,8 +84,9 @@ class DeviceSums:
             for to, total in sums:
                 to.copy_(total, non_blocking=self._leaving.is_stream)
             done = stream.record(self.device)
-        # Afterwards others may use the sums, and memory of both lanes is free.
-        stream.wait(done, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+        # Afterwards others may use the sums, and memory of both lanes is free. No computation waits for that.
+        with aside():
+            stream.wait(done, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
 
     def _sums(
         self, taken: torch.Tensor, own: int, first: int, parts: Sequence[Gradients]

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.memory.device_memory import INPUTS
 from hf_l2l.memory.ledger import Ledger
+from hf_l2l.ranks.team import process_group_size
 from hf_l2l.report.device_clock import DeviceClock, Mark
 from hf_l2l.report.other_device import OtherDevice
 from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
@@ -95,7 +96,8 @@ class Timeline:
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
         self._names = _names(model, layers)
         rows = [*ROWS, *(_row(each, row) for each in others for row in _OF_DEVICE)]
-        rows[4:4] = [stream.PEER] if others else []
+        self._has_peers = bool(others) or process_group_size() > 1
+        rows[4:4] = [stream.PEER] if self._has_peers else []
         where = ", ".join(map(str, self._clocks))
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {where}", rows)
         self._in_first_step = True
@@ -300,7 +302,7 @@ class Timeline:
 
     def span(self, row: str, of: object, *, exposed: bool) -> AbstractContextManager[None]:
         """See `observer.Observer`."""
-        if row == stream.PEER and not self._observers:  # of another model, which has several devices
+        if row == stream.PEER and not self._has_peers:  # of another model, which has several devices
             return nullcontext()
         name = of if isinstance(of, str) else self._name(of)
         return self._span(row, name, row.split()[-1] if exposed else "")

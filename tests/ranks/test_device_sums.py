@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +198,21 @@ def on_other_options() -> str:
 def test_ranks_that_ask_for_other_ways_are_refused(pool):
     for text in pool(2, sim=True).run(on_other_options):
         assert text.startswith("all ranks must attach the same model with the same options (got reduce: ")
+
+
+def traced(folder: str) -> list[str]:
+    """Names of what the devices send each other, in the trace of this rank."""
+    rank = distributed.get_rank()
+    trained("bert", {**ON_DEVICE, "trace": f"{folder}/trace.json"}, 2)
+    events = json.loads(Path(folder, "trace.json" if rank == 0 else f"trace.rank{rank}.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    rows = {e["tid"] for e in events if e.get("name") == "thread_name" and e["args"]["name"] == stream.PEER}
+    return sorted({e["name"] for e in events if e.get("ph") == "X" and e["tid"] in rows})
+
+
+def test_the_trace_shows_what_devices_send_each_other(pool, tmp_path):
+    for names in pool(2, sim=True).run(traced, str(tmp_path)):
+        assert len(names) == 3 and any("bert.encoder.layer.0" in name for name in names)
 
 
 # ---- waits, memory, failures
