@@ -62,7 +62,7 @@ def assert_same_bits(pool: Any, size: int, name: str, options: dict[str, Any], *
     assert len({count for _, count in found}) == 1 and found[0][1] > 0
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "tied", "skipping", "large"])
 @pytest.mark.parametrize("size", [2, 3, 4])
