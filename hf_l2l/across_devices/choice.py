@@ -84,7 +84,7 @@ class Reduction:
 
 
 def _why_not(team: Team, devices: Sequence[torch.device]) -> str | None:
-    """What the devices of this rank cannot add gradients for; None if they can."""
+    """What keeps the devices of this rank from adding gradients; None if they can add them."""
     if len(team.hosts) > 1:
         return "ranks on several hosts"
     if len(devices) > 1:

@@ -196,7 +196,9 @@ class Reducer:
         if parts:
             given = landed.memory[: aligned(landed.stop - landed.start)]
             devices.add(given, landed.at, list(parts.values()), why)
+        # The sums are in host memory, so that nothing reads the slot any more.
         self._free[landed.number % SLOTS].release()
+        # An owner reads the whole sum, for its norm and its update, of which others have added their shares.
         self.team.peers.gather(SUMMED, landed.number, b"", why)
         with self._works(f"the norms of {landed.item.name}"), without_interception():
             for master in parts:
