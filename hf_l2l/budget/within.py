@@ -28,7 +28,7 @@ from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, pla
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.known import known_figures
-from hf_l2l.ranks.team import process_group_size
+from hf_l2l.ranks.team import process_group_size, processes_of_this_host
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.shapes.losses import told_failures
@@ -225,8 +225,9 @@ def _times(inputs: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Te
 
 
 def _may_add_on_devices(config: L2LConfig, devices: Sequence[torch.device]) -> bool:
-    """Whether ranks will add gradients on their devices, or may find that to be faster."""
-    return config.reduce != "host" and process_group_size() > 1 and len(devices) == 1
+    """Whether ranks will add gradients on their devices, or may find that to be faster: those of one host do."""
+    ranks = process_group_size()
+    return config.reduce != "host" and 1 < ranks == processes_of_this_host() and len(devices) == 1
 
 
 _RESIDENT = ("resident", "resident_layers")

@@ -24,6 +24,7 @@ from hf_l2l.devices import execution_devices
 from hf_l2l.loading import give_memory, is_without_values
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.option_names import argument, option
+from hf_l2l.ranks.team import processes_of_this_host
 from hf_l2l.runtime import stream
 
 _BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
@@ -239,11 +240,6 @@ def refuse_launcher(args: Any) -> None:
         )
 
 
-def ranks_of_this_host(args: Any) -> int:
-    """How many processes of a launcher run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) if args.world_size > 1 else 1
-
-
 def devices_of(args: Any, asked: Any) -> list[torch.device]:
     """The devices on which the layers of a trainer's model run in turn: those that are `asked` for, by default all
     that are visible; on the CPU, that one alone.
@@ -257,7 +253,7 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
         return [first]
     count = stream.device_count(first)
     # Of several ranks of a host, each has every so-manyth device, from its own on.
-    share = range((first.index or 0) if args.world_size > 1 else 0, count, ranks_of_this_host(args))
+    share = range(first.index or 0, count, processes_of_this_host()) if args.world_size > 1 else range(count)
     if isinstance(found, int) and args.world_size > 1 and found > len(share):
         raise ValueError(
             f"{name} must be at most what a rank has (got {asked!r}, and {first} is of a rank with {len(share)} of "

@@ -252,7 +252,7 @@ class RunShapes:
     @property
     def for_ranks(self) -> int:
         """Bytes on the device for the sums over ranks."""
-        largest = max((layer.gradients for layer in self.weights.layers), default=0)
+        largest = max(each.gradients for each in (*self.weights.layers, self.weights.small))
         return bytes_of_sums(largest, self._ranks_add) if self._ranks_add else 0
 
     def most(self, config: L2LConfig) -> int:

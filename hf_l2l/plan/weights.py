@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l.eps.gradients import ROUNDED_AT_ONCE
+from hf_l2l.eps.masters import LARGE
 from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace
@@ -119,6 +120,8 @@ class ModelWeights:
         tables = {m.weight for m in shell if isinstance(m, nn.Embedding) and m.weight.requires_grad} - inside
         self.layers = [_of(list(layer.parameters()), precision, moments) for layer in layers]
         self.shell = _of(list(outside), precision, moments)
+        self.small = _of([p for p in outside if p.numel() < LARGE], precision, moments)
+        """Small parameters in no layer, whose gradients ranks add together."""
         self.buffers = sum(b.numel() * dtype.itemsize for b, dtype in buffers.items())
         self.table_sums = sum(4 * t.numel() for t in tables)
         """Sums of the gradients (fp32) of tables of embeddings, to which micro-batches add rows."""

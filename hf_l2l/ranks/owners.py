@@ -1,4 +1,4 @@
-"""Which rank updates which tensor: whole tensors, dealt so that the ranks have equal work at every point.
+"""What of a host each rank has: the tensors that it updates, and the cores that it uses.
 
 A whole tensor has one owner, so that every optimizer that updates parameters one by one keeps its results.
 """
@@ -6,6 +6,7 @@ A whole tensor has one owner, so that every optimizer that updates parameters on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 
 def dealt(sizes: Iterable[int], loads: Sequence[int]) -> list[int]:
@@ -24,3 +25,22 @@ def dealt(sizes: Iterable[int], loads: Sequence[int]) -> list[int]:
         loads[owner] += size
         found.append(owner)
     return found
+
+
+def mask_of(cores: Iterable[int]) -> int:
+    """Cores as a number with the bit of each."""
+    return sum(1 << core for core in set(cores))
+
+
+def share_of_cores(masks: Sequence[int], place: int) -> int:
+    """How many cores the rank at `place` has for itself, at least one: those that several ranks may use count as that
+    part of a core. So it is right whether ranks are bound to NUMA nodes (`torchrun --numa-binding=node`), to cores of
+    their own, or not at all.
+
+    Args:
+        masks: the cores that each rank of the host may use, by `mask_of`.
+        place: of one of them.
+    """
+    mine = masks[place]
+    cores = [core for core in range(mine.bit_length()) if mine >> core & 1]
+    return max(1, int(sum(Fraction(1, sum(mask >> core & 1 for mask in masks)) for core in cores)))

@@ -38,6 +38,13 @@ def process_group_size() -> int:
     return distributed.get_world_size() if is_there else 1
 
 
+def processes_of_this_host() -> int:
+    """How many processes of the process group a launcher has started on this host, as the environment says; all of
+    them without a launcher."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(number) if number.isdigit() else process_group_size()
+
+
 def of_rank_0(text: str) -> str:
     """The text that rank 0 of the process group has; all ranks call this. In one process, its own."""
     if process_group_size() == 1:

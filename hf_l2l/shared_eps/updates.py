@@ -23,11 +23,11 @@ from hf_l2l.eps.updates import OptimizerEntry, Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import parameters_of, places_of
-from hf_l2l.ranks.owners import dealt
+from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores
 from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime.worker import Worker, usable_cores
+from hf_l2l.runtime.worker import Worker, cores_of_process
 from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate
 from hf_l2l.shared_eps.state import SharedState
@@ -53,7 +53,9 @@ class SharedUpdates(Updates):
         self.gradients = gradients
         gradients.call_at_sums(self.update_added)
         if config.num_threads is None:  # launchers such as torchrun set one thread per process
-            self.worker = Worker(max(1, usable_cores() // len(team.near) - 1))
+            told = team.tell(str(mask_of(cores_of_process())), "which cores each rank may use")
+            cores = share_of_cores([int(told[rank]) for rank in team.near], team.place)
+            self.worker = Worker(max(1, cores - 1))
             self.eager.worker = self.worker
         self.worker.call_at_failure(partial(_tell_failure, team.peers))
         self._remote = Remote(team)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_l2l.pipeline.ranks import ADAMW_BYTES, HostBytes, RanksTime, ranks_time
+from benchmarks.scaling import MACHINES, VirtualRanks, on_clock
+from hf_l2l.pipeline.ranks import HostBytes, ranks_time
 from hf_l2l.pipeline.times import LayerSeconds, step_time
 
 OUTSIDE = LayerSeconds(0.001, 0.002, 0.0, up=0.001, down=0.002, update=0.001)
@@ -40,32 +41,33 @@ def test_ranks_scale_until_the_host_has_no_more_bytes_per_second():
 
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "ranks.md"
-TOKENS = 8 * 4096
-MACHINES = {
-    # parameters of a layer, layers, parameters outside, FLOP/s, bytes/s of a link each way, bytes/s of the host
-    "BERT-large, V100 at 100 TFLOP/s, PCIe 12 GB/s, host 100 GB/s": (12_600_000, 24, 32_000_000, 1e14, 12e9, 1e11),
-    "the same, host 400 GB/s": (12_600_000, 24, 32_000_000, 1e14, 12e9, 4e11),
-    "Llama-8B, H100 at 400 TFLOP/s, PCIe 50 GB/s, host 300 GB/s": (218_000_000, 32, 1_050_000_000, 4e14, 5e10, 3e11),
-    "the same, host 800 GB/s": (218_000_000, 32, 1_050_000_000, 4e14, 5e10, 8e11),
-}
-
-
-def of_machine(name: str, ranks: int) -> RanksTime:
-    """With 8 micro-batches of 4,096 tokens in each rank, and weights in 16 bits."""
-    size, count, rest, flops, link, dram = MACHINES[name]
-
-    def seconds(parameters: int) -> LayerSeconds:
-        forward, up = 2 * parameters * TOKENS / flops, 2 * parameters / link
-        update = parameters * ADAMW_BYTES / dram
-        return LayerSeconds(forward, 2 * forward, forward, up=up, up_again=up, down=2 * up, update=update)
-
-    moved = [HostBytes(4 * each, 4 * each, each) for each in [size] * count + [rest]]
-    return ranks_time([seconds(size)] * count, seconds(rest), moved, ranks, ubatches=8, dram=dram)
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_table_of_the_document(name):
-    found = {ranks: of_machine(name, ranks) for ranks in (2, 4, 8, 16, 32, 64)}
+    found = {ranks: MACHINES[name].by_formula(ranks) for ranks in (2, 4, 8, 16, 32, 64)}
     row = " | ".join(f"{each.times_as_many:.1f}" for each in found.values())
     stops = next((f"{ranks}: {each.bound}" for ranks, each in found.items() if each.bound == "host memory"), "none")
     assert f"| {name} | {row} | {stops} |" in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("ranks", [1, 2, 8, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (16, 32, 64))])
+def test_a_virtual_clock_takes_the_time_of_the_formula(name, ranks):
+    """The formula has no waits for slots, and no transfers that come at the same time: it is farthest from the clock
+    where devices and host memory take equally long."""
+    machine = MACHINES[name]
+    clock, formula = on_clock(machine, ranks), machine.by_formula(ranks)
+    assert formula.seconds == pytest.approx(clock.seconds, rel=0.1)
+    assert clock.busiest == formula.bound or {clock.busiest, formula.bound} <= {"compute", "host memory"}
+
+
+def test_the_clock_and_the_formula_move_the_same_bytes_through_host_memory():
+    machine = MACHINES["Llama-8B, H100 at 400 TFLOP/s, PCIe 50 GB/s, host 300 GB/s"]
+    for ranks in (1, 2, 3):
+        run = VirtualRanks(machine, ranks)
+        run.step()
+        formula = machine.by_formula(ranks).host_bytes
+        # The formula uploads what is outside the layers in both sweeps.
+        again = ranks * 2 * machine.outside
+        assert run.busy["host memory"] * machine.dram == pytest.approx(formula - again)

@@ -175,8 +175,18 @@ def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
 
 def test_sums_over_ranks_on_the_device_are_in_the_plan():
     """What a rank gives twice, what it is sent, and its share: of the gradients of the largest layer."""
-    alone, config = run_of(), L2LConfig()
+    alone, config = run_of(width=128), L2LConfig()
     ranks = RunShapes(alone.model, config, alone.inputs, ranks_add=4)
     largest = max(layer.gradients for layer in alone.weights.layers)
+    assert largest > alone.weights.small.gradients
     assert alone.for_ranks == 0 and ranks.for_ranks == 3 * largest + largest // 4
     assert ranks.most(config) == alone.most(config) + ranks.for_ranks
+
+
+def test_sums_over_ranks_of_small_parameters_in_no_layer_are_in_the_plan():
+    """They are added together: here they have more elements than a layer."""
+    model = run_of().model
+    model.many = torch.nn.Linear(1000, 1000)
+    ranks = RunShapes(model, L2LConfig(), run_of().inputs, ranks_add=2)
+    assert max(layer.gradients for layer in ranks.weights.layers) < 4_004_000
+    assert ranks.for_ranks > 3.5 * 4_004_000
