@@ -1,4 +1,5 @@
-"""All-gather of the optimizer's state over hosts, for a checkpoint: each host has that of the parameters it owns.
+"""The optimizer's state of all hosts, for a checkpoint: each host has that of the parameters it owns; then all hosts
+have all of it, or one does.
 
 What is gathered is in memory that the ranks of a host share, for as long as anything refers to it.
 """
@@ -10,6 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -28,46 +30,65 @@ Entry = tuple[int, str, Any]
 
 
 class FarState:
-    """Lets all ranks have the state of all, until the next step."""
+    """Lets ranks have the state of all, until the next step."""
 
     def __init__(self, team: Team, masters: Sequence[Master]) -> None:
         """`masters` are those of the model, the same in all ranks."""
         assert team.counterparts is not None, "on one host, the ranks share all state"
         self._team, self._masters, self._counterparts = team, masters, team.counterparts
         self._times = 0
-        self._there: set[int] = set()
-        """Addresses of optimizers of which all state is there."""
+        self._there: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers of which all state is there, on all hosts."""
 
-    def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add the state of other hosts to `optimizer.state`, if that has not been done since the last step. All ranks
-        call this."""
-        if id(optimizer) in self._there:
+    def gather(self, optimizer: torch.optim.Optimizer, only: int | None = None) -> None:
+        """Add the state of other hosts to `optimizer.state`, if it is not there: in all ranks, or in those of one host
+        only, which then needs memory for it. All ranks call this, with the same host."""
+        if optimizer in self._there:
             return
-        self._there.add(id(optimizer))
-        self._times += 1
-        team, own = self._team, self._counterparts.host
+        own = self._counterparts.host
         with without_interception(), torch.no_grad():
             entries, tensors = self._own(optimizer)
             told = self._counterparts.exchange(json.dumps(entries).encode(), _WHY)
-            of_hosts: list[list[Entry]] = [json.loads(each) for each in told]
-            far = [(host, entry) for host, found in enumerate(of_hosts) if host != own for entry in found]
-            text = json.dumps([entry for _, entry in far]).encode()
-            num_bytes = Layout(_like([entry for _, entry in far])).num_bytes
-            rooms = team.peers.gather(STATE, self._times, _ROOMS.pack(len(text), num_bytes), _WHY)
-            sizes = [_ROOMS.unpack(rooms[rank]) for rank in team.near]
-            starts = [0, *accumulate(-(-size // 64) * 64 for each in sizes for size in each)]
-            pages = team.share(starts[-1], "the optimizer's state of other hosts")
-            at = starts[2 * team.place :]
-            pages.bytes_at(at[0], len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            views = Layout(_like([entry for _, entry in far])).views(pages.bytes_at(at[1], num_bytes))
-            hosts = [host for host, (_, _, value) in far if isinstance(value, dict)]
-            for host in range(len(of_hosts)):
-                given = tensors if host == own else [v for v, of in zip(views, hosts, strict=True) if of == host]
-                self._counterparts.broadcast([each for each in given if each.numel()], host, _WHY)
-            team.barrier(_WHY)
-            for place, (length, room) in enumerate(sizes):
-                content = pages.bytes_at(starts[2 * place], length).numpy().tobytes()
-                self._take(optimizer, json.loads(content), pages.bytes_at(starts[2 * place + 1], room))
+            given = [each for each in tensors if each.numel()]
+            if only is None:
+                self._there.add(optimizer)
+            if only in (None, own):
+                self._receive(optimizer, [json.loads(each) for each in told], given, only)
+            else:
+                self._counterparts.send(given, only, _WHY)
+
+    def _receive(
+        self,
+        optimizer: torch.optim.Optimizer,
+        of_hosts: Sequence[Sequence[Entry]],
+        given: Sequence[torch.Tensor],
+        only: int | None,
+    ) -> None:
+        """Add the state of other hosts, which they describe (`of_hosts`), to `optimizer.state`; with all hosts, give
+        them this rank's."""
+        self._times += 1
+        team, own = self._team, self._counterparts.host
+        far = [(host, entry) for host, found in enumerate(of_hosts) if host != own for entry in found]
+        text = json.dumps([entry for _, entry in far]).encode()
+        layout = Layout(_like([entry for _, entry in far]))
+        rooms = team.peers.gather(STATE, self._times, _ROOMS.pack(len(text), layout.num_bytes), _WHY)
+        sizes = [_ROOMS.unpack(rooms[rank]) for rank in team.near]
+        starts = [0, *accumulate(-(-size // 64) * 64 for each in sizes for size in each)]
+        pages = team.share(starts[-1], "the optimizer's state of other hosts")
+        at = starts[2 * team.place :]
+        pages.bytes_at(at[0], len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        views = layout.views(pages.bytes_at(at[1], layout.num_bytes))
+        hosts = [host for host, (_, _, value) in far if isinstance(value, dict)]
+        for host in range(len(of_hosts)):
+            theirs = [v for v, of in zip(views, hosts, strict=True) if of == host and v.numel()]
+            if only is None:
+                self._counterparts.broadcast(given if host == own else theirs, host, _WHY)
+            elif host != own:
+                self._counterparts.receive(theirs, host, _WHY)
+        team.barrier(_WHY)
+        for place, (length, room) in enumerate(sizes):
+            content = pages.bytes_at(starts[2 * place], length).numpy().tobytes()
+            self._take(optimizer, json.loads(content), pages.bytes_at(starts[2 * place + 1], room))
 
     def _own(self, optimizer: torch.optim.Optimizer) -> tuple[list[Entry], list[torch.Tensor]]:
         """What this rank has to give."""
@@ -101,10 +122,8 @@ class FarState:
                             state[key] = value.clone()
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step begins, after which the state of other hosts is another one."""
-        if id(optimizer) not in self._there:
-            return
-        self._there.discard(id(optimizer))
+        """Let go of the state of other hosts: it is saved, or changes in a step, or is loaded anew."""
+        self._there.discard(optimizer)
         for master in self._masters:
             if master.owner not in self._team.near and master.parameter in optimizer.state:
                 optimizer.state[master.parameter] = {}

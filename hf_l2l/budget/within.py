@@ -227,7 +227,7 @@ def _times(inputs: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Te
 def _may_add_on_devices(config: L2LConfig, devices: Sequence[torch.device]) -> bool:
     """Whether ranks will add gradients on their devices, or may find that to be faster: those of one host do."""
     ranks = process_group_size()
-    return config.reduce != "host" and 1 < ranks == processes_of_this_host() and len(devices) == 1
+    return config.reduce != "host" and 1 < ranks == processes_of_this_host(ranks) and len(devices) == 1
 
 
 _RESIDENT = ("resident", "resident_layers")

@@ -38,7 +38,10 @@ from hf_l2l.runtime.compute_state import ProgramRng
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.getLogger("transformers.hf_l2l")
 
-FILE = "rng_state_data.pth"
+
+def position_file(rank: int | None) -> str:
+    """The name of the file of a rank in a checkpoint; None is that of one process."""
+    return "rng_state_data.pth" if rank is None else f"rng_state_data_{rank}.pth"
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,22 @@ class DataPosition:
     learning_rate: float | None
     """Of the last step."""
 
-    def save(self, checkpoint: Path) -> None:
-        """Write it into the folder of a checkpoint."""
+    def save(self, file: Path) -> None:
+        """Write it into a file."""
         content = {**vars(self), "began": tuple(self.began.plain()), "ahead": tuple(self.ahead.plain())}
-        torch.save(content, checkpoint / FILE)
+        torch.save(content, file)
 
 
-def saved_position(checkpoint: Path, options: Mapping[str, Any], *, is_within: bool) -> DataPosition | None:
-    """Where a training with these options goes on; None if the checkpoint does not tell, or has other options.
+def saved_position(file: Path, options: Mapping[str, Any], *, is_within: bool) -> DataPosition | None:
+    """Where a training with these options goes on, as a file of a checkpoint tells; None if there is none, or it has
+    other options.
 
     What that changes is told in a warning, where it is within an epoch.
     """
-    file = checkpoint / FILE
     if not file.is_file():
         if is_within:
             logger.warning(
-                f"{checkpoint} has no {FILE}: what is drawn for the rest of this epoch's batches begins anew"
+                f"{file.parent} has no {file.name}: what is drawn for the rest of this epoch's batches begins anew"
             )
         return None
     found = torch.load(file, weights_only=True)

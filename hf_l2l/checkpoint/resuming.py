@@ -13,7 +13,7 @@ from torch import distributed
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from hf_l2l.checkpoint.data_position import BatchFeed, DataPosition, saved_position
+from hf_l2l.checkpoint.data_position import BatchFeed, DataPosition, position_file, saved_position
 from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import compute_state, stream
 
@@ -74,9 +74,9 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
                 f"{self.state.global_step} steps of {max_steps}. Raise max_steps or num_train_epochs to train on"
             )
             return epochs, 0
-        if self.args.ignore_data_skip or self.args.world_size > 1:
+        if self.args.ignore_data_skip:
             return found
-        position = saved_position(Path(checkpoint), self._data_options(), is_within=found[1] > 0)
+        position = saved_position(self._position_file(checkpoint), self._data_options(), is_within=found[1] > 0)
         self._l2l_position = position
         if position is None:
             return found
@@ -88,6 +88,10 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             )
         return epoch, 0 if position.is_over else position.batches
 
+    def _position_file(self, checkpoint: str) -> Path:
+        """Of this rank, whose batches and generators are its own."""
+        return Path(checkpoint, position_file(self.args.process_index if self.args.world_size > 1 else None))
+
     def _data_options(self) -> dict[str, Any]:
         """The options that decide which batches there are, and what is drawn for them."""
         names = ("seed", "data_seed", "gradient_accumulation_steps", "dataloader_num_workers", "dataloader_drop_last")
@@ -96,6 +100,7 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             "per_device_train_batch_size": self._train_batch_size,
             "train_sampling_strategy": getattr(self.args, "train_sampling_strategy", None),
             "rows of train_dataset": rows,
+            "number of ranks": self.args.world_size,
             **{name: getattr(self.args, name) for name in names},
         }
 
@@ -158,7 +163,7 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden to save where in the data the training is."""
         super()._save_rng_state(output_dir)
-        if self._l2l_feed is None or self.args.world_size > 1:
+        if self._l2l_feed is None:
             return
         position = self._l2l_feed.position(
             step=self.state.global_step,
@@ -168,7 +173,7 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             logged_at=self._globalstep_last_logged,
         )
         if position is not None:
-            position.save(Path(output_dir))
+            position.save(self._position_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Overridden because transformers calls it too late in a resumed epoch, whose feed has done it in time."""

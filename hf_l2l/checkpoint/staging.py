@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import distributed
 
 from hf_l2l.checkpoint.manifest import MANIFEST, files_in, sync_folder, would_be_loaded
 from hf_l2l.ranks.peers import RankFailedError
@@ -174,6 +175,19 @@ class JoinedStaging:
         return self.parent / self.target.name
 
 
+def _joined(parent: Path, target: Path) -> JoinedStaging:
+    """The folder that rank 0 has begun.
+
+    Raises:
+        CheckpointSaveError: if this rank does not see it.
+    """
+    if not parent.is_dir():
+        rank = distributed.get_rank()
+        reason = f"a folder that rank {rank} does not see, where all hosts need one file system"
+        raise CheckpointSaveError(target, reason)
+    return JoinedStaging(parent, target)
+
+
 class _Part:
     """What each rank does of a checkpoint until all have done it: then all go on, or all raise."""
 
@@ -233,8 +247,10 @@ def saved_together(
                 get_ready()
                 staging = stack.enter_context(staged(target))
                 begun.text = str(staging.parent)
+        with _Part(team, target, "all ranks see the folder of a checkpoint"):  # else no rank begins to write
+            place = staging or _joined(Path(begun.of_first), target)
         with _Part(team, target, "all ranks write their files of a checkpoint") as written:
-            written.text = write(staging or JoinedStaging(Path(begun.of_first), target)) or ""
+            written.text = write(place) or ""
         with _Part(team, target, "rank 0 puts a checkpoint in its place"):
             if staging is not None:
                 commit(staging)

@@ -14,7 +14,8 @@ taken for updates in the background are not in `p.grad` then. All modes give the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -153,8 +154,11 @@ class Updates:
                 task.wait(why)
         self.check()
 
-    def gather_state(self) -> None:
-        """Have the optimizers' state of all hosts here. All ranks call this; one process has all of it."""
+    @contextmanager
+    def state_gathered(self) -> Iterator[None]:
+        """Inside, the first host has the optimizers' state of all hosts, which rank 0 saves. All ranks call this; one
+        process has all of it."""
+        yield
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()

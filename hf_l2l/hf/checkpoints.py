@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -42,7 +43,7 @@ from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import computing_dtype, copy_as
-from hf_l2l.ranks.team import of_rank_0
+from hf_l2l.ranks.team import has_values_that_count, of_rank_0
 from hf_l2l.runtime.tensors import size_text
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
@@ -98,6 +99,8 @@ class CheckpointsMixin(ResumingMixin):
         if asked is None or (_internal_call and output_dir is not None):
             with nullcontext() if self._l2l_reserved is None else self._l2l_reserved.weights():
                 super().save_model(output_dir, _internal_call)
+            return
+        if not self.args.should_save:  # transformers writes nothing in this rank
             return
         masters: nn.Module = self.model
         self.model = copy_as(masters, asked)
@@ -175,11 +178,11 @@ class CheckpointsMixin(ResumingMixin):
         about = self.state.global_step, self._l2l_run or "", saved_with(type(self), vars(self._l2l_config()))
         get_ready = partial(self._get_ready, run)
         if team is not None:
-            if attached is not None and not self.args.save_only_model:
-                attached.eps.updates.gather_state()
             write = partial(self._write_files, model, trial)
             commit = partial(self._commit, about=about, in_parallel=True)
-            best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)
+            gathered = attached is not None and not self.args.save_only_model
+            with attached.eps.updates.state_gathered() if attached and gathered else nullcontext():
+                best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)
             return self._after_saving(target, best)
         get_ready()
         with ExitStack() as stack:
@@ -387,11 +390,15 @@ class CheckpointsMixin(ResumingMixin):
         super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32."""
+        """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32, and because ranks
+        after the first load no weights that they drop when the model is attached."""
         config = self._asked_config()
-        trains_in_16_bits = computing_dtype(config.cmp, execution_device(config.device)) is not None
-        if trains_in_16_bits and attachment_of(self.model) is None and self._streams():
-            make_masters_fp32(self.model)
+        if attachment_of(self.model) is None and self._streams():
+            if computing_dtype(config.cmp, execution_device(config.device)) is not None:
+                make_masters_fp32(self.model)
+            # What else a checkpoint has, as adapters, is not in the parameters alone.
+            if not has_values_that_count() and isinstance(self.model, PreTrainedModel):
+                return
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.serialization import config as serialization
 
 from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.eps.server import EagerParamServer
@@ -101,6 +102,9 @@ else:
     _Next = object  # the trainer that the mixin is combined with comes after it
 
 
+_serialization: Any = serialization  # whose functions torch adds without types
+
+
 class _OneProcess:
     """Arguments of a Trainer that trains alone, and the same otherwise."""
 
@@ -190,11 +194,16 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Overridden because transformers loads the optimizer's state to the device of each of several processes,
-        which has no room for it."""
-        args = self.args
-        self.args = args if self._eps_of_ranks() is None else _OneProcess(args)
-        try:
+        which has no room for it. Each maps the file, and copies what it owns: the host could not hold all of it once
+        for each rank."""
+        if self._eps_of_ranks() is None:
             super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        args = self.args
+        self.args = _OneProcess(args)
+        try:
+            with _serialization.patch("load.mmap", True):
+                super()._load_optimizer_and_scheduler(checkpoint)
         finally:
             self.args = args
 

@@ -24,7 +24,7 @@ from hf_l2l.devices import execution_devices
 from hf_l2l.loading import give_memory, is_without_values
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.option_names import argument, option
-from hf_l2l.ranks.team import processes_of_this_host
+from hf_l2l.ranks.team import has_values_that_count, processes_of_this_host
 from hf_l2l.runtime import stream
 
 _BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
@@ -191,7 +191,8 @@ def warn_of_short_masters(model: nn.Module) -> None:
 def make_masters_fp32(model: nn.Module) -> None:
     """Convert trainable 16-bit parameters to float32; they stay the same objects, tied or not.
 
-    They are converted one after the other, so that the host holds at most one of them twice.
+    They are converted one after the other, so that the host holds at most one of them twice. In ranks after the first,
+    their values are not made: those of rank 0 come when the model is attached.
 
     Raises:
         ValueError: if there are weak references to a parameter, with which it cannot be converted.
@@ -204,8 +205,9 @@ def make_masters_fp32(model: nn.Module) -> None:
             f"(got {held.dtype}, of shape {list(held.shape)}); load the model with dtype=torch.float32, or attach it "
             "with cmp before anything else does"
         )
+    counts = has_values_that_count()
     for p in short:
-        wide = nn.Parameter(p.detach().float(), requires_grad=True)
+        wide = nn.Parameter(p.detach().float() if counts else torch.empty_like(p, dtype=torch.float32))
         if p.grad is not None:
             wide.grad = p.grad.float()
         vars(wide).update(vars(p))  # some optimizers read tags on the parameters
@@ -253,7 +255,9 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
         return [first]
     count = stream.device_count(first)
     # Of several ranks of a host, each has every so-manyth device, from its own on.
-    share = range(first.index or 0, count, processes_of_this_host()) if args.world_size > 1 else range(count)
+    share = range(count)
+    if args.world_size > 1:
+        share = range(first.index or 0, count, processes_of_this_host(args.world_size))
     if isinstance(found, int) and args.world_size > 1 and found > len(share):
         raise ValueError(
             f"{name} must be at most what a rank has (got {asked!r}, and {first} is of a rank with {len(share)} of "

@@ -310,9 +310,11 @@ def _refuse_of_ranks(args: Any) -> None:
     for name, remedy in (
         ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
         ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),
+        ("enable_jit_checkpoint", "a signal comes to ranks at different steps; set save_steps"),
+        ("save_on_each_node", "ranks write one checkpoint, to a file system that all hosts share; leave it out"),
     ):
         if count > 1 and getattr(args, name, False):
-            raise ValueError(f"{name} is for one process (got {name}=True and a launcher with {count}): {remedy}")
+            raise ValueError(f"several ranks train without {name} (got {name}=True, and {count} ranks): {remedy}")
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:

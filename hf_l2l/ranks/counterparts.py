@@ -100,6 +100,24 @@ class Counterparts:
 
         self._ask(give, why)
 
+    def send(self, tensors: Sequence[torch.Tensor], host: int, why: str) -> None:
+        """Give dense host tensors to the counterpart on a host, which calls `receive`."""
+
+        def give() -> None:
+            for each in tensors:
+                self._asks.send([bytes_of(each)], host, 0).wait()
+
+        self._ask(give, why)
+
+    def receive(self, tensors: Sequence[torch.Tensor], host: int, why: str) -> None:
+        """Give dense host tensors the values that the counterpart on a host sends."""
+
+        def take() -> None:
+            for each in tensors:
+                self._asks.recv([bytes_of(each)], host, 0).wait()
+
+        self._ask(take, why)
+
     def begin(self, number: int) -> None:
         """Tell the others that this rank begins to add the gradients of a backward, the first of which have this
         number: those that wait for something else will not get it."""

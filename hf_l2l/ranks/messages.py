@@ -37,13 +37,14 @@ OPTIONS = 12
 SUMMED = 15
 """Its share of an item, which it adds on its device, is in host memory."""
 
+_IN_TURN = (BARRIER, MEMORY, LATE, REDUCED, VOTE, STEP, COUNTED, TOLD, STATE)
+"""Those that the program's own thread waits for, one after the other. Another one waits for LANDED and SUMMED."""
+
 NOT_BEFORE: dict[int, tuple[int, ...]] = {
-    LANDED: (VOTE, STEP),
-    SUMMED: (VOTE, STEP),
-    LATE: (VOTE, STEP),
-    REDUCED: (LANDED, LATE),
-    VOTE: (LANDED, LATE, STEP),
-    STEP: (LANDED, LATE, VOTE),
+    LANDED: tuple(kind for kind in _IN_TURN if kind != LATE),
+    SUMMED: tuple(kind for kind in _IN_TURN if kind != LATE),
+    LATE: tuple(kind for kind in _IN_TURN if kind != LATE),
+    **{kind: (LANDED, *(other for other in _IN_TURN if other != kind)) for kind in _IN_TURN if kind != LATE},
 }
-"""What a rank does not send before a message of a kind that is waited for, if it makes the same calls as the others: a
-backward, perhaps a vote to clip, the step. LANDED and LATE come from two threads, in any order."""
+"""What a rank does not send before a message of a kind that is waited for, if it makes the same calls as the others.
+LANDED and LATE come from two threads, in any order."""

@@ -38,11 +38,16 @@ def process_group_size() -> int:
     return distributed.get_world_size() if is_there else 1
 
 
-def processes_of_this_host() -> int:
-    """How many processes of the process group a launcher has started on this host, as the environment says; all of
-    them without a launcher."""
+def processes_of_this_host(count: int) -> int:
+    """How many of `count` processes a launcher has started on this host, as the environment says; all of them without
+    a launcher."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(number) if number.isdigit() else process_group_size()
+    return int(number) if number.isdigit() else count
+
+
+def has_values_that_count() -> bool:
+    """Whether the values of a model in this process are used: with ranks, all get those of rank 0 by attaching it."""
+    return process_group_size() == 1 or distributed.get_rank() == 0
 
 
 def of_rank_0(text: str) -> str:

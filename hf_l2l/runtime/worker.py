@@ -327,6 +327,24 @@ def _end_after_work(
             thread.join(max(0.0, until - time.monotonic()))
 
 
+def started_with_threads(run: Callable[[], None], num_threads: int, name: str) -> threading.Thread:
+    """Start a thread whose torch operations have so many threads; returns it."""
+    ready = threading.Semaphore(0)
+
+    def work() -> None:
+        torch.get_num_threads()  # first: the first call in a thread sets the number of the process
+        torch.set_num_threads(num_threads)
+        ready.release()
+        run()
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    ready.acquire()
+    torch.set_num_threads(before)  # new threads inherit the number that was set last
+    return thread
+
+
 def default_num_threads() -> int:
     """Threads for work of the host: as many as torch uses, but one core less than there are."""
     return max(1, min(torch.get_num_threads(), usable_cores() - 1))

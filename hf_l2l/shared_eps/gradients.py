@@ -53,6 +53,8 @@ class SharedGradients(Gradients):
         self.team = team
         self.reduction: Reduction | None = None
         """Where gradients are added; given when the options of all ranks are known to be the same."""
+        self.threads = 1
+        """Those that add gradients on the host; given when it is known how many cores each rank has."""
         self._timeline = timeline
         self._items: Items | None = None
         self._landing: Landing | DeviceLanding | None = None
@@ -118,7 +120,9 @@ class SharedGradients(Gradients):
         self.norms = pages.bytes_at(0, 8 * count).view(torch.float64)
         numbers = {master: number for number, master in enumerate(self.masters.all())}
         works = self._timeline.host_works
-        self._reducer = Reducer(self.team, self._landing, self._sum_of, numbers, self.norms, works, sums)
+        self._reducer = Reducer(
+            self.team, self._landing, self._sum_of, numbers, self.norms, works, sums, threads=self.threads
+        )
         self._sums = Totals()
 
     def expect(self, unit: MasterUnit) -> None:

@@ -26,6 +26,7 @@ from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import elements
 from hf_l2l.runtime.observer import aside
+from hf_l2l.runtime.worker import started_with_threads
 from hf_l2l.shared_eps.landing import CONTINUES, MORE, PRESENT, SLOTS, DeviceLanding, Landed, Landing, aligned
 
 _AT_ONCE = 2**18
@@ -45,6 +46,8 @@ class Reducer:
         norms: torch.Tensor,
         works: Callable[[str], AbstractContextManager[None]],
         devices: DeviceSums | None = None,
+        *,
+        threads: int = 1,
     ) -> None:
         """
         Args:
@@ -55,6 +58,7 @@ class Reducer:
             norms: shared memory, float64, for the norm of the gradient of each parameter by its number in the model.
             works: a context for the work on an item, by its name.
             devices: what adds on the devices, where gradients land then; None adds on the host.
+            threads: how many add on the host.
         """
         self.team, self.landing = team, landing
         self._total_of, self._norms, self._works = total_of, norms, works
@@ -76,11 +80,9 @@ class Reducer:
         self.added: deque[list[Master]] = deque()
         """Masters of items of which this rank has added its share, if no rank has graphs with more gradients."""
         # It refers to this object while it works: what is given up can be freed.
-        self._thread = threading.Thread(
-            target=_run, args=(self._jobs, weakref.ref(self)), name="hf_l2l reduction", daemon=True
-        )
+        run = partial(_run, self._jobs, weakref.ref(self))
         weakref.finalize(self, self._jobs.put, None)
-        self._thread.start()
+        self._thread = started_with_threads(run, threads, "hf_l2l reduction")
         if team.counterparts is not None or devices is not None:
             team.peers.state.far_threads.append(self._thread)
 

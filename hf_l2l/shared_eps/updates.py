@@ -6,7 +6,8 @@ The others wait for an update as they wait for their own, at the next use of the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -52,16 +53,20 @@ class SharedUpdates(Updates):
         self.team = team
         self.gradients = gradients
         gradients.call_at_sums(self.update_added)
-        if config.num_threads is None:  # launchers such as torchrun set one thread per process
-            told = team.tell(str(mask_of(cores_of_process())), "which cores each rank may use")
-            cores = share_of_cores([int(told[rank]) for rank in team.near], team.place)
-            self.worker = Worker(max(1, cores - 1))
+        told = team.tell(str(mask_of(cores_of_process())), "which cores each rank may use")
+        # Launchers such as torchrun set one thread per process.
+        cores = share_of_cores([int(told[rank]) for rank in team.near], team.place)
+        gradients.threads = max(1, cores - 1) if config.num_threads is None else config.num_threads
+        if config.num_threads is None:
+            self.worker = Worker(gradients.threads)
             self.eager.worker = self.worker
         self.worker.call_at_failure(partial(_tell_failure, team.peers))
         self._remote = Remote(team)
         self._far = None if team.counterparts is None else FarWeights(team.counterparts, team.peers)
         self._state: SharedState | None = None
         self._far_state: FarState | None = None
+        self._is_gathered = False
+        """Whether the first host has all state now, for which rank 0 alone asks."""
         self._dealt_at = 0
         """`masters.changes` when the parameters were dealt to the ranks."""
         self._owned: dict[Master, int] = {}
@@ -109,6 +114,8 @@ class SharedUpdates(Updates):
     def _share_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Share a state that every rank has loaded: each keeps that of its own share."""
         masters = [m for m in self.masters.of_all(parameters_of(optimizer)) if m.parameter in optimizer.state]
+        if self._far_state is not None:
+            self._far_state.drop(optimizer)
         for master in masters:
             if master.owner != self.team.rank:
                 optimizer.state[master.parameter] = {}
@@ -232,12 +239,23 @@ class SharedUpdates(Updates):
         if self._far is not None:
             self._far.wait_until_sent()
 
-    def gather_state(self) -> None:
-        """See `Updates.gather_state`."""
+    @contextmanager
+    def state_gathered(self) -> Iterator[None]:
+        """See `Updates.state_gathered`."""
         self.synchronize()
-        if self._far_state is not None:
+        far_state = self._far_state
+        if far_state is None:
+            yield
+            return
+        for optimizer in self.optimizers:
+            far_state.gather(optimizer, only=0)
+        self._is_gathered = True
+        try:
+            yield
+        finally:
+            self._is_gathered = False
             for optimizer in self.optimizers:
-                self._far_state.gather(optimizer)
+                far_state.drop(optimizer)
 
     def release(self) -> list[torch.optim.Optimizer]:
         """See `Updates.release`: state and gradients are then of this rank alone."""
@@ -268,7 +286,7 @@ class SharedUpdates(Updates):
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         super()._before_state_dict(optimizer)
-        if self._far_state is not None:
+        if self._far_state is not None and not self._is_gathered:
             self._far_state.gather(optimizer)
         for p in parameters_of(optimizer):  # as one process has them, whoever was first
             if p in optimizer.state:

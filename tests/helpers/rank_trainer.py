@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers as hf
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import distributed, nn
 from torch.utils.data import Dataset
+from torch.utils.serialization import config as serialization
 
 from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
@@ -38,9 +41,29 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[place], "labels": self.labels[place]}
 
 
+class Drawing(Rows):
+    """Rows of which some tokens are drawn when they are read."""
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(place)
+        return {**row, "input_ids": torch.where(torch.rand(TOKENS) < 0.2, 7, row["input_ids"])}
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 MODELS: dict[str, tuple[Any, str]] = {
     "bert": (bert, "classes"),
     "dropout": (lambda: bert(0.2), "classes"),
+    "drawing": (lambda: bert(0.2), "classes"),
     "llama": (llama, "tokens"),
 }
 
@@ -97,18 +120,30 @@ def trained(
     model: nn.Module = make()
     args = arguments(folder, options, layered=kind == "l2l")
     trainer_type = L2LTrainer if kind == "l2l" else hf.Trainer
-    trainer = trainer_type(model=model, args=args, train_dataset=Rows(rows, labels), eval_dataset=Rows(13, labels))
+    data = (Drawing if name == "drawing" else Rows)(rows, labels)
+    trainer = trainer_type(model=model, args=args, train_dataset=data, eval_dataset=Rows(13, labels))
     places: set[str] = set()
-    load = torch.load
+    mapped: set[bool] = set()
+    load, load_file = torch.load, safetensors.torch.load_file
+    files: list[str] = []
 
     def noted(file: Any, map_location: Any = None, **more: Any) -> Any:
         if str(file).endswith("optimizer.pt"):
             places.add(str(map_location))
+            mapped.add(more.get("mmap") or serialization.load.mmap)
         return load(file, map_location=map_location, **more)
 
+    def counted(file: Any, *args: Any, **more: Any) -> Any:
+        files.append(str(file))
+        return load_file(file, *args, **more)
+
+    lines = Lines()
     with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "load", noted)
+        patch.setattr(safetensors.torch, "load_file", counted)
+        logging.getLogger("transformers.hf_l2l").addHandler(lines)
         trainer.train(resume_from_checkpoint=checkpoint)
+        logging.getLogger("transformers.hf_l2l").removeHandler(lines)
     metrics = trainer.evaluate()
     predictions = trainer.predict(Rows(13, labels)).predictions
     history = trainer.state.log_history
@@ -125,6 +160,9 @@ def trained(
         "state": digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each))),
         "step": trainer.state.global_step,
         "loaded_to": sorted(places),
+        "loaded_weights": len(files),
+        "mapped": sorted(mapped),
+        "logged": " ".join(lines.lines),
         "devices": [] if kind == "hf" else [str(each) for each in devices_of(args, None)],
         "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,

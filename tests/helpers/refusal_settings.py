@@ -231,6 +231,14 @@ WITH_THE_TRAINER = [
         "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`",
         _several("world_size", 4, auto_find_batch_size=True),
     ),
+    Case(
+        "`torchrun --nproc_per_node 4`, with `enable_jit_checkpoint=True`",
+        _several("world_size", 4, enable_jit_checkpoint=True),
+    ),
+    Case(
+        "`torchrun --nproc_per_node 4`, with `save_on_each_node=True`",
+        _several("world_size", 4, save_on_each_node=True),
+    ),
     Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
     Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
     Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import time
@@ -131,6 +132,56 @@ def memory_of(kind: str) -> dict[str, int]:
         found.append(count())
     assert len(state["state"]) == len(list(model.parameters()))
     return {"steps": found, "all": sum(p.numel() for p in model.parameters()), "trained": kind == "trained"}
+
+
+def saved_and_loaded() -> dict[str, Any]:
+    """The state of a model after it was saved and loaded, without a step in between; and after it was detached."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="serial"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model(**batch_for(model, seed=distributed.get_rank())).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    first = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(first)
+    found = {"first": state_digest(first["state"]), "again": state_digest(optimizer.state_dict()["state"])}
+    detach_l2l(model)
+    return found | {"detached": state_digest(optimizer.state_dict()["state"])}
+
+
+def state_digest(state: dict[int, dict[str, torch.Tensor]]) -> str:
+    return digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each)))
+
+
+def test_a_state_that_was_loaded_is_gathered_again(pool):
+    for found in pool(2).run(on_hosts, 2, saved_and_loaded):
+        assert found["first"] == found["again"] == found["detached"]
+
+
+def gathered_on_the_first() -> dict[str, Any]:
+    """How many parameters have state in this rank while it is gathered on the first host, and then; what rank 0 saves,
+    and the state that all ranks ask for."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="serial"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    found: dict[str, Any] = {"inside": [], "after": []}
+    for step in range(2):
+        model(**batch_for(model, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with eps.updates.state_gathered():
+            if distributed.get_rank() == 0:
+                found["saved"] = state_digest(optimizer.state_dict()["state"])
+            found["inside"].append(sum(bool(each) for each in optimizer.state.values()))
+        found["after"].append(sum(bool(each) for each in optimizer.state.values()))
+    return found | {"all": state_digest(optimizer.state_dict()["state"]), "count": len(list(model.parameters()))}
+
+
+def test_for_a_checkpoint_the_first_host_alone_gets_the_state_of_all(pool):
+    first, second = pool(2).run(on_hosts, 2, gathered_on_the_first)
+    assert first["inside"] == [first["count"]] * 2
+    assert all(0 < count < second["count"] for count in first["after"] + second["inside"] + second["after"])
+    assert first["saved"] == first["all"] == second["all"]
 
 
 def test_each_host_has_its_share_of_the_state(pool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
@@ -9,6 +11,7 @@ from torch import distributed
 
 from families import SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, load_once
+from hf_l2l.hf.preparation import make_masters_fp32
 from rank_pool import digest
 
 KINDS = {"bert": hf.AutoModelForSequenceClassification, "llama": hf.AutoModelForCausalLM}
@@ -45,6 +48,31 @@ def test_others_get_the_values_of_the_first(pool, tmp_path, name):
     assert found[0][1] == found[1][1] == digest(*model.parameters(), *model.buffers())
     assert found[0][2] == found[1][2] != found[0][1]
     assert [each[3] for each in found] == [[], []]
+
+
+def own_bytes() -> int:
+    """Memory of this process alone that has been written."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
+
+
+def made_wide() -> tuple[int, bool]:
+    """What it takes a rank to make masters in fp32 of a model in 16 bits; and whether they have its values."""
+    model = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16)
+    values = model.weight.detach().clone()
+    before = own_bytes()
+    make_masters_fp32(model)
+    assert model.weight.dtype == torch.float32
+    taken = own_bytes() - before  # before its values are looked at, which takes memory
+    return taken, torch.equal(model.weight, values.float())
+
+
+def test_masters_in_fp32_are_made_by_the_first_alone(pool):
+    """The others would drop theirs when the model is attached."""
+    (first, has_values), (second, _) = pool(2).run(made_wide)
+    num_bytes = 4 * 4096 * 4096
+    assert first > 0.4 * num_bytes and has_values  # the 16-bit weights are gone
+    assert second < 0.1 * num_bytes
 
 
 def test_one_process_loads_as_ever(tmp_path):

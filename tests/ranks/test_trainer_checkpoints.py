@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
 
 from hf_l2l.checkpoint.manifest import MANIFEST
+from hf_l2l.checkpoint.staging import CheckpointSaveError
 from rank_pool import digest
 from rank_trainer import failed_to_save, trained
 
@@ -43,6 +45,52 @@ def test_resumed_by_as_many_ranks_it_has_the_bits_of_an_unbroken_run(pool, tmp_p
     for rank in range(2):
         for what in SAME:
             assert found[rank][what] == whole[rank][what], what
+
+
+def test_a_resume_takes_the_memory_of_one_process(pool, tmp_path):
+    """The first rank alone loads weights, whose values win when the model is attached; and no rank has all of the
+    optimizer's state in memory of its own, since the file is mapped."""
+    pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, "max_steps": 2})
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), SAVED, 70, True)
+    assert [each["loaded_weights"] for each in found] == [1, 0]
+    assert [each["mapped"] for each in found] == [[True], [True]]
+
+
+@pytest.mark.parametrize("save_steps", [1, 2])
+def test_what_rows_and_collators_draw_goes_on_within_an_epoch(pool, tmp_path, save_steps):
+    """Each rank has its own generators for its batches, and the loss that has not been logged yet."""
+    options = {**SAVED, "save_steps": save_steps, "max_steps": 6, "logging_steps": 3}
+    whole = pool(2).run(trained, "drawing", "l2l", str(tmp_path / "whole"), options)
+    checkpoint = tmp_path / "whole" / f"checkpoint-{2 * save_steps}"
+    assert {"rng_state_data_0.pth", "rng_state_data_1.pth"} <= {path.name for path in checkpoint.iterdir()}
+    found = pool(2).run(trained, "drawing", "l2l", str(tmp_path / "next"), options, 70, str(checkpoint))
+    for rank in range(2):
+        for what in SAME:
+            assert found[rank][what] == whole[rank][what], what
+        assert found[rank]["losses"][-1] == whole[rank]["losses"][-1]
+
+
+def test_another_number_of_ranks_has_other_batches_and_is_told(pool, tmp_path):
+    pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, "max_steps": 2})
+    args = {**SAVED, "gradient_accumulation_steps": 2}
+    found = pool(1).run(trained, "bert", "l2l", str(tmp_path), args, 70, str(tmp_path / "checkpoint-2"))
+    assert "has no rng_state_data.pth" in found[0]["logged"]
+
+
+def saved_apart(folder: str) -> str:
+    """A training whose second rank does not see what the first one writes, as on a host with a disk of its own."""
+    is_dir, own = Path.is_dir, distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_dir", lambda path: is_dir(path) and (own == 0 or "_l2l-saving" not in path.name))
+        with pytest.raises(CheckpointSaveError) as error:
+            trained("bert", "l2l", folder, SAVED)
+    return str(error.value)
+
+
+def test_hosts_without_a_common_file_system_are_told(pool, tmp_path):
+    for text in pool(2).run(saved_apart, str(tmp_path)):
+        assert "a folder that rank 1 does not see, where all hosts need one file system" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
@@ -144,8 +192,10 @@ def test_with_a_limit_of_one_the_best_is_left(pool, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"l2l_async_save": True}, "l2l_async_save is for one process"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size is for one process"),
+        ({"l2l_async_save": True}, "several ranks train without l2l_async_save"),
+        ({"auto_find_batch_size": True}, "several ranks train without auto_find_batch_size"),
+        ({"enable_jit_checkpoint": True}, "several ranks train without enable_jit_checkpoint"),
+        ({"save_on_each_node": True}, "several ranks train without save_on_each_node"),
     ],
 )
 def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path, options, text):
