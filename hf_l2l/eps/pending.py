@@ -221,7 +221,7 @@ class Update:
             self.task.wait(wait_reasons.WEIGHTS_UPDATED)
 
 
-_scaling = threading.Lock()
+SCALING = threading.Lock()
 
 
 class PendingSum(Pending):
@@ -252,7 +252,7 @@ class PendingSum(Pending):
                 self.arrives_at.wait()
                 return
             self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
-        with _scaling:  # another thread may use the gradient at the same time
+        with SCALING:  # another thread may use the gradient at the same time
             factor, self.factor = self.factor, None
             if factor is not None:
                 with without_interception(), torch.no_grad():

@@ -330,11 +330,12 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, and to run the batches of a step as one (`l2l_merge_accumulation`)."""
         self._finish_if_saved()
-        self._tokens.add(inputs, getattr(self.model, "main_input_name", "input_ids"))
         attached = attachment_of(self.model)
         if attached is not None and attached.changed_stack() is not None:
             self._attach()
             attached = attachment_of(self.model)
+        team = None if attached is None else attached.eps.team
+        self._tokens.add(inputs, getattr(self.model, "main_input_name", "input_ids"), team)
         loss: torch.Tensor
         if attached is None:
             loss = super().training_step(model, inputs, *args, **kwargs)
@@ -354,10 +355,14 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
         peak of the device."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
-        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count, timed.eps.team)
+        team = None if timed is None else timed.eps.team
+        tokens = self._tokens.count if team is None or self._tokens.count is None else team.counted
+        entries = {} if timed is None else log_entries(timed.eps.timeline, tokens)
         if entries:
             logs.update(entries)
             self._tokens.restart()
+            if team is not None:
+                team.counted = 0
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:
             if scale.is_dynamic:

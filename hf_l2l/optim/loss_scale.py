@@ -18,6 +18,8 @@ from hf_l2l.logits.deferred import DeferredLogits
 from hf_l2l.runtime.tensors import map_tensors
 
 _SMALLEST = 2.0**-100
+_COPIED = 2**20
+"""Elements up to which an output is copied; there may be no room for two of larger ones, as logits of a vocabulary."""
 
 
 class _Scaled(torch.autograd.Function):
@@ -26,8 +28,8 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, factor: Callable[[], float], tensor: torch.Tensor) -> torch.Tensor:
         ctx.factor = factor
-        # A loss is divided in place by some loops, which a view would not allow.
-        return tensor.clone() if tensor.dim() == 0 else tensor.view_as(tensor)
+        # Some loops divide a loss or logits in place, which a view would not allow.
+        return tensor.clone() if tensor.numel() <= _COPIED else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:

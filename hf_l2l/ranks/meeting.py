@@ -158,7 +158,9 @@ def _answer(
         try:
             to = at_errors.enter_context(server.accept()[0])
             to.settimeout(timeout_s)
-            _check_user(to)
+            if _user_of(to) != os.getuid():  # who else has found the address is no rank
+                to.close()
+                continue
             content = to.recv(_NUMBER.size)
         except OSError as error:
             raise RankFailedError("", min(missing)[0]) from error
@@ -170,10 +172,15 @@ def _answer(
 
 def _check_user(to: socket.socket) -> None:
     """Raise RuntimeError unless a process of the same user is at the other end."""
-    found = to.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
+    user = _user_of(to)
     if user != os.getuid():
         raise RuntimeError(
             f"ranks that share memory must belong to one user (got a process of user {user}, and this one is of "
             f"{os.getuid()}); start all ranks as one user"
         )
+
+
+def _user_of(to: socket.socket) -> int:
+    """The user whose process is at the other end, as the system says."""
+    found = to.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(found)[1])

@@ -21,12 +21,10 @@ REDUCED = 7
 VOTE = 8
 """It is against this step, or not."""
 STEP = 9
-"""It has come to `optimizer.step()`."""
+"""It has come to `optimizer.step()`; the content is what it has counted since the last one."""
 UPDATED = 10
 """It has made one of its updates; the content is what is new of the optimizer's state."""
 
-COUNTED = 11
-"""A number, to be added to those of the other ranks."""
 TOLD = 13
 """What it has to say where all ranks say something."""
 STATE = 14
@@ -37,7 +35,7 @@ OPTIONS = 12
 SUMMED = 15
 """Its share of an item, which it adds on its device, is in host memory."""
 
-_IN_TURN = (BARRIER, MEMORY, LATE, REDUCED, VOTE, STEP, COUNTED, TOLD, STATE)
+_IN_TURN = (BARRIER, MEMORY, LATE, REDUCED, VOTE, STEP, TOLD, STATE)
 """Those that the program's own thread waits for, one after the other. Another one waits for LANDED and SUMMED."""
 
 NOT_BEFORE: dict[int, tuple[int, ...]] = {

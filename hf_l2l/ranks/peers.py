@@ -112,8 +112,10 @@ class Peers:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF):
+            if error.errno in (errno.ENOBUFS, errno.ENOMEM, errno.EINTR):
                 return False  # the system has no memory for it now
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF):
+                raise
         return True
 
     def gather(self, kind: int, number: int, content: bytes, why: str) -> dict[int, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -15,7 +16,7 @@ from torch import distributed
 from hf_l2l.compat import gloo_groups
 from hf_l2l.ranks.counterparts import Counterparts
 from hf_l2l.ranks.meeting import MEETS_WITHIN_S, Meeting, meeting
-from hf_l2l.ranks.messages import BARRIER, COUNTED, MEMORY, TOLD
+from hf_l2l.ranks.messages import BARRIER, MEMORY, STEP, TOLD
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
 from hf_l2l.ranks.watch import HEADER
@@ -134,7 +135,11 @@ class Team:
         """Rank -> the one with its place on this host, which is that rank itself or its counterpart."""
         self._files = files
         self._barriers = 0
-        self._totals = 0
+        self._steps = 0
+        self.counts = 0
+        """What this rank has counted since its last step, such as tokens."""
+        self.counted = 0
+        """What all ranks had counted at their last step, since somebody has set this to 0."""
         self._told = 0
         self._shared = 0
 
@@ -183,11 +188,12 @@ class Team:
         self._barriers += 1
         self.peers.gather(BARRIER, self._barriers, b"", why)
 
-    def total(self, number: int, why: str) -> int:
-        """The sum of the numbers of all ranks, which all call this; `why` says of what."""
-        self._totals += 1
-        found = self.gather(COUNTED, self._totals, _COUNT.pack(number), why)
-        return sum(_COUNT.unpack(each)[0] for each in found.values())
+    def come_to_step(self, why: str) -> None:
+        """Wait until all ranks have called this, and add up what they have counted since the last time."""
+        self._steps += 1
+        found = self.gather(STEP, self._steps, _COUNT.pack(self.counts), why)
+        self.counts = 0
+        self.counted += sum(_COUNT.unpack(each)[0] for each in found.values())
 
     def tell(self, text: str, why: str) -> list[str]:
         """What each rank says, by rank; all of them call this. `why` says what they wait for.
@@ -232,7 +238,9 @@ class Team:
         poll.register(self._files[first], select.POLLIN)
         while not poll.poll(_POLL_MS):
             self.peers.check(why, [first])
-        _, descriptors, _, _ = socket.recv_fds(self._files[first], 1, 1, socket.MSG_CMSG_CLOEXEC)
+        content, descriptors, _, _ = socket.recv_fds(self._files[first], 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if content and not descriptors:
+            raise OSError(errno.EMFILE, "this process has too many open files for the memory that ranks share")
         if len(descriptors) != 1:  # it has ended
             self.peers.wait(lambda: False, why, [first])
         return descriptors[0]

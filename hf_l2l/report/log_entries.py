@@ -12,7 +12,7 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 
 
-def log_entries(timeline: Timeline, tokens: int | None, team: Team | None = None) -> dict[str, float | str]:
+def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str]:
     """The entries for the steps since the last log; without steps since then there are none.
 
     `device_peak_bytes` is what the allocator of the device has held at most since the process began, or since the
@@ -21,8 +21,7 @@ def log_entries(timeline: Timeline, tokens: int | None, team: Team | None = None
 
     Args:
         timeline: of the engine.
-        tokens: tokens of the inputs of these steps; None if the inputs are not tokens.
-        team: the ranks that train the model together, which all call this; the tokens of all are counted.
+        tokens: tokens of the inputs of these steps, of all ranks; None if the inputs are not tokens.
     """
     averages = timeline.averages()
     if averages is None:
@@ -34,7 +33,6 @@ def log_entries(timeline: Timeline, tokens: int | None, team: Team | None = None
         "l2l_bound": averages.bound,
     }
     if tokens is not None:
-        tokens = tokens if team is None else team.total(tokens, "all ranks count their tokens")
         entries["l2l_tokens_per_s"] = tokens / (averages.steps * averages.step_s)
     usage = stream.memory_in_use(timeline.device)
     if usage is not None:
@@ -49,11 +47,13 @@ class TokenCount:
         self.count: int | None = 0
         """Since the last `restart`; None if the inputs are not tokens."""
 
-    def add(self, inputs: Any, name: str) -> None:
-        """Count those of a batch whose tokens are called `name`."""
+    def add(self, inputs: Any, name: str, team: Team | None) -> None:
+        """Count those of a batch whose tokens are called `name`; the ranks of `team` add up theirs in their steps."""
         tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers get lists of rows
         if self.count is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
             self.count += tokens.numel()
+            if team is not None:
+                team.counts += tokens.numel()
         else:
             self.count = None
 

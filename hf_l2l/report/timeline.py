@@ -47,6 +47,9 @@ ROWS = (
 )
 """Rows of the trace, from top to bottom. Of two concurrent updates, the second has its own row."""
 
+SUMS = "sums over ranks"
+"""A row that ranks have before those of updates: the thread that adds gradients works beside them."""
+
 _OF_DEVICE = (COMPUTE, "upload", "stash upload", stream.PEER, "download", "stash download", "norm", WAITS)
 """Rows that each of several devices has."""
 
@@ -98,6 +101,8 @@ class Timeline:
         rows = [*ROWS, *(_row(each, row) for each in others for row in _OF_DEVICE)]
         self._has_peers = bool(others) or process_group_size() > 1
         rows[4:4] = [stream.PEER] if self._has_peers else []
+        if process_group_size() > 1:
+            rows.insert(rows.index(HOST_UPDATE), SUMS)
         where = ", ".join(map(str, self._clocks))
         self._trace = None if trace is None else TraceFile(trace, f"hf_l2l on {where}", rows)
         self._in_first_step = True
@@ -281,13 +286,13 @@ class Timeline:
             self._sweep = None
 
     @contextmanager
-    def host_works(self, name: str) -> Iterator[None]:
-        """The host updates weights in the block, in any thread."""
-        with self._host_rows.taken() as row:
+    def host_works(self, name: str, row: str | None = None) -> Iterator[None]:
+        """The host updates weights in the block, in any thread; with a `row`, one thread does what belongs there."""
+        with self._host_rows.taken() if row is None else nullcontext(row) as found:
             start = self.clock.now()
             yield
             if self.is_watched:
-                self._noted.append(_Noted(row, name, start, self.clock.now()))
+                self._noted.append(_Noted(found, name, start, self.clock.now()))
 
     @contextmanager
     def waiting_for_eps(self, why: str) -> Iterator[None]:

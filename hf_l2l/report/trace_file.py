@@ -39,6 +39,7 @@ class FreeRows:
     def taken(self) -> Iterator[str]:
         """Reserve the first free row for the block."""
         with self._lock:
+            assert self._rows, "there is a row for each thread that works at a time"
             row = self._rows.pop(0)
         try:
             yield row

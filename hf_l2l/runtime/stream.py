@@ -154,7 +154,9 @@ def record(device: torch.device) -> Point | None:
     if module is None:
         return None
     timed = OBSERVERS.get(device) is not None
-    event = module.Event(enable_timing=True) if timed else module.Event()
+    # Threads of the host that wait for CUDA events sleep: by default they would spin, each on a core.
+    options = {"blocking": True} if device.type == "cuda" else {}
+    event = module.Event(enable_timing=True, **options) if timed else module.Event(**options)
     event.record(module.current_stream(device))
     return Point(event, module, device, HERE.row, timed)
 

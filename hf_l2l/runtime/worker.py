@@ -146,9 +146,11 @@ class Worker:
     Tasks begin in the order of submission; at most two run at once, and may end in either order.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        """`num_threads` is the total, including threads inside torch operations (None: `default_num_threads`)."""
+    def __init__(self, num_threads: int | None = None, *, finishes: bool = False) -> None:
+        """`num_threads` is the total, including threads inside torch operations (None: `default_num_threads`). With
+        `finishes`, all tasks run before the process ends, since other processes wait for them."""
         self.num_threads = num_threads or default_num_threads()
+        self._finishes = finishes
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._state = _State()
         self._closing = threading.Event()
@@ -261,7 +263,8 @@ class Worker:
         ]
         # The finalizer also runs at the end of the process, before the interpreter is torn down. It is set before the
         # start, since a thread may fail to start. Arguments of threads must not refer to the worker, or to a failure.
-        self._end = weakref.finalize(self, _end, tasks, self._closing, self._threads)
+        closing = None if self._finishes else self._closing
+        self._end = weakref.finalize(self, _end, tasks, closing, self._threads)
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
@@ -311,7 +314,12 @@ def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool
         del job  # frees all that it refers to before the wait for the next one
 
 
-def _end(tasks: queue.SimpleQueue[_Job | None], closing: threading.Event, threads: list[threading.Thread]) -> None:
+def _end(
+    tasks: queue.SimpleQueue[_Job | None], closing: threading.Event | None, threads: list[threading.Thread]
+) -> None:
+    if closing is None:  # after the tasks that they were given
+        _end_after_work(tasks, threads)
+        return
     closing.set()
     _end_after_work(tasks, threads, within_s=_CLOSES_WITHIN_S)
 

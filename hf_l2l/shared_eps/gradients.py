@@ -19,16 +19,15 @@ from hf_l2l.across_hosts.sums import of_all_hosts
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.eps.pending import hold
 from hf_l2l.ranks.messages import LATE, REDUCED
 from hf_l2l.ranks.team import Team
-from hf_l2l.report.timeline import Timeline
+from hf_l2l.report.timeline import SUMS, Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.worker import EngineFailedError
-from hf_l2l.shared_eps.host_memory import FarSum, SharedMemory, SharedSum, Totals
+from hf_l2l.shared_eps.host_memory import SharedMemory, Totals, put_sum, refuse_clipped_sum
 from hf_l2l.shared_eps.items import Item, Items
-from hf_l2l.shared_eps.landing import DeviceLanding, Landing, bits_of, in_slots, landing_for, refuse_sparse
+from hf_l2l.shared_eps.landing import DeviceLanding, Landing, bits_of, in_slots, kept_with, landing_for, refuse_sparse
 from hf_l2l.shared_eps.reduction import Reducer
 
 
@@ -53,8 +52,7 @@ class SharedGradients(Gradients):
         self.team = team
         self.reduction: Reduction | None = None
         """Where gradients are added; given when the options of all ranks are known to be the same."""
-        self.threads = 1
-        """Those that add gradients on the host; given when it is known how many cores each rank has."""
+        self.threads = 1  # that add gradients on the host; given when it is known how many cores each rank has
         self._timeline = timeline
         self._items: Items | None = None
         self._landing: Landing | DeviceLanding | None = None
@@ -67,8 +65,8 @@ class SharedGradients(Gradients):
         """Masters that had a sum before this backward."""
         self._next = 0
         """How many items of the order have landed, or been passed over."""
-        self._completed: list[int] = []
-        """Numbers of the items in the order in which they were complete."""
+        self._completed: dict[int, None] = {}
+        """Numbers of the items in the order in which their gradients were complete."""
         self._roots = 0
         """Calls of the model since the last backward ended."""
         self._backwards = 0
@@ -114,12 +112,12 @@ class SharedGradients(Gradients):
         sums = None if self.reduction is None else self.reduction.sums(slot_bytes)
         if sums is not None:
             self.memory.lock_gradients()
-        self._landing = landing_for(self.team, slot_bytes, self.lane, on_device=sums is not None)
+        self._landing = landing_for(self.team, slot_bytes, self.memory, self.lane, on_device=sums is not None)
         count = len(self.masters.parameters)
         pages = self.team.share(8 * count, "norms of gradients")
         self.norms = pages.bytes_at(0, 8 * count).view(torch.float64)
         numbers = {master: number for number, master in enumerate(self.masters.all())}
-        works = self._timeline.host_works
+        works = partial(self._timeline.host_works, row=SUMS)
         self._reducer = Reducer(
             self.team, self._landing, self._sum_of, numbers, self.norms, works, sums, threads=self.threads
         )
@@ -156,6 +154,8 @@ class SharedGradients(Gradients):
         touched = items.of_unit(unit) if unit is not None else [items.of[master] for master, _ in sums]
         for item in touched:
             item.arrivals += 1
+            if self._is_complete(item):
+                self._completed[item.number] = None
         device = next((each.device for _, each in sums if each.device in self._lanes), self.device)
         complete = stream.record(device) if self.lane.is_stream else None
         lane = self.lane_of(device) if self.lane.is_stream else self.lane
@@ -170,7 +170,8 @@ class SharedGradients(Gradients):
             if self.lane.is_stream:
                 stream.keep_until_done(device, [flat] if flat is not None else [gradient for _, gradient in sums])
             if number_and_slot is not None and alone is not None:
-                self._land_from(alone, dict(sums), flat, number_and_slot, lane)
+                in_one = flat if [master for master, _ in sums] == alone.masters else None
+                self._land_from(alone, dict(sums), in_one, number_and_slot, lane)
             else:
                 for master, gradient in sums:
                     self._keep(master, gradient)
@@ -193,6 +194,7 @@ class SharedGradients(Gradients):
                     )
                 if grad is not None:
                     self._continuing.add(master)
+                    refuse_clipped_sum(grad)
 
     def _is_next(self, item: Item, of_layer: bool) -> bool:
         """Whether all items before it have landed, so that the gradients can land as they come; lands those that
@@ -207,7 +209,6 @@ class SharedGradients(Gradients):
         for each in order[self._next : place]:
             self._land(each)
         self._next = place + 1
-        self._completed.append(item.number)
         return True
 
     def _land_from(
@@ -233,15 +234,17 @@ class SharedGradients(Gradients):
 
     def _keep(self, master: Master, gradient: torch.Tensor) -> None:
         """Add a gradient to what this rank alone has of it, on the lane."""
-        before = self._private.get(master)
-        if not self.lane.is_stream:
-            self._private[master] = stream.download(gradient) if before is None else before.add_(gradient)
-            return
-        if before is None:
-            before = self._private[master] = torch.empty_like(master.gradient_like, dtype=gradient.dtype, device="cpu")
-        else:
-            gradient = gradient + before.to(gradient.device, non_blocking=True)
-        before.copy_(gradient, non_blocking=True)
+        before, room = self._private.get(master), partial(self._memory_like, master, gradient.dtype)
+        self._private[master] = kept_with(before, gradient, room, is_stream=self.lane.is_stream)
+
+    def _memory_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory for a gradient that cannot land yet. Small ones of no layer never can at once: theirs is
+        page-locked, in the memory for norms, which ranks take on the host."""
+        like, small = master.gradient_like, self._found[0].small
+        if small is None or self._found[0].of[master] is not small:
+            return torch.empty_like(like, dtype=dtype, device="cpu")
+        contiguous = torch.empty(like.shape, dtype=dtype, device="meta")
+        return self.norm_memory.tensor_like(contiguous, 2 * small.layout.num_bytes)
 
     def _advance(self) -> None:
         """Land all items of which the gradients are complete, in the order on which the ranks agree."""
@@ -257,7 +260,6 @@ class SharedGradients(Gradients):
                 return
             for each in order[self._next : waiting[0] + 1]:
                 self._land(each)
-            self._completed.append(order[waiting[0]].number)
             self._next = waiting[0] + 1
 
     def _is_complete(self, item: Item) -> bool:
@@ -361,15 +363,8 @@ class SharedGradients(Gradients):
             for master in self._taken:
                 master.taken_norm = norms[reducer.numbers[master]].to(master.dtype)
             for master in (reducer.has_sum | self._continuing) - self._taken:
-                p, total = master.parameter, self._sum_of(master)
-                if total.dtype != p.dtype:
-                    p.grad_dtype = None  # any dtype
-                p.grad = total
                 norm = norms[reducer.numbers[master]].to(master.dtype)
-                kind = SharedSum if master.owner in self.team.near else FarSum
-                pending = kind(norm, total._version, self._sums, master)
-                pending.norm_decides = self.team.counterparts is not None
-                hold(total, pending)
+                put_sum(master, self._sum_of(master), norm, self._sums, self.team)
 
     def _end(self) -> None:
         items, reducer = self._found
@@ -379,9 +374,10 @@ class SharedGradients(Gradients):
             item.arrivals, item.has_landed = 0, False
         reducer.has_sum = set()
         reducer.added.clear()
-        self._private, self._continuing, self._completed, self._taken = {}, set(), [], set()
+        self._private, self._continuing, self._completed, self._taken = {}, set(), {}, set()
         self._next = self._roots = 0
         self._has_begun = False
+        self.norm_memory.drop()
 
     def end_step(self) -> None:
         """A step is over: graphs that were made before it get no backward any more."""
@@ -390,9 +386,9 @@ class SharedGradients(Gradients):
 
     def _discard(self) -> None:
         """A backward of this rank has failed: the others wait for its gradients, and cannot go on either."""
-        super()._discard()
         self._failed = True
         self.team.peers.tell_failure("a backward of it has raised an exception")
+        super()._discard()
 
     def release(self) -> None:
         """End the thread, and give back the memory of the slots."""

@@ -12,7 +12,7 @@ import torch
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.host_memory import HostMemory, Plan, Progress, gradient_layout, unseen
 from hf_l2l.eps.masters import Master, Masters
-from hf_l2l.eps.pending import PendingSum, hold
+from hf_l2l.eps.pending import SCALING, PendingSum, hold, pending_of
 from hf_l2l.ranks.shared_pages import SharedPages, return_freed_memory
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream
@@ -80,10 +80,9 @@ class SharedMemory(HostMemory):
     def _place_all(self, plans: Sequence[Plan]) -> None:
         """Move masters to shared memory, and give places there to the 16-bit copies that travel instead of them."""
         travels = self._shared([plan.layout for plan in plans], "what is uploaded")
-        if stream.can_page_lock(self.device):
-            for pages in self._mapped[-1:]:
-                self._pages.add(pages)
-                self._is_refused |= not pages.lock(self.device)
+        for pages in self._mapped[-1:]:
+            self.lock(pages)
+            self._is_refused |= not pages.locked
         wide = [[m for m in plan.group if m in plan.copied] for plan in plans]
         masters = self._shared([Layout(p for m in group for p in m.parts) for group in wide], "masters")
         for plan, (pages, at), group, (own_pages, own_at) in zip(plans, travels, wide, masters, strict=True):
@@ -172,9 +171,16 @@ class SharedMemory(HostMemory):
 
     def lock_gradients(self) -> None:
         """Page-lock the gradient sums for the device, which writes them itself."""
-        for pages in self._of_gradients if stream.can_page_lock(self.device) else ():
+        for pages in self._of_gradients:
             if pages.locked is None:
-                pages.lock(self.device)
+                self.lock(pages)
+        self.warn_once()
+
+    def lock(self, pages: SharedPages) -> None:
+        """Page-lock shared memory for the device, as far as that is possible."""
+        if stream.can_page_lock(self.device):
+            self._pages.add(pages)
+            pages.lock(self.device)
 
     def _move_back(self) -> None:
         if self._mapped:  # else nothing has been moved
@@ -192,7 +198,7 @@ class SharedMemory(HostMemory):
 
 
 class Totals(dict[Master, torch.Tensor]):
-    """The sum of each master: the same tensor each time."""
+    """The tensor in which the sum of each master is, made once. (A plain dict cannot be referred to weakly.)"""
 
 
 class SharedSum(PendingSum):
@@ -205,22 +211,61 @@ class SharedSum(PendingSum):
         # A sum that referred to itself would never be freed: what p.grad refers to is hidden from the collector.
         self._sums, self._master = weakref.ref(sums), weakref.ref(master)
         self._of, self._owner = master.name, master.owner
+        self.last_version = version
+        """Of the sum when the engine wrote to it last; writes by autograd itself are not intercepted."""
 
     def before_values(self, tensor: torch.Tensor) -> None:
         """Scale a copy that this rank alone has; the memory of all ranks is never written by the program."""
-        factor, self.factor = self.factor, None
-        if factor is not None:
+        with SCALING:  # another thread may use the gradient at the same time
+            factor, self.factor = self.factor, None
+            if factor is None:
+                return
             sums, master = self._sums(), self._master()
             if sums is not None and master is not None:
                 sums.pop(master, None)  # it is in no shared memory any more
             with without_interception(), torch.no_grad():
                 tensor.set_(tensor * factor)  # type: ignore[call-overload]
+                self.last_version = tensor._version
 
     def before_write(self, tensor: torch.Tensor) -> None:
         raise RuntimeError(
             "p.grad of several ranks is one tensor in shared memory, to which each of them would write (got an "
             "operation that changes it, as torch.nn.utils.clip_grad_norm_ does); clip with "
             "eps.clip_grad_norm_(max_norm), and drop gradients with zero_grad(set_to_none=True)"
+        )
+
+
+def put_sum(master: Master, total: torch.Tensor, norm: torch.Tensor, sums: Totals, team: Team) -> None:
+    """Let `p.grad` of a master be the sum of all ranks, whose norm (0-dim, host) is known."""
+    p = master.parameter
+    if total.dtype != p.dtype:
+        p.grad_dtype = None  # any dtype
+    p.grad = total
+    kind = SharedSum if master.owner in team.near else FarSum
+    pending = kind(norm, total._version, sums, master)
+    pending.norm_decides = team.counterparts is not None
+    hold(total, pending)
+
+
+def refuse_changed_sum(master: Master) -> None:
+    """Raise RuntimeError if a backward has written to the sum in `p.grad`, as each rank has, in the same memory."""
+    grad = master.parameter.grad
+    pending = None if grad is None else pending_of(grad)
+    if grad is not None and isinstance(pending, SharedSum) and grad._version != pending.last_version:
+        raise RuntimeError(
+            "a loss of several ranks that uses parameters directly is part of one backward with the model's (got a "
+            f"backward of its own, which has added to p.grad of {master.name} once for each rank); add both losses "
+            "before backward()"
+        )
+
+
+def refuse_clipped_sum(grad: torch.Tensor) -> None:
+    """Raise RuntimeError if the sum in `p.grad`, to which a backward adds now, is to be scaled when it is used."""
+    pending = pending_of(grad)
+    if isinstance(pending, SharedSum) and pending.factor is not None:
+        raise RuntimeError(
+            "several ranks clip gradients once, after the last backward of a step (got a backward between "
+            "clip_grad_norm_ and optimizer.step()); clip in the last micro-step alone"
         )
 
 

@@ -53,7 +53,10 @@ class Items:
             if master.layer_number:
                 layers.setdefault(master.layer_number, []).append(master)
         for number, group in layers.items():
-            self._add(masters.layer_units[number - 1].name, group, is_layer=True)
+            unit = masters.layer_units[number - 1]
+            place_of = {master: place for place, master in enumerate(unit.masters)}
+            # As the layer has them, in whose order its gradients come as one.
+            self._add(unit.name, sorted(group, key=lambda m: place_of[m]), is_layer=True)
         for master in large:
             self._add(master.name, [master], is_layer=False)
         places = {master: place for place, master in enumerate(trained)}
@@ -86,8 +89,7 @@ class Items:
         return found
 
     def reorder(self, numbers: Sequence[int]) -> None:
-        """Expect these items first, in this order."""
-        first = [self.all[number] for number in numbers]
-        known = set(first)
-        rest = [item for item in self.order if item not in known and item is not self.small]
-        self.order = [*first, *rest, *([self.small] if self.small is not None else [])]
+        """Expect these items in this order; others keep their places, for they may come again."""
+        known = set(numbers)
+        following = iter(numbers)
+        self.order = [self.all[next(following)] if item.number in known else item for item in self.order]

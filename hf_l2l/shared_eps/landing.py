@@ -12,6 +12,7 @@ from hf_l2l.ranks.shared_pages import SharedPages
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, elements
+from hf_l2l.shared_eps.host_memory import SharedMemory
 from hf_l2l.shared_eps.items import Item
 
 SLOTS = 2
@@ -39,12 +40,10 @@ class Landed(NamedTuple):
 class Landing:
     """The slots of all ranks: shared memory, of which each rank writes its own part."""
 
-    def __init__(self, team: Team, slot_bytes: int, device: torch.device) -> None:
-        """Memory that holds this rank's part is page-locked for its `device`."""
+    def __init__(self, team: Team, slot_bytes: int) -> None:
         self._places = {rank: place for place, rank in enumerate(team.near)}
         self.slot_bytes = aligned(slot_bytes)
         self.pages: SharedPages = team.share(len(team.near) * SLOTS * self.slot_bytes, "gradients of each rank")
-        self.is_locked = stream.can_page_lock(device) and self.pages.lock(device)
 
     def slot(self, rank: int, number: int) -> torch.Tensor:
         """The memory (uint8, one dimension) of a rank in which use `number` lands."""
@@ -72,9 +71,30 @@ class DeviceLanding:
         """Nothing is left: the memory is free with its tensors."""
 
 
-def landing_for(team: Team, slot_bytes: int, lane: stream.Lane, *, on_device: bool) -> Landing | DeviceLanding:
-    """Where the gradients land that `lane` copies: on its device, or in shared memory."""
-    return DeviceLanding(slot_bytes, lane) if on_device else Landing(team, slot_bytes, lane.device)
+def landing_for(
+    team: Team, slot_bytes: int, memory: SharedMemory, lane: stream.Lane, *, on_device: bool
+) -> Landing | DeviceLanding:
+    """Where the gradients land that `lane` copies: on its device, or in shared memory, which `memory` page-locks."""
+    if on_device:
+        return DeviceLanding(slot_bytes, lane)
+    landing = Landing(team, slot_bytes)
+    memory.lock(landing.pages)
+    memory.warn_once()
+    return landing
+
+
+def kept_with(
+    before: torch.Tensor | None, gradient: torch.Tensor, room: Callable[[], torch.Tensor], *, is_stream: bool
+) -> torch.Tensor:
+    """A host tensor with the sum of `before` and a gradient, which may be on a device: at the end of what the present
+    lane has been given, if it `is_stream`. `room` makes one."""
+    if not is_stream:
+        return stream.download(gradient) if before is None else before.add_(gradient)
+    if before is None:
+        before = room()
+    else:
+        gradient = gradient + before.to(gradient.device, non_blocking=True)
+    return before.copy_(gradient, non_blocking=True)
 
 
 def refuse_sparse(gradients: Iterable[tuple[Master, torch.Tensor]]) -> None:
@@ -122,7 +142,8 @@ def in_slots(
     """
     layout, (number, memory) = item.layout, slot
     if layout.num_bytes <= memory.numel():
-        if flat is not None and flat.numel() == layout.num_bytes:
+        if flat is not None:
+            assert flat.numel() == layout.num_bytes, "what lies in another order comes without it"
             memory[: layout.num_bytes].copy_(flat, non_blocking=True)
         else:
             for master, view in zip(item.masters, layout.views(memory), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -14,9 +15,14 @@ from hf_l2l.eps.pending import Update
 from hf_l2l.ranks.messages import UPDATED
 from hf_l2l.ranks.peers import RankFailedError
 from hf_l2l.ranks.team import Team
+from hf_l2l.ranks.watch import LARGEST
 from hf_l2l.runtime.worker import Task, Worker
 
 _POLL_S = 0.5
+_PART = LARGEST // 2
+"""Bytes of a message at once."""
+_GOES_ON, _ENDS = b"+", b"."
+"""What a part of a message begins with."""
 
 
 class RemoteTask(Task):
@@ -36,8 +42,8 @@ class RemoteTask(Task):
         """
         assert why, "a wait has a reason"
         while not self._over.wait(_POLL_S):
+            self.check()  # first: a failure of this rank is the cause of what the others are told
             self._team.peers.check(f"{self.what} by another rank", [self._rank])
-            self.check()
         self.check()
 
     def check(self) -> None:
@@ -86,6 +92,8 @@ class Remote:
         """Rank and number of updates that were made before this rank came to their step -> the message."""
         self._expected: dict[tuple[int, int], RemoteUpdate] = {}
         self._numbers = dict.fromkeys(team.peers.ranks, 0)
+        self._begun: defaultdict[tuple[int, int], bytes] = defaultdict(bytes)
+        """Rank and number -> the parts of a long message that have come so far."""
         received = weakref.WeakMethod(self._received)
 
         def take(rank: int, number: int, message: bytes) -> None:
@@ -114,9 +122,15 @@ class Remote:
 
     def end(self, number: int) -> None:
         """An update that this rank receives from another host is there."""
-        self._received(self.team.rank, number, b"")
+        self._end(self.team.rank, number, b"")
 
-    def _received(self, rank: int, number: int, message: bytes) -> None:
+    def _received(self, rank: int, number: int, part: bytes) -> None:
+        self._begun[rank, number] += part[1:]
+        if part[:1] == _GOES_ON:
+            return
+        self._end(rank, number, self._begun.pop((rank, number)))
+
+    def _end(self, rank: int, number: int, message: bytes) -> None:
         with self._lock:
             update = self._expected.pop((rank, number), None)
             if update is None:
@@ -130,6 +144,8 @@ class Remote:
         That a rank has failed is no failure of this update, and is raised by the next call of the program.
         """
         try:
-            self.team.peers.send(UPDATED, number, message)
+            for start in range(0, max(1, len(message)), _PART):
+                mark = _GOES_ON if start + _PART < len(message) else _ENDS
+                self.team.peers.send(UPDATED, number, mark + message[start : start + _PART])
         except RankFailedError:
             self.team.peers.error_is_kept()

@@ -19,7 +19,7 @@ from hf_l2l.eps.host_memory import HostMemory, Progress
 from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.pending import clip, total_norm
 from hf_l2l.eps.server import EagerParamServer
-from hf_l2l.ranks.messages import OPTIONS, STEP, VOTE
+from hf_l2l.ranks.messages import OPTIONS, VOTE
 from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.team import Team, refuse_other_group
 from hf_l2l.runtime.backward_callbacks import HookErrors
@@ -61,7 +61,6 @@ class SharedEagerParamServer(EagerParamServer):
     def __init__(self, *args: Any, team: Team, **kwargs: Any) -> None:
         self.team = team
         self._votes = 0
-        self._steps = 0
         with ExitStack() as at_errors:
             at_errors.callback(team.give_up)
             super().__init__(*args, **kwargs)
@@ -97,6 +96,7 @@ class SharedEagerParamServer(EagerParamServer):
     def start_forward(self) -> None:
         """See `EagerParamServer.start_forward`; the first ones allocate memory, together with the other ranks."""
         self.backwards.errors.raise_first()  # this rank's own error is the cause of a failure that it has told
+        self.updates.check()
         self.team.peers.check()
         super().start_forward()
         self.memory.adopt()
@@ -130,9 +130,8 @@ class SharedEagerParamServer(EagerParamServer):
         self.backwards.errors.raise_first()  # before the others are waited for, which have been told of it
         self.updates.check()
         self.team.peers.check()
-        self._steps += 1
         # No rank writes to weights that the program of another one may still read before its step.
-        self.team.gather(STEP, self._steps, b"", "all ranks come to optimizer.step()")
+        self.team.come_to_step("all ranks come to optimizer.step()")
         super().before_step(optimizer, args, kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -7,6 +7,7 @@ written first; what is reserved here are addresses.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,15 +43,17 @@ class SharedState:
         self._used = 0
         self._returned_at = 0
         """`_used` when memory that has been freed since was returned."""
-        self._kept: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[torch.Tensor, str], torch.Tensor]]
-        self._kept = WeakKeyDictionary()
-        """Optimizer -> parameter and key -> the tensor in shared memory."""
+        self._lock = threading.Lock()
+        """Several updates at a time take memory."""
+        self._kept: WeakKeyDictionary[torch.optim.Optimizer, _Kept] = WeakKeyDictionary()
+        """Optimizer -> parameter and key -> the tensor in shared memory, and what the others are told of it."""
 
-    def shared(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> bytes:
+    def shared(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], *, anew: bool = False) -> bytes:
         """Move the state of `masters`, which this rank has just updated, to shared memory.
 
         Returns:
-            what `taken` needs to know in the other ranks; most of it only once.
+            what `taken` needs to know in the other ranks; what they have been told before only if they have forgotten
+            it (`anew`).
 
         Raises:
             ValueError: if the state has values of other kinds than tensors, numbers and text, or is too large.
@@ -61,7 +64,7 @@ class SharedState:
             state = optimizer.state.get(master.parameter) or {}
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found = self._tensor(kept, state, master, key, value)
+                    found = self._tensor(kept, state, master, key, value, anew=anew)
                 elif isinstance(value, _PLAIN):
                     found = value
                 else:
@@ -92,34 +95,38 @@ class SharedState:
             return_freed_memory()
 
     def _tensor(
-        self,
-        of_optimizer: dict[tuple[torch.Tensor, str], torch.Tensor],
-        state: dict[str, Any],
-        master: Master,
-        key: str,
-        value: torch.Tensor,
+        self, of_optimizer: _Kept, state: dict[str, Any], master: Master, key: str, value: torch.Tensor, *, anew: bool
     ) -> Any:
         """Move one tensor; returns where it is, or that the others know it."""
-        kept = of_optimizer.get((master.parameter, key))
+        kept, told = of_optimizer.get((master.parameter, key), (None, None))
         if kept is value:
-            return _KNOWN
+            return told if anew else _KNOWN
         with torch.no_grad(), without_interception():
             if kept is not None and (kept.dtype, kept.shape) == (value.dtype, value.shape):
                 state[key] = kept.copy_(value)  # made anew by the step
-                return _KNOWN
+                return told if anew else _KNOWN
             layout = Layout([value])
-            piece, start = layout.pieces[0], self._used
-            if start + layout.num_bytes > self._capacity:
-                raise ValueError(
-                    f"the optimizer's state of one rank may take {size_text(self._capacity)} (got more at {key!r} of "
-                    f"{master.name}); use an optimizer with less, or train in one process"
-                )
-            self._used = start + layout.num_bytes
+            piece, start = layout.pieces[0], self._take(layout.num_bytes, key, master)
             memory = self.pages.bytes_at(self.team.place * self._capacity + start, max(piece.stop, 1))
             kept = piece.view_of(memory[: piece.stop]) if piece.stop else torch.empty_like(value)
-            state[key] = of_optimizer[master.parameter, key] = kept.copy_(value)
+            state[key] = kept.copy_(value)
         stride = None if piece.stride is None else list(piece.stride)
-        return {"dtype": str(piece.dtype), "shape": list(piece.shape), "stride": stride, "start": start}
+        told = {"dtype": str(piece.dtype), "shape": list(piece.shape), "stride": stride, "start": start}
+        of_optimizer[master.parameter, key] = kept, told
+        return told
+
+    def _take(self, num_bytes: int, key: str, master: Master) -> int:
+        """Where new memory of this rank begins."""
+        with self._lock:
+            start = self._used
+            if start + num_bytes > self._capacity:
+                raise ValueError(
+                    f"the optimizer's state of one rank may take {size_text(self._capacity)} (got more at {key!r} of "
+                    f"{master.name}, with that of optimizers before this one); detach the model and attach it again, "
+                    "or use an optimizer with less"
+                )
+            self._used = start + num_bytes
+            return start
 
     def taken(self, rank: int, optimizer: torch.optim.Optimizer, masters: Sequence[Master], message: bytes) -> None:
         """Let the state of `masters`, which `rank` has updated, be what that rank has told in `message`."""
@@ -142,5 +149,6 @@ class SharedState:
         return flat.view(shape) if value["stride"] is None else flat.as_strided(shape, value["stride"])
 
 
+_Kept = dict[tuple[torch.Tensor, str], tuple[torch.Tensor, dict[str, Any]]]
 _KNOWN = object()
 """Nothing is to be told."""

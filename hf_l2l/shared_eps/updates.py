@@ -30,6 +30,7 @@ from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime.worker import Worker, cores_of_process
 from hf_l2l.shared_eps.gradients import SharedGradients
+from hf_l2l.shared_eps.host_memory import refuse_changed_sum
 from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate
 from hf_l2l.shared_eps.state import SharedState
 
@@ -57,9 +58,7 @@ class SharedUpdates(Updates):
         # Launchers such as torchrun set one thread per process.
         cores = share_of_cores([int(told[rank]) for rank in team.near], team.place)
         gradients.threads = max(1, cores - 1) if config.num_threads is None else config.num_threads
-        if config.num_threads is None:
-            self.worker = Worker(gradients.threads)
-            self.eager.worker = self.worker
+        self.worker = self.eager.worker = Worker(gradients.threads, finishes=True)
         self.worker.call_at_failure(partial(_tell_failure, team.peers))
         self._remote = Remote(team)
         self._far = None if team.counterparts is None else FarWeights(team.counterparts, team.peers)
@@ -122,7 +121,7 @@ class SharedUpdates(Updates):
         others = [m for m in masters if m.owner != self.team.rank and m.owner in self.team.near]
         self._expect(optimizer, others, in_step=False)
         for _, part in self.masters.parts(m for m in masters if m.owner == self.team.rank):
-            self._tell(optimizer, part, self._remote.next_number(self.team.rank))
+            self._tell(optimizer, part, self._remote.next_number(self.team.rank), anew=True)
         self.synchronize()
 
     def start_forward(self) -> None:
@@ -153,6 +152,8 @@ class SharedUpdates(Updates):
         with without_interception():
             others = [m for m in masters if m.owner != self.team.rank and m.parameter.grad is not None]
             self._wait_for(others)
+            for master in masters:
+                refuse_changed_sum(master)
             for master in others:
                 master.parameter.grad = None  # its owner uses it
         self._expect(optimizer, others, in_step=False)
@@ -228,10 +229,12 @@ class SharedUpdates(Updates):
         if self._far is not None:
             self._far.send(masters, first)
 
-    def _tell(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], number: int) -> None:
+    def _tell(
+        self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], number: int, *, anew: bool = False
+    ) -> None:
         """Tell the others that `masters` have been updated; their state is shared."""
         assert self._state is not None, "made with the first optimizer"
-        self._remote.tell(number, self._state.shared(optimizer, masters))
+        self._remote.tell(number, self._state.shared(optimizer, masters, anew=anew))
 
     def synchronize(self) -> None:
         """Wait until all updates have finished, and the other hosts have those of this rank."""
@@ -296,5 +299,5 @@ class SharedUpdates(Updates):
 def _tell_failure(peers: Peers, error: BaseException) -> None:
     """An update of this rank has failed, for which the others wait. Its program gets the error at its next call."""
     if not isinstance(error, RankFailedError):
-        peers.tell_failure(f"an update of it has raised {type(error).__name__}")
+        peers.tell_failure(f"an update of it has raised {type(error).__name__}: {error}")
         peers.error_is_kept()

@@ -146,9 +146,11 @@ def test_a_team_shares_memory_and_leaves_nothing(count):
         pages = at_once([lambda each=each: each.share(100, "a test") for each in ranks])
         pages[count - 1].bytes_at(0, 100).fill_(3)
         assert all(each.bytes_at(0, 100).eq(3).all() for each in pages)
-        assert (
-            at_once([lambda each=each: each.total(each.rank, "test") for each in ranks]) == [sum(range(count))] * count
-        )
+        for _ in range(2):
+            for each in ranks:
+                each.counts += each.rank + 1
+            at_once([lambda each=each: each.come_to_step("test") for each in ranks])
+        assert [(each.counts, each.counted) for each in ranks] == [(0, count * (count + 1))] * count
     del pages
     assert (opened(), mapped()) == before
 
