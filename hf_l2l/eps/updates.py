@@ -14,8 +14,7 @@ taken for updates in the background are not in `p.grad` then. All modes give the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -153,12 +152,6 @@ class Updates:
             for task in list(self._begun):
                 task.wait(why)
         self.check()
-
-    @contextmanager
-    def state_gathered(self) -> Iterator[None]:
-        """Inside, the first host has the optimizers' state of all hosts, which rank 0 saves. All ranks call this; one
-        process has all of it."""
-        yield
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -38,13 +37,12 @@ from hf_l2l.checkpoint.staging import (
     staged,
 )
 from hf_l2l.config import L2LConfig
-from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attachment_of
-from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.hf.training_args import own_option
-from hf_l2l.model.precision import computing_dtype, copy_as
-from hf_l2l.ranks.team import has_values_that_count, of_rank_0
+from hf_l2l.model.precision import copy_as
+from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.runtime.tensors import size_text
+from hf_l2l.shared_eps.server import SharedEagerParamServer
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
@@ -180,8 +178,8 @@ class CheckpointsMixin(ResumingMixin):
         if team is not None:
             write = partial(self._write_files, model, trial)
             commit = partial(self._commit, about=about, in_parallel=True)
-            gathered = attached is not None and not self.args.save_only_model
-            with attached.eps.updates.state_gathered() if attached and gathered else nullcontext():
+            eps = attached.eps if attached is not None and not self.args.save_only_model else None
+            with eps.updates.state_gathered() if isinstance(eps, SharedEagerParamServer) else nullcontext():
                 best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)
             return self._after_saving(target, best)
         get_ready()
@@ -388,18 +386,6 @@ class CheckpointsMixin(ResumingMixin):
         if attached is not None and attached.eps.team is not None:  # each rank writes to the weights of all
             attached.eps.team.barrier("no rank uses the last weights any more, before the best ones are loaded")
         super()._load_best_model()
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32, and because ranks
-        after the first load no weights that they drop when the model is attached."""
-        config = self._asked_config()
-        if attachment_of(self.model) is None and self._streams():
-            if computing_dtype(config.cmp, execution_device(config.device)) is not None:
-                make_masters_fp32(self.model)
-            # What else a checkpoint has, as adapters, is not in the parameters alone.
-            if not has_values_that_count() and isinstance(self.model, PreTrainedModel):
-                return
-        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.serialization import config as serialization
+from transformers import PreTrainedModel
 
 from hf_l2l.config import LAYER_COUNTS, L2LConfig
+from hf_l2l.devices import execution_device
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attach_new, attachment_of
-from hf_l2l.hf.preparation import devices_of, is_placed
+from hf_l2l.hf.preparation import devices_of, is_placed, make_masters_fp32
+from hf_l2l.model.precision import computing_dtype
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.option_names import options_of_the_trainer
-from hf_l2l.ranks.team import process_group_size
+from hf_l2l.ranks.team import has_values_that_count, process_group_size
 from hf_l2l.shared_eps.server import SharedEagerParamServer
 
 
@@ -191,6 +194,18 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
         if eps is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return eps.clip_norm_of(self.model.parameters(), float("inf"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """Overridden because the masters of a model that was loaded in 16 bits are saved in fp32, and because ranks
+        after the first load no weights that they drop when the model is attached."""
+        config = self._asked_config()
+        if attachment_of(self.model) is None and self._streams():
+            if computing_dtype(config.cmp, execution_device(config.device)) is not None:
+                make_masters_fp32(self.model)
+            # What else a checkpoint has, as adapters, is not in the parameters alone.
+            if not has_values_that_count() and isinstance(self.model, PreTrainedModel):
+                return
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Overridden because transformers loads the optimizer's state to the device of each of several processes,

@@ -334,12 +334,11 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
         if attached is not None and attached.changed_stack() is not None:
             self._attach()
             attached = attachment_of(self.model)
-        team = None if attached is None else attached.eps.team
-        self._tokens.add(inputs, getattr(self.model, "main_input_name", "input_ids"), team)
-        loss: torch.Tensor
+        named = getattr(self.model, "main_input_name", "input_ids")
+        self._tokens.add(inputs, named, None if attached is None else attached.eps.team)
         if attached is None:
-            loss = super().training_step(model, inputs, *args, **kwargs)
-            return loss
+            plain: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+            return plain
         attached.eps.updates.steps = self.state.global_step  # for the text of errors
         items = args[0] if args else kwargs.get("num_items_in_batch")
         count = getattr(self, "current_gradient_accumulation_steps", 1)
@@ -355,14 +354,10 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
         peak of the device."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
-        team = None if timed is None else timed.eps.team
-        tokens = self._tokens.count if team is None or self._tokens.count is None else team.counted
-        entries = {} if timed is None else log_entries(timed.eps.timeline, tokens)
+        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)
         if entries:
             logs.update(entries)
             self._tokens.restart()
-            if team is not None:
-                team.counted = 0
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:
             if scale.is_dynamic:

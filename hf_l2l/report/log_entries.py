@@ -44,19 +44,27 @@ class TokenCount:
     """Counts the tokens of training steps, padding included, as transformers does for `num_input_tokens_seen`."""
 
     def __init__(self) -> None:
-        self.count: int | None = 0
-        """Since the last `restart`; None if the inputs are not tokens."""
+        self._count: int | None = 0
+        self._team: Team | None = None
+
+    @property
+    def count(self) -> int | None:
+        """Since the last `restart`, of all ranks; None if the inputs are not tokens."""
+        return self._count if self._count is None or self._team is None else self._team.counted
 
     def add(self, inputs: Any, name: str, team: Team | None) -> None:
         """Count those of a batch whose tokens are called `name`; the ranks of `team` add up theirs in their steps."""
+        self._team = team
         tokens = inputs.get(name) if isinstance(inputs, Mapping) else None  # some trainers get lists of rows
-        if self.count is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
-            self.count += tokens.numel()
+        if self._count is not None and isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
+            self._count += tokens.numel()
             if team is not None:
                 team.counts += tokens.numel()
         else:
-            self.count = None
+            self._count = None
 
     def restart(self) -> None:
-        """Begin anew."""
-        self.count = 0
+        """Count from 0 again."""
+        self._count = 0
+        if self._team is not None:
+            self._team.counted = 0

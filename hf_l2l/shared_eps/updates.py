@@ -244,7 +244,7 @@ class SharedUpdates(Updates):
 
     @contextmanager
     def state_gathered(self) -> Iterator[None]:
-        """See `Updates.state_gathered`."""
+        """Inside, the first host has the optimizers' state of all hosts, which rank 0 saves. All ranks call this."""
         self.synchronize()
         far_state = self._far_state
         if far_state is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -18,16 +16,14 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.optim import layerwise_step
-from hf_l2l.ranks import meeting
 from rank_cases import Block
 from rank_pool import digest
 
 
 class Layers(nn.Module):
-    """Layers that a batch names, and a head. The model has a name for a weight of the first layer, before its layers."""
+    """Layers that a batch names, and a head. Of `Two`, the model has a weight of the first layer before its layers."""
 
     def __init__(self, count: int, layer: Any = Block) -> None:
         super().__init__()
@@ -253,34 +249,3 @@ def one_step() -> str:
     program.backward(0)
     program.step()
     return program.ended()[0]
-
-
-def met_by_a_stranger() -> int:
-    """A process of another user connects first, while the ranks meet."""
-    user_of, seen = meeting._user_of, []
-
-    def of_stranger(to: Any) -> int:
-        seen.append(to)
-        process, _, _ = struct.unpack("3i", to.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return -1 if process == os.getpid() else user_of(to)
-
-    def called(*args: Any) -> Any:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            if distributed.get_rank() == 0:
-                stranger.connect(args[2].getsockname())
-            return answer(*args)
-
-    answer = meeting._answer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_user_of", of_stranger)
-        patch.setattr(meeting, "_answer", called)
-        model = bert()
-        attach_l2l(model, L2LConfig())
-        model(**batch_for(model)).loss.backward()
-        detach_l2l(model)
-    return len(seen)
-
-
-def test_a_stranger_who_connects_is_left_out(pool):
-    first, second = pool(2).run(met_by_a_stranger)
-    assert first > second  # it was asked for, and others have met all the same

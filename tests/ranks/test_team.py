@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import select
 import socket
 import stat
 import threading
@@ -202,27 +203,45 @@ def test_a_rank_that_fails_before_it_has_sent_memory_is_not_waited_for(monkeypat
 # ---- who is at the other end
 
 
-def test_processes_of_other_users_are_refused():
+def test_processes_of_other_users_are_left_out():
     """A child of root that has become another user connects, as any process can that knows the address."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     address = f"\0hf_l2l-test-{os.getpid()}"
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as server:
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
         server.settimeout(30)
         server.bind(address)
-        server.listen(1)
+        server.listen(4)
         child = os.fork()
         if child == 0:
             os.setuid(65534)
             other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             other.connect(address)
-            other.recv(1)
-            os._exit(0)
-        introduced = [address[1:]] * 2
-        with pytest.raises(RuntimeError, match="must belong to one user .got a process of user 65534, and this one"):
-            with ExitStack() as at_errors:
-                meeting.connected(0, [0, 1], introduced, server, at_errors, 30.0)
-        os.waitpid(child, 0)  # its connection has been closed
+            os._exit(other.recv(1) != b"")
+        while not select.select([server], [], [], 30)[0]:
+            pass
+        for kind in (0, 1):  # those of rank 1 come after it
+            to = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+            to.connect(address)
+            to.send(meeting._NUMBER.pack(2 + kind))
+        messages, files = meeting.connected(0, [0, 1], [address[1:]] * 2, server, stack, 30.0)
+        assert set(messages) == set(files) == {1}
+        assert meeting._user_of(messages[1]) == meeting._user_of(files[1]) == os.getuid()
+        assert os.waitpid(child, 0)[1] == 0  # its connection has been closed
+
+
+def test_a_rank_of_another_user_is_told(monkeypatch):
+    address = f"\0hf_l2l-test-{os.getpid()}"
+    monkeypatch.setattr(meeting, "_user_of", lambda to: 65534)
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as server:
+        server.bind(address)
+        server.listen(1)
+        with (
+            ExitStack() as at_errors,
+            pytest.raises(RuntimeError, match="must belong to one user .got a process of user 65534, and this one"),
+        ):
+            meeting.connected(1, [0, 1], [address[1:]] * 2, server, at_errors, 30.0)
 
 
 # ---- processes
