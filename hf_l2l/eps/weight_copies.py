@@ -176,6 +176,14 @@ class Copies:
             master.copy_is_right = False
             master.is_changing()
 
+    @staticmethod
+    @torch.no_grad()
+    def renew_rows(master: Master, rows: slice) -> None:
+        """Renew rows of the copy of a master, which is right when all have been."""
+        with without_interception():
+            if master.copy is not None:
+                master.copy[rows].copy_(master.parameter[rows])
+
     @torch.no_grad()
     def renew(self, masters: Iterable[Master]) -> None:
         """Renew the copies of `masters`, which are held for the update that this thread has just made."""

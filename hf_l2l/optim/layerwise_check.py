@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import unhooked_step
-from hf_l2l.optim.layerwise_step import SplitStep
+from hf_l2l.optim.layerwise_step import SplitStep, places_of
+from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.option_names import option
 
 _SCALES = (1.0, 2.0**-10, 2.0**12)
@@ -27,6 +28,9 @@ _SCALES = (1.0, 2.0**-10, 2.0**12)
 
 _LR = 2.0**-4
 """Learning rate of the trial: the user's may be 0 in a warm-up, or too small to change 16-bit weights."""
+
+_MATRIX, _CUT = (48, 40), 16
+"""Rows and columns of a matrix of which rows are stepped apart, and the row at which they are divided."""
 
 _MANY = 2**12  # number of elements above which a tensor's version counter is compared instead of its bits
 
@@ -92,6 +96,24 @@ def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, 
     return False
 
 
+def can_step_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether rows of a matrix that are updated apart have the bits of a whole update, as with AdamW, and not with
+    Adafactor. The first step, which makes the state, is one of whole parameters.
+
+    Rows are divided at multiples of 64 elements: a kernel that computes several elements at once, as that of the fused
+    AdamW, rounds those that are left over at the end of a tensor in another way.
+    """
+    try:
+        with _generators_restored():
+            whole, divided = (_Trial(optimizer, with_state=False, sparse=False, matrix=_MATRIX) for _ in range(2))
+            for number, scale in enumerate(_SCALES):
+                whole.step(number, scale)
+                divided.step_rows(number, scale)
+            return whole.result() == divided.result()
+    except _NotTriable:
+        return False
+
+
 def _verdict(optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -> str | None:
     whole, changed, split = (_Trial(optimizer, with_state, sparse) for _ in range(3))
     weights, generators = whole.weights(), _generators()
@@ -115,12 +137,19 @@ def _verdict(optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -
 class _Trial:
     """A small copy of an optimizer, with two tiny parameters for every group that has trainable ones."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        with_state: bool,
+        sparse: bool,
+        matrix: tuple[int, int] | None = None,
+    ) -> None:
+        """`matrix` is the size of those with two dimensions; None makes them tiny, too."""
         self.sparse = sparse
         pairs = [(group, _two_of(group["params"])) for group in optimizer.param_groups]
         pairs = [(group, two) for group, two in pairs if two]
         meant = [p for _, two in pairs for p in two]
-        self.parameters = [_tiny(p, number) for number, p in enumerate(meant)]
+        self.parameters = [_tiny(p, number, matrix) for number, p in enumerate(meant)]
         self.optimizer, state, memo = _bare_copy(optimizer, dict(zip(meant, self.parameters, strict=True)))
         groups = [_group_of(group, self.parameters[2 * n : 2 * n + 2], memo) for n, (group, _) in enumerate(pairs)]
         _give(self.optimizer, groups, state)
@@ -148,6 +177,19 @@ class _Trial:
         split = _QuietSplitStep(self.optimizer, self._gradients(number, scale))
         for p in reversed(self.parameters):
             split.run([p])
+
+    def step_rows(self, number: int, scale: float) -> None:
+        """Make a step of two parts of the rows of each matrix, each with the numbers that its state had before."""
+        places = places_of(self.optimizer)
+        for p, gradient in self._gradients(number, scale).items():
+            state = self.optimizer.state.get(p)
+            if p.dim() != 2 or not state:
+                _QuietSplitStep(self.optimizer, {p: gradient}).run([p])
+                continue
+            numbers = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor) or v.shape != p.shape}
+            for rows in (slice(0, _CUT), slice(_CUT, None)):
+                state.update(copy.deepcopy(numbers))
+                RowsStep(self.optimizer, p, gradient, places, rows, _QuietSplitStep).run()
 
     def weights(self) -> list[Any]:
         return [_tensor_bits(p) for p in self.parameters]
@@ -183,8 +225,10 @@ def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return [trained[0], others[0]] if trained else []
 
 
-def _tiny(parameter: torch.Tensor, number: int) -> torch.nn.Parameter:
+def _tiny(parameter: torch.Tensor, number: int, matrix: tuple[int, int] | None) -> torch.nn.Parameter:
     shape = [max(1, min(size, 4 + number % 2)) for size in parameter.shape]
+    if matrix is not None and parameter.dim() == 2:
+        shape = [*matrix]
     values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=parameter.dtype)
     tiny = torch.nn.Parameter(values)
     vars(tiny).update(vars(parameter))  # some optimizers read tags on the parameters

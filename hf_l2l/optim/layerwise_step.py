@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from types import FunctionType, MethodType
@@ -77,6 +77,8 @@ class SplitStep:
         gradients: Mapping[torch.Tensor, torch.Tensor],
         places: Places | None = None,
         rounding: Rounding | None = None,
+        *,
+        state: MutableMapping[torch.Tensor, Any] | None = None,
     ) -> None:
         """Record what the step needs, so that a scheduler may change the hyper-parameters right after this.
 
@@ -88,9 +90,10 @@ class SplitStep:
                 Parameters without a gradient are not updated. Each gradient is released when its part has run.
             places: the result of `places_of`, if it is known already.
             rounding: rounds the state to the 16 bits in which it is kept; None keeps it as the step makes it.
+            state: that of the masters; None is the optimizer's.
         """
         self._rounding = rounding
-        self._state = optimizer.state
+        self._state = optimizer.state if state is None else state
         self._places = places = places_of(optimizer) if places is None else places
         self._mutable = _mutable_attributes(optimizer)
         self._base = _hookless_copy(optimizer, [], defaultdict(dict), places, self._mutable)

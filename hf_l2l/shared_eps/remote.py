@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -26,15 +26,15 @@ _GOES_ON, _ENDS = b"+", b"."
 
 
 class RemoteTask(Task):
-    """An update that another rank makes."""
+    """An update that other ranks make."""
 
-    def __init__(self, what: str, team: Team, worker: Worker, rank: int) -> None:
+    def __init__(self, what: str, team: Team, worker: Worker, ranks: Collection[int]) -> None:
         super().__init__(what)
-        self._team, self._rank = team, rank
+        self._team, self._ranks = team, ranks
         self._worker = worker
 
     def wait(self, why: str) -> None:
-        """Wait until that rank has made the update.
+        """Wait until those ranks have made the update.
 
         Raises:
             RankFailedError: if a rank has failed.
@@ -43,7 +43,7 @@ class RemoteTask(Task):
         assert why, "a wait has a reason"
         while not self._over.wait(_POLL_S):
             self.check()  # first: a failure of this rank is the cause of what the others are told
-            self._team.peers.check(f"{self.what} by another rank", [self._rank])
+            self._team.peers.check(f"{self.what} by another rank", self._ranks)
         self.check()
 
     def check(self) -> None:
@@ -56,18 +56,35 @@ class RemoteTask(Task):
         self._over.set()
 
 
+def _nothing(message: bytes) -> None:
+    """Take nothing of a message."""
+
+
 class RemoteUpdate:
-    """An update of another rank, as a step of this one knows it."""
+    """An update of other ranks, as a step of this one knows it."""
 
     def __init__(
-        self, update: Update, task: RemoteTask, masters: list[Master], taken: Callable[[bytes], None]
+        self,
+        update: Update,
+        task: RemoteTask,
+        masters: list[Master],
+        taken: Callable[[bytes], None] = _nothing,
+        *,
+        parts: int = 1,
     ) -> None:
-        """`taken` is called with what the message says of the optimizer's state."""
+        """`taken` is called with what a message says of the optimizer's state. The update has so many `parts`, one for
+        each rank."""
         self.update, self.task, self.masters, self.taken = update, task, masters, taken
+        self._parts, self._lock = parts, threading.Lock()
 
     def end(self, message: bytes) -> None:
-        """The values of the masters are those after the update, in the memory that all ranks share."""
+        """A part has been made. With the last one, the values of the masters are those after the update, in the memory
+        that all ranks share."""
         self.taken(message)
+        with self._lock:
+            self._parts -= 1
+            if self._parts:
+                return
         with without_interception():
             for master in self.masters:
                 torch.autograd.graph.increment_version(master.parameter)

@@ -229,7 +229,7 @@ def ranks_text(eps: EagerParamServer | None) -> str | None:
     with without_interception():
         trained = [m for m in eps.masters.on_host() if m.parameter.requires_grad]
         count = sum(m.parameter.numel() for m in trained)
-        own = sum(m.parameter.numel() for m in trained if m.owner == eps.team.rank)
+        own = eps.updates.own_elements if isinstance(eps.updates, SharedUpdates) else count
     share = f"updates {own:,} of" if eps.updates.optimizers else "will update its share of"
     return f"{eps.team.size}, of which this is rank {eps.team.rank}; it {share} {count:,} trained parameters"
 

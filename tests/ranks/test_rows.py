@@ -1,0 +1,129 @@
+"""Rows of large matrices in no layer, which all ranks update together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import distributed, nn
+
+from families import batch_for
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.optim.lamb import Lamb
+from hf_l2l.optim.layerwise_check import can_step_rows
+from hf_l2l.optim.rows_step import RowsStep
+from hf_l2l.ranks.owners import dealt, shares_of_rows
+from rank_cases import MODELS, assert_same, trained
+from rank_pool import digest
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: hf.Adafactor(p, lr=1e-3, relative_step=False, scale_parameter=False),
+    "lamb": lambda p: Lamb(p, lr=1e-3),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+}
+ELEMENTWISE = ("adamw", "foreach", "fused", "sgd", "nadam")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_trial_tells_whether_rows_can_be_updated_apart(name):
+    parameters = [nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))]
+    assert can_step_rows(OPTIMIZERS[name](parameters)) == (name in ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "count", "starts"),
+    [(1000, 64, 4, [0, 250, 500, 750]), (1000, 33, 2, [0, 448]), (1001, 48, 2, [0, 500]), (64, 1, 2, None)],
+)
+def test_shares_begin_at_a_multiple_of_what_kernels_compute_at_once(rows, width, count, starts):
+    shares = shares_of_rows(rows, width, count)
+    assert (None if shares is None else [share.start for share in shares]) == starts
+    if shares is not None:
+        assert shares[-1].stop == rows
+        assert all(share.start * width % 64 == 0 for share in shares)
+
+
+def test_divided_tensors_are_work_of_all_ranks():
+    assert dealt([100, 10, 10, 10], [0, 0]) == [0, 1, 1, 1]
+    assert dealt([100, 10, 10, 10], [0, 0], [0]) == [0, 0, 1, 0]
+
+
+def rows_of_steps(size: int, kind: str, cmp: str | None) -> dict[str, Any]:
+    """How many rows this rank, or one process that plays all, has stepped apart, in steps before and after a state was
+    loaded; digests of weights and state."""
+    numbers = [distributed.get_rank()] if distributed.is_initialized() else list(range(size))
+    share = 1 if distributed.is_initialized() else size
+    torch.manual_seed(0)
+    model = MODELS["large"]()
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred", cmp=cmp))
+    optimizer = eps.wrap(OPTIMIZERS[kind](model.parameters()))
+    stepped: list[int] = []
+    make = RowsStep.run
+
+    def noted(step: RowsStep, *args: Any) -> None:
+        stepped.append(step._own.shape[0])
+        make(step, *args)
+
+    def steps(of: range) -> None:
+        for step in of:
+            for number in numbers:
+                batch = batch_for(model, rows=2, seed=10 * step + number)
+                (model(**batch).loss / share).backward()
+            eps.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowsStep, "run", noted)
+        steps(range(3))
+        state = copy.deepcopy(optimizer.state_dict())
+        steps(range(3, 4))
+        optimizer.load_state_dict(state)
+        steps(range(4, 6))
+        state = optimizer.state_dict()["state"]
+    entries = [each[key] for _, each in sorted(state.items()) for key in sorted(each)]
+    values = [torch.as_tensor(each) for each in entries if each is not None]
+    found = {
+        "stepped": stepped,
+        "state": digest(*values),
+        "steps": sorted({float(each["step"]) for each in state.values() if "step" in each}),
+    }
+    detach_l2l(model)
+    return found | {"weights": digest(*model.parameters())}
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "cmp"),
+    [
+        (3, "adamw", None),
+        (2, "fused", "bf16"),
+        (2, "adafactor", None),
+        pytest.param(4, "fused", None, marks=pytest.mark.slow),
+        pytest.param(3, "foreach", "bf16", marks=pytest.mark.slow),
+        pytest.param(3, "sgd", None, marks=pytest.mark.slow),
+        pytest.param(2, "nadam", None, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_ranks_update_have_the_bits_of_one_process(pool, size, kind, cmp):
+    alone = pool(1).run(rows_of_steps, size, kind, cmp)[0]
+    for each in pool(size).run(rows_of_steps, size, kind, cmp):
+        assert {what: each[what] for what in ("state", "weights", "steps")} == {
+            what: alone[what] for what in ("state", "weights", "steps")
+        }
+        # An embedding and a head, in all steps but the first.
+        assert len(each["stepped"]) == (2 * 5 if kind in ELEMENTWISE else 0)
+        assert all(0 < rows < 20000 for rows in each["stepped"])
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mode", [{"eps_update": "serial"}, {"cmp": "fp16"}, {"cmp": "bf16", "grad_dtype": "16bit"}])
+@pytest.mark.parametrize("sim", [False, True])
+def test_in_other_modes(pool, mode, sim):
+    given = "large", mode, 2
+    assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])
