@@ -239,7 +239,7 @@ class SharedUpdates(Updates):
         """Elements of parameters that this rank updates."""
         trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
         rows = {m: shares[self.team.place] for m in trained if self._steps_rows and (shares := self._rows_of(m))}
-        divided = sum((each.stop - each.start) * m.gradient_like.shape[1] for m, each in rows.items())
+        divided: int = sum((each.stop - each.start) * m.gradient_like.shape[1] for m, each in rows.items())
         return divided + sum(m.parameter.numel() for m in trained if m.owner == self.team.rank and m not in rows)
 
     def _divided(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> dict[Master, torch.Tensor]:

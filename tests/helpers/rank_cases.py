@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
-from families import FAMILIES, SMALL, batch_for, bert
+from families import FAMILIES, SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps.server import EagerParamServer
 from rank_pool import digest
@@ -68,13 +68,48 @@ def large() -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank part that is trained, as in LoRA."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, 2, bias=False)
+        self.up = nn.Linear(2, frozen.out_features, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.frozen(rows) + self.up(self.down(rows))
+
+
+def adapted() -> nn.Module:
+    """A frozen Llama, of which two projections of each layer have parts that are trained."""
+    model = llama().requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **FAMILIES,
+    "adapted": adapted,
     "albert": albert,
     "tied": tied,
     "skipping": Skipping,
     "large": large,
     "dropout": lambda: bert(0.2),
+}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "serial": {"eps_update": "serial"},
+    "deferred": {"eps_update": "deferred"},
+    "ubatches": {"ubatch_size": 2, "eps_update": "deferred"},
+    "bf16": {"cmp": "bf16", "eps_update": "deferred"},
+    "bf16 per sweep": {"cmp": "bf16", "host_copies": "per_sweep"},
+    "16-bit gradients and state": {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
+    "fp16": {"cmp": "fp16", "eps_update": "deferred"},
+    "host stash": {"stash": "host", "ubatch_size": 2},
 }
 
 

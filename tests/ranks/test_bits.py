@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from rank_cases import MODELS, assert_same, trained, trained_on_two
-
-MODES: dict[str, dict[str, Any]] = {
-    "serial": {"eps_update": "serial"},
-    "deferred": {"eps_update": "deferred"},
-    "ubatches": {"ubatch_size": 2, "eps_update": "deferred"},
-    "bf16": {"cmp": "bf16", "eps_update": "deferred"},
-    "bf16 per sweep": {"cmp": "bf16", "host_copies": "per_sweep"},
-    "16-bit gradients and state": {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
-    "fp16": {"cmp": "fp16", "eps_update": "deferred"},
-    "host stash": {"stash": "host", "ubatch_size": 2},
-}
+from rank_cases import MODELS, MODES, assert_same, trained, trained_on_two
 
 
 @pytest.mark.one_in(29)
