@@ -52,8 +52,8 @@ def document(rows: list[dict[str, Any]]) -> str:
             f"# {STEPS} steps of ranks",
             "",
             "Losses, norms, sums, weights and optimizer state of all ranks against one process that accumulates the",
-            "same batches, in the order of the ranks. The last batch of every third step has fewer rows; gradients are",
-            "clipped, but with eager updates.",
+            "same batches, in the order of the ranks. The last batch of every third step has fewer rows. Gradients",
+            "are clipped, but with eager updates.",
             "",
             *lines,
         )
