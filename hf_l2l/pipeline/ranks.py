@@ -47,6 +47,9 @@ class RanksTime(NamedTuple):
     """Rows per second, of those of one rank alone."""
     host_bytes: int
     """Bytes that pass through host memory in a step."""
+    forward: float
+    backward: float
+    """Until the gradients of all ranks are added. After it comes an update that is not deferred."""
 
 
 def ranks_time(
@@ -56,6 +59,8 @@ def ranks_time(
     ranks: int,
     *,
     ubatches: int = 1,
+    devices: int = 1,
+    passed: float = 0.0,
     launch: float = 0.0,
     defers: bool = True,
     dram: float,
@@ -73,16 +78,19 @@ def ranks_time(
         moved: bytes of each layer, in the order of `layers`, and then those of what is outside.
         ranks: how many there are.
         ubatches: micro-batches of the batch of a rank.
+        devices: how many of each rank run layers in turn.
+        passed: see `hf_l2l.pipeline.times.step_time`.
         launch: seconds to launch one of them in a layer.
         defers: whether masters are updated while the next step runs.
         dram: bytes per second that the host reads and writes, both counted.
         on_devices: whether the devices of the ranks add the gradients, and not the host.
     """
-    options: dict[str, Any] = {"ubatches": ubatches, "launch": launch, "defers": defers}
+    shared: dict[str, Any] = {"passed": passed, "launch": launch, "defers": defers}
+    options = {"devices": devices, "ubatches": ubatches, **shared}
     one = step_time(layers, outside, **options)
     host_bytes = sum(each.moved(ranks, on_devices=on_devices) for each in moved)
     if ranks == 1:
-        return RanksTime(one.seconds, one.bound, 1, host_bytes)
+        return RanksTime(one.seconds, one.bound, 1, host_bytes, one.forward, one.backward)
     busy, of_rank, last = {"host memory": host_bytes / dram}, one, 0.0
     if on_devices:
         *parts, part_outside = (each._replace(down=each.down / ranks) for each in (*layers, outside))
@@ -92,15 +100,13 @@ def ranks_time(
         busy, last = {"sums over ranks": sum(added), **busy}, added[-1]
     # Each sweep has work of its own for the host, which does not wait for the other sweep.
     updates = sum(each.parameters for each in moved) * ADAMW_BYTES
-    forward = sum(ranks * each.up * _in_forward(of) for each, of in zip(moved, (*layers, outside), strict=True))
-    backward = host_bytes - updates - forward
-    seconds = (
-        max(of_rank.forward, (forward + (updates if defers else 0)) / dram)
-        + max(of_rank.backward + last, backward / dram)
-        + (of_rank.seconds - of_rank.forward - of_rank.backward)
-    )
+    given = sum(ranks * each.up * _in_forward(of) for each, of in zip(moved, (*layers, outside), strict=True))
+    forward = max(of_rank.forward, (given + (updates if defers else 0)) / dram)
+    backward = max(of_rank.backward + last, (host_bytes - updates - given) / dram)
+    seconds = forward + backward + of_rank.seconds - of_rank.forward - of_rank.backward
     lanes = {**of_rank.busy, **busy}
-    return RanksTime(seconds, max(lanes, key=lambda lane: lanes[lane]), ranks * one.seconds / seconds, host_bytes)
+    bound = max(lanes, key=lambda lane: lanes[lane])
+    return RanksTime(seconds, bound, ranks * one.seconds / seconds, host_bytes, forward, backward)
 
 
 def _in_forward(layer: LayerSeconds) -> float:
