@@ -51,6 +51,7 @@ def test_each_sweep_waits_for_the_host(defers):
     of_rank = step_time(
         [each._replace(down=0.02 / 8) for each in given], OUTSIDE._replace(down=0.002 / 8), defers=defers
     )
+    assert [found.forward, found.backward] == pytest.approx(halves)
     assert found.seconds == pytest.approx(sum(halves) + of_rank.seconds - of_rank.forward - of_rank.backward)
 
 
