@@ -52,12 +52,13 @@ class Machine(NamedTuple):
         update = parameters * ADAMW_BYTES / self.dram
         return LayerSeconds(forward, 2 * forward, forward, up=up, up_again=up, down=2 * up, update=update)
 
-    def by_formula(self, ranks: int) -> RanksTime:
-        """A step of so many ranks, as the estimate has it."""
+    def by_formula(self, ranks: int, *, on_devices: bool = False) -> RanksTime:
+        """A step of so many ranks, as the estimate has it; their devices add gradients, or the host."""
         sizes = [self.layer] * self.layers
         moved = [self.bytes_of(each) for each in (*sizes, self.outside)]
         layers = [self.seconds_of(each) for each in sizes]
-        return ranks_time(layers, self.seconds_of(self.outside), moved, ranks, ubatches=UBATCHES, dram=self.dram)
+        outside, options = self.seconds_of(self.outside), {"dram": self.dram, "on_devices": on_devices}
+        return ranks_time(layers, outside, moved, ranks, ubatches=UBATCHES, **options)
 
 
 BERT, LLAMA = (12_600_000, 24, 32_000_000), (218_000_000, 32, 1_050_000_000)
@@ -83,8 +84,10 @@ class _Rank:
 class VirtualRanks:
     """Steps of several ranks, as tasks of a schedule."""
 
-    def __init__(self, machine: Machine, ranks: int) -> None:
+    def __init__(self, machine: Machine, ranks: int, *, on_devices: bool = False) -> None:
+        """With sums `on_devices`, the links between the devices take no time."""
         self.machine, self.schedule = machine, Schedule()
+        self._adds = self._sums_of_devices if on_devices and ranks > 1 else self._sums
         self.ranks = [_Rank() for _ in range(ranks)]
         self.updated = [START] * (machine.layers + 1)
         """The last update of each layer, and last that of what is outside."""
@@ -105,7 +108,7 @@ class VirtualRanks:
         self._all_compute(outside, 3.0)  # the head, forward and backward
         for layer in reversed(range(outside)):
             self._backward(layer)
-        self._sums(outside)
+        self._adds(outside)
         over = self._summed[-1]
         for rank in self.ranks:
             rank.computed = self.schedule.join(rank.computed, over)
@@ -132,7 +135,7 @@ class VirtualRanks:
     def _backward(self, part: int) -> None:
         there = [self._upload(number, part, START) for number in range(len(self.ranks))]
         self._compute(part, there, 3.0)
-        self._sums(part)
+        self._adds(part)
 
     def _upload(self, number: int, part: int, after: int) -> int:
         """A rank's copy of weights: over its link, and out of the host's memory, while the layer before computes."""
@@ -162,13 +165,24 @@ class VirtualRanks:
             free = self.schedule.join(rank.computed, self._summed[-2] if len(self.ranks) > 1 else START)
             at = self._task("download", num_bytes / self.machine.link, free, rank.downloaded, number)
             rank.downloaded = at
-            landed = self.schedule.join(
-                landed, self.schedule.join(at, self._on_host(num_bytes, free, free, "landing"))
-            )
+            there = self.schedule.join(at, self._on_host(num_bytes, free, free, "landing"))
+            landed = self.schedule.join(landed, there)
         count = len(self.ranks)
         moved = (count + 1) * num_bytes if count > 1 else 0
         added = self._on_host(moved, landed, self._summed[-1], "sums") if count > 1 else landed
         self._summed = [self._summed[-1], added]
+
+    def _sums_of_devices(self, part: int) -> None:
+        """Once all devices have computed gradients, they add them, each its share, which leaves for the host."""
+        computed, landed = START, START
+        for rank in self.ranks:
+            computed = self.schedule.join(computed, rank.computed)
+        num_bytes = 4 * self._size(part) / len(self.ranks)
+        for number, rank in enumerate(self.ranks):
+            rank.downloaded = self._task("download", num_bytes / self.machine.link, computed, rank.downloaded, number)
+            there = self.schedule.join(rank.downloaded, self._on_host(num_bytes, computed, computed, "landing"))
+            landed = self.schedule.join(landed, there)
+        self._summed = [self._summed[-1], landed]
 
     def _on_host(self, num_bytes: float, first: int, second: int, name: str) -> int:
         return self._task("host", num_bytes / self.machine.dram, first, second, 0, name)
@@ -197,9 +211,9 @@ class OnClock(NamedTuple):
     """Of the step, in which that is busy."""
 
 
-def on_clock(machine: Machine, ranks: int, steps: int = 3) -> OnClock:
+def on_clock(machine: Machine, ranks: int, steps: int = 3, *, on_devices: bool = False) -> OnClock:
     """The last of so many steps of so many ranks."""
-    run, ends = VirtualRanks(machine, ranks), [0.0]
+    run, ends = VirtualRanks(machine, ranks, on_devices=on_devices), [0.0]
     for _ in range(steps):
         run.step()
         ends.append(run.end)
@@ -208,23 +222,27 @@ def on_clock(machine: Machine, ranks: int, steps: int = 3) -> OnClock:
     return OnClock(seconds, busiest, run.busy[busiest] / seconds)
 
 
-def rows_of(name: str, machine: Machine, counts: Sequence[int] = RANKS) -> list[str]:
+def rows_of(name: str, machine: Machine, counts: Sequence[int] = RANKS, *, on_devices: bool = False) -> list[str]:
     """The lines of the table for one machine."""
     one, by_formula = on_clock(machine, 1), machine.by_formula(1)
+    where = "devices" if on_devices else "host"
     lines = []
     for ranks in counts:
-        clock, formula = on_clock(machine, ranks), machine.by_formula(ranks)
+        clock = on_clock(machine, ranks, on_devices=on_devices)
+        formula = machine.by_formula(ranks, on_devices=on_devices)
         times = ranks * one.seconds / clock.seconds
         expected = ranks * by_formula.seconds / formula.seconds
         lines.append(
-            f"| {name} | {ranks} | {clock.seconds:.3f} | {times:.1f} | {expected:.1f} | "
+            f"| {name} | {where} | {ranks} | {clock.seconds:.3f} | {times:.1f} | {expected:.1f} | "
             f"{clock.busiest}, {100 * clock.share:.0f} % |"
         )
     return lines
 
 
-HEAD = """| | ranks | seconds of a step | times the rows per second of one | by formula | what is busiest |
-|---|---|---|---|---|---|"""
+HEAD = (
+    "| | sums on | ranks | seconds of a step | times the rows per second of one | by formula | what is busiest |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -232,7 +250,9 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a file for the table")
     args = parser.parse_args(argv)
-    lines = [HEAD, *(line for name, machine in MACHINES.items() for line in rows_of(name, machine))]
+    lines = [HEAD]
+    for name, machine in MACHINES.items():
+        lines += [*rows_of(name, machine), *rows_of(name, machine, RANKS[1:], on_devices=True)]
     text = "\n".join(lines)
     print(text)
     if args.out is not None:

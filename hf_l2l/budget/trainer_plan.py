@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_l2l.accumulation.conditions import own_method, why_not_folded
+from hf_l2l.budget.agreed import is_so_for_all, reason_of_any
 from hf_l2l.budget.example import NoExample, longest_batch
 from hf_l2l.budget.saved import save_plan, saved_choice
 from hf_l2l.budget.within import budget_bytes, plan_within
@@ -81,8 +82,13 @@ class TrainerPlan:
 
     def is_for(self, purpose: Purpose | None, checkpoint: str | None) -> bool:
         """Whether the training that begins, or is resumed from `checkpoint`, has what was planned before, or, without
-        a budget, no plan."""
-        if self._purpose != purpose or self.plan is None or purpose is None or checkpoint is None:
+        a budget, no plan. All ranks call this, and plan again if one of them has to."""
+        if purpose is None:
+            return self._purpose is None
+        return is_so_for_all(self._has_plan_for(purpose, checkpoint))
+
+    def _has_plan_for(self, purpose: Purpose, checkpoint: str | None) -> bool:
+        if self._purpose != purpose or self.plan is None or checkpoint is None:
             return self._purpose == purpose
         return saved_choice(checkpoint, purpose.asked) in (None, {**self.plan.chosen, "batches": self.plan.batches})
 
@@ -135,7 +141,7 @@ class TrainerPlan:
 def _planned(
     trainer: Any, purpose: Purpose, saved: Mapping[str, Any] | None, *, is_running: bool = False
 ) -> Plan | None:
-    reason = purpose.why_not
+    reason = reason_of_any(purpose.why_not)
     if reason is None:
         try:
             # With "auto", which nobody has asked for, no model may be lost for a fault in planning.

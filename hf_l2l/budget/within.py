@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_l2l.budget.agreed import figures_of_rank_0
 from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
@@ -27,6 +28,7 @@ from hf_l2l.own_command import with_options
 from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
+from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.probe.known import known_figures
 from hf_l2l.ranks.team import process_group_size, processes_of_this_host
 from hf_l2l.runtime import stream
@@ -84,6 +86,8 @@ def plan_within(
 ) -> Plan | None:
     """The fastest options within `config.device_memory_budget`; None without a budget. Nothing of the model changes.
 
+    All ranks of a process group call this; rank 0 measures the machine.
+
     Args:
         model: not attached.
         config: the options; those that are set bind the plan.
@@ -105,12 +109,14 @@ def plan_within(
     budget = min((size for each in devices if (size := budget_bytes(config, each)) is not None), default=None)
     if budget is None:
         return None
+    # What follows may fail in one rank alone, for which the others must not wait.
+    figures = figures_of_rank_0(devices[0]) if process_group_size() > 1 else None
     if not is_running:
         for each in devices:
             check_free(budget, config, each)
     with _in_training_mode(model):
         bare = unwrapped(optimizer) if optimizer else None
-        return _plan_within(model, config, inputs, bare, batches, chosen, budget, autocast)
+        return _plan_within(model, config, inputs, bare, batches, chosen, budget, autocast, figures)
 
 
 @contextmanager
@@ -134,7 +140,9 @@ def _plan_within(
     chosen: Mapping[str, Any] | None,
     budget: int,
     autocast: torch.dtype | None,
+    figures: HardwareFigures | None,
 ) -> Plan:
+    """Without `figures`, those of the machine are looked up, or measured, once the budget is known to be enough."""
     devices = execution_devices(config.device)
     device = devices[0]
     bound, apart = _bound(model, config, optimizer)
@@ -157,7 +165,7 @@ def _plan_within(
 
     run = run_of(1)
     refuse_small(run, budget)  # before a machine is measured
-    rates = Rates.of(known_figures(device), run.multiplies_in)
+    rates = Rates.of(figures or known_figures(device), run.multiplies_in)
 
     def of_step(plan: Plan) -> Plan:
         """With the time of all batches of a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import replace
 from difflib import get_close_matches
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.plan.step_time import Rates
     from hf_l2l.probe.figures import HardwareFigures
+    from hf_l2l.sizing.arguments import Asked
+    from hf_l2l.sizing.ranks import Launch
 
 ROWS = "per_device_train_batch_size"
 STEPS = "gradient_accumulation_steps"
@@ -63,7 +66,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, default=1, metavar="N", help="devices that run the layers in turn (default: 1)"
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes that a launcher starts on this host (default: 1)"
+        "--ranks", type=int, default=1, metavar="N", help="processes that a launcher starts on each host (default: 1)"
+    )
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts that train together (default: 1)")
+    parser.add_argument(
+        "--network", type=float, metavar="N", help="Gbit/s that each of several hosts sends, and receives meanwhile"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
@@ -276,64 +283,102 @@ def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measu
     return replace(rates, adamw=figures.adamw_by_threads[max(fewer, default=min(figures.adamw_by_threads))])
 
 
+def _launch(options: argparse.Namespace) -> Launch:
+    """The processes that will train the model."""
+    from hf_l2l.sizing.ranks import Launch
+
+    for name in (ROWS, STEPS, "devices", "ranks", "hosts"):
+        if getattr(options, name) < 1:
+            raise ValueError(
+                f"--{name} must be at least 1 (got {getattr(options, name)}); leave it out for the default"
+            )
+    network = options.network
+    if network is None:
+        return Launch(options.ranks, options.hosts, options.devices)
+    if not 0 < network < math.inf:
+        raise ValueError(f"--network must be Gbit/s above 0 (got {network:g}); give what one host sends, such as 100")
+    if options.hosts == 1 or not (options.figures or options.probe):
+        got = "--hosts 1" if options.hosts == 1 else "neither --probe nor --figures"
+        raise ValueError(
+            "--network is for the time of a step of several hosts, for which the machine's figures are needed (got "
+            f"{got}); give --hosts and --figures, or leave it out"
+        )
+    return Launch(options.ranks, options.hosts, options.devices, 1e9 / 8 * network)
+
+
+def _shapes(
+    options: argparse.Namespace, launch: Launch, asked: Asked, model: nn.Module, memory: int | None, device: Any
+) -> RunShapes:
+    """What is known of the model and the batch of one process, on a device with so much `memory`."""
+    from hf_l2l.plan.run_shapes import RunShapes
+    from hf_l2l.shapes.inputs import example_inputs
+
+    given = {name.removeprefix("config_") for name, value in vars(options).items() if value is not None}
+    several = launch.count > 1
+    if several:  # ranks never merge batches, have one batch for all of their devices, and keep no masters there
+        given |= {"resident", "resident_layers"}
+    rows = asked.rows if several else asked.rows * asked.batches * launch.devices
+    return RunShapes(
+        model,
+        asked.config,
+        example_inputs(model, rows, options.tokens),
+        optimizer=asked.optimizer,
+        device=device,
+        device_memory=memory,
+        batches=1 if several else asked.batches,
+        accumulates=getattr(options, STEPS) > 1 if several else asked.accumulates,
+        autocast=asked.autocast,
+        devices=launch.devices,
+        ranks_add=launch.ranks if launch.may_add_on_devices(asked.config) else 0,
+        given=given,
+    )
+
+
 def _run(options: argparse.Namespace) -> int:
     from hf_l2l.option_names import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
-    from hf_l2l.plan.run_shapes import RunShapes
-    from hf_l2l.shapes.inputs import example_inputs
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
-    from hf_l2l.sizing.several import several_devices, several_ranks
+    from hf_l2l.sizing.ranks import sentences, together
+    from hf_l2l.sizing.several import several_devices
 
     quiet()
     budget = None if options.budget is None else parse_budget(options.budget, "--budget")
     host_memory = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
     with options_of_the_trainer():
-        for name in (ROWS, STEPS, "devices", "ranks"):
-            if getattr(options, name) < 1:
-                raise ValueError(
-                    f"--{name} must be at least 1 (got {getattr(options, name)}); leave it out for the default"
-                )
-        model = _model(options)
+        launch, model = _launch(options), _model(options)
         asked = asked_by(_arguments(options), model)
-        config, rows = asked.config, asked.rows * asked.batches * options.devices
+        launch.refuse(asked.config)
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         figures, device = _figures(options), _device(options.device_type)
-        run = RunShapes(
-            model,
-            config,
-            example_inputs(model, rows, options.tokens),
-            optimizer=asked.optimizer,
-            device=device,
-            device_memory=budget or _device_memory(device, figures),
-            batches=asked.batches,
-            accumulates=asked.accumulates,
-            autocast=asked.autocast,
-            devices=options.devices,
-            given={name.removeprefix("config_") for name, value in vars(options).items() if value is not None},
-        )
-        rates = None if figures is None else _rates(figures, run, config, measures=options.probe)
+        run = _shapes(options, launch, asked, model, budget or _device_memory(device, figures), device)
+        rates = None if figures is None else _rates(figures, run, asked.config, measures=options.probe)
         if budget is not None and rates is None:
             raise ValueError(
                 "--budget finds the fastest options, for which the machine's figures are needed (got neither --probe "
                 "nor --figures); give one of them"
             )
         plan = None if budget is None or rates is None else make_plan(run, budget, rates)
-        config = config if plan is None else plan.config
+        config = asked.config if plan is None else plan.config
         found = estimate_of(run, config)
-        found = replace(found, notes=(*asked.notes, *found.notes))
+        notes = [*asked.notes, *found.notes]
         if host_memory is not None:
             found = replace(found, largest=largest_models(run, config, host_memory))
-        time = None if rates is None else time_of(run, config, rates)
+        batches = getattr(options, STEPS) if run.accumulates else 1
+        time = None if rates is None else time_of(run, config, rates, batches=batches)
+        plan = plan if plan is None or time is None else replace(plan, time=time)
         hidden = None if rates is None else run.tokens_that_hide(config, rates)
-        if options.devices > 1 and rates is not None:
-            found = replace(found, notes=(*found.notes, *several_devices(run, config, rates)))
-        if options.ranks > 1:
+        ranks = None
+        if launch.count > 1:
+            assert found.report is not None
             dram = None if figures is None else figures.dram
-            found = replace(found, notes=(*found.notes, *several_ranks(run, config, rates, dram, options.ranks)))
-        show(options, found, time, plan, hidden)
+            ranks = together(run, config, launch, rates, dram, batches, found.report["host"])
+            notes += sentences(ranks, launch)
+        elif options.devices > 1 and rates is not None:
+            notes += several_devices(run, config, rates)
+        show(options, replace(found, notes=tuple(notes)), time, plan, hidden, ranks)
     return GOOD
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_l2l.plan.estimate import Estimate
     from hf_l2l.plan.planner import Plan
     from hf_l2l.plan.step_time import StepTime
+    from hf_l2l.sizing.ranks import Together
 
 
 def show(
@@ -19,6 +20,7 @@ def show(
     time: StepTime | None,
     plan: Plan | None,
     hidden: dict[str, int] | None,
+    ranks: Together | None,
 ) -> None:
     """Print what was estimated, as text or as one JSON object, and draw it if that was asked for."""
     from hf_l2l.runtime.tensors import size_text
@@ -49,6 +51,7 @@ def show(
                 "bound": None if time is None else time.bound,
                 "busy": None if time is None else time.busy,
                 "tokens_that_hide": hidden,
+                "ranks": None if ranks is None else ranks.as_json(),
                 "largest": {name: vars(each) for name, each in found.largest.items()} or None,
             }
         )
@@ -66,7 +69,8 @@ def show(
         print(plan)
     elif time is not None:
         busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
-        print(f"A step takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
+        alone = " of one process alone" if ranks is not None else ""
+        print(f"A step{alone} takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
     if hidden is not None and any(hidden.values()):
         texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")

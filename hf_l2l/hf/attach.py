@@ -169,9 +169,9 @@ def attach_l2l(
         ValueError: if `config` is no `L2LConfig`; if the model is attached with another one, has no layer stack, is on
             the meta device, is placed by a device_map or other hooks, is sharded, or is wrapped for data parallelism
             or by torch.compile; if it has quantized weights that cannot travel or be trained through, or, on an
-            accelerator, layers that compute their backward themselves; if the process group has more than one process;
-            if no file can be written, locked or mapped in the folder for a stash on disk; or if a budget of device
-            memory cannot be met, is not free, or comes without `inputs`.
+            accelerator, layers that compute their backward themselves; if processes of a launcher have no process
+            group; if no file can be written, locked or mapped in the folder for a stash on disk; or if a budget of
+            device memory cannot be met, is not free, or comes without `inputs`.
     """
     config = config_of(config)
     attached = attachment_of(model)

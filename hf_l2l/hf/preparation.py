@@ -115,7 +115,9 @@ def refuse_wrapped(model: nn.Module) -> None:
             name, remedy = "compiled model", "leave out torch.compile"
         elif kind == "_FabricModule":
             name, remedy = "model wrapped by Fabric", "attach the model first, then call fabric.setup"
-        elif isinstance(module, DataParallel | DistributedDataParallel) or kind == "FullyShardedDataParallel":
+        elif isinstance(module, DistributedDataParallel):
+            name, remedy = kind, "attach the model before accelerator.prepare, or leave it out of that"
+        elif isinstance(module, DataParallel) or kind == "FullyShardedDataParallel":
             name, remedy = kind, "give it the model inside, in one process"
         else:
             continue

@@ -48,8 +48,8 @@ from hf_l2l.hf.training_args import (
     refuse_mixin_after,
 )
 from hf_l2l.logits.heads import loss_alone
-from hf_l2l.memory.host_remedies import host_advice
-from hf_l2l.memory.memory_estimate import check_host_memory, estimate
+from hf_l2l.memory.host_remedies import check_training_fits
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
@@ -287,8 +287,7 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
             eps.wrap(optimizer)
             inner = getattr(optimizer, "optimizer", optimizer)
             if not inner.state:  # before it allocates its moments
-                config = self._l2l_config()
-                check_host_memory(estimate(self.model, config, inner), partial(host_advice, self.model, config, inner))
+                check_training_fits(self.model, self._l2l_config(), inner, eps.team)
         return optimizer
 
     @functools.wraps(Trainer.train)

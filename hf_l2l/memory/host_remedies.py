@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
-from hf_l2l.memory.memory_estimate import estimate
+from hf_l2l.memory.memory_estimate import check_host_memory, estimate
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
+from hf_l2l.ranks.team import Team
 from hf_l2l.runtime.tensors import is_quantized, parts_of, size_text, tensor_bytes
 
 ADAPTERS = 0.01
@@ -34,10 +36,24 @@ class Remedy:
         return " and ".join(f"{option(name)}={value!r}" for name, value in self.changes.items())
 
 
-def host_advice(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, have: int) -> str:
+def check_training_fits(
+    model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, team: Team | None = None
+) -> None:
+    """Raise MemoryError, with what to do, if this host has not enough memory to train `model`, which is attached.
+
+    `team` are the ranks that train it together; None for one process.
+    """
+    hosts = 1 if team is None else len(team.hosts)
+    need = estimate(model, config, optimizer).of_one_host(hosts)
+    check_host_memory(need, partial(host_advice, model, config, optimizer, hosts=hosts), is_shared=team is not None)
+
+
+def host_advice(
+    model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, have: int, *, hosts: int = 1
+) -> str:
     """What to do on a host that has `have` bytes for training: the bytes with each remedy, which of them fit, and at
-    last what to type for the first one that fits."""
-    found = list(remedies(model, config, optimizer))
+    last what to type for the first one that fits. So many `hosts` train together."""
+    found = list(remedies(model, config, optimizer, hosts))
     lora = lora_bytes(model)
 
     def told(size: int) -> str:
@@ -58,23 +74,29 @@ def host_advice(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Opti
     return f"it would need {', '.join(texts)}; {end}"
 
 
-def remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer) -> Iterator[Remedy]:
-    """The options with which the host holds less, one by one, and then all of them."""
+def remedies(
+    model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, hosts: int = 1
+) -> Iterator[Remedy]:
+    """The options with which each of the hosts holds less, one by one, and then all of them."""
+
+    def with_changes(changes: dict[str, Any]) -> Remedy:
+        need = estimate(model, replace(config, **changes), optimizer)
+        return Remedy(changes, need.of_one_host(hosts).host_bytes)
+
     if why_not_layer_local(optimizer) is not None:  # the engine refuses them
         return
     options: dict[str, Any] = {"grad_dtype": "16bit", "moment_dtype": "bf16"}
     if config.cmp is not None:
         options["host_copies"] = "per_sweep"
     helpful: dict[str, Any] = {}
-    needed = estimate(model, config, optimizer).host_bytes
+    needed = with_changes({}).host_bytes
     for name, value in options.items():
-        change: dict[str, Any] = {name: value}
-        changed = Remedy(change, estimate(model, replace(config, **change), optimizer).host_bytes)
+        changed = with_changes({name: value})
         if changed.host_bytes < needed:
             helpful |= changed.changes
             yield changed
     if len(helpful) > 1:
-        yield Remedy(helpful, estimate(model, replace(config, **helpful), optimizer).host_bytes)
+        yield with_changes(helpful)
 
 
 def lora_bytes(model: nn.Module) -> int:

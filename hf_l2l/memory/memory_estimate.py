@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ class MemoryEstimate:
     def host_bytes(self) -> int:
         """Total host memory."""
         return self.masters + self.gradients + self.moments + self.copies
+
+    def of_one_host(self, hosts: int) -> MemoryEstimate:
+        """That of each of several hosts: all have all masters and copies, and the gradients and moments of the
+        parameters that their own ranks update."""
+        return replace(self, gradients=-(-self.gradients // hosts), moments=-(-self.moments // hosts))
 
     @property
     def device_bytes(self) -> int:
@@ -188,16 +193,24 @@ def _state_bytes(
     return tensor_bytes(made) - tensor_bytes(rounded) // 2
 
 
-def check_host_memory(need: MemoryEstimate, advice: Callable[[int], str] | None = None) -> None:
+def check_host_memory(
+    need: MemoryEstimate, advice: Callable[[int], str] | None = None, *, is_shared: bool = False
+) -> None:
     """Raise MemoryError if training needs more host memory than is available.
 
     Called after the model was attached. Memory that this process already holds is counted towards the masters and
-    their copies; masters still in a mapped file are not. `advice` is given the bytes that are there for training, and
-    returns the end of the error (`host_advice`).
+    their copies; masters still in a mapped file are not. Ranks have them in memory that all of them share, of
+    which a rank holds by itself only what it has read or written.
+
+    Args:
+        need: what the host will hold.
+        advice: is given the bytes that are there for training, and returns the end of the error (`host_advice`).
+        is_shared: whether masters and copies are in memory that the ranks of this host share.
     """
     if os.environ.get(SKIP_VARIABLE) == "1":
         return
-    held = min(need.masters + need.copies, host_limits.own_bytes())
+    there = need.masters + need.copies
+    held = there if is_shared else min(there, host_limits.own_bytes())
     have = host_limits.available_host_bytes() + held
     if need.host_bytes <= have:
         return

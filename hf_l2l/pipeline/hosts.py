@@ -24,20 +24,26 @@ class HostsLoad(NamedTuple):
 def hosts_seconds(load: HostsLoad, hosts: int, bandwidth: float) -> float:
     """Seconds of forward and backward of `hosts` hosts, each of which sends and receives `bandwidth` bytes per second.
 
-    Layers are taken as equally long. The sums of a layer cross the network when it has been computed and those of the
-    layer after it have crossed; those of what is outside come last. A layer of the next forward begins when its
-    weights have come, which cross the network one after the other from the step on.
+    Layers are taken as equally long. A layer of the next forward begins when its weights have come, which cross the
+    network one after the other from the step on.
     """
+    *layers, outside = load.layers
+    share = (hosts - 1) / hosts / bandwidth
+    there = outside * share
+    done = there
+    for num_bytes in layers:
+        there += num_bytes * share
+        done = max(done, there) + load.forward / len(layers)
+    return backward_seconds(load, hosts, bandwidth) + done
+
+
+def backward_seconds(load: HostsLoad, hosts: int, bandwidth: float) -> float:
+    """Seconds of the backward alone: the sums of a layer cross the network when it has been computed and those of the
+    layer after it have crossed; those of what is outside come last."""
     *layers, outside = load.layers
     share = (hosts - 1) / hosts / bandwidth
     computed = crossed = 0.0
     for num_bytes in reversed(layers):
         computed += load.backward / len(layers)
         crossed = max(computed, crossed) + num_bytes * share
-    backward = max(computed, crossed) + outside * share
-    there = outside * share
-    done = there
-    for num_bytes in layers:
-        there += num_bytes * share
-        done = max(done, there) + load.forward / len(layers)
-    return backward + done
+    return max(computed, crossed) + outside * share

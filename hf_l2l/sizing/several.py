@@ -1,4 +1,4 @@
-"""What several devices, or ranks, are worth for a training."""
+"""What several devices of one process are worth for a training."""
 
 from __future__ import annotations
 
@@ -6,44 +6,9 @@ import math
 from typing import Any
 
 from hf_l2l.config import L2LConfig
-from hf_l2l.pipeline.ranks import HostBytes, ranks_time
 from hf_l2l.pipeline.times import step_time
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates, pipelined
-from hf_l2l.runtime.tensors import size_text
-
-
-def several_ranks(run: RunShapes, config: L2LConfig, rates: Rates | None, dram: float | None, count: int) -> list[str]:
-    """What ranks of one host take, each with a device and these rows: host memory, and time if rates are known.
-
-    Args:
-        run: the model, and the batch of one rank.
-        config: the options.
-        rates: of the machine.
-        dram: bytes per second that the host reads and writes.
-        count: how many ranks there are.
-    """
-    costs = run.costs(config)
-    landing = 2 * max((cost.backward_down for cost in costs.layers), default=0)
-    notes = [
-        f"{count} ranks share the host's memory above, and each has {size_text(landing)} more for gradients that it "
-        "sends, beside what a process takes (about 0.3 GiB with torch and transformers)."
-    ]
-    if rates is None or dram is None:
-        return notes
-    options: dict[str, Any] = {"launch": rates.per_call, "defers": config.eps_update != "serial", "dram": dram}
-    layers, outside = [pipelined(cost, rates) for cost in costs.layers], pipelined(costs.shell, rates)
-    moved = [
-        HostBytes(cost.forward_up + cost.backward_up, cost.backward_down, cost.parameters)
-        for cost in (*costs.layers, costs.shell)
-    ]
-    found = ranks_time(layers, outside, moved, count, ubatches=costs.ubatches, **options)
-    notes.append(
-        f"A step of {count} ranks takes {found.seconds:.3g} s, with {found.times_as_many:.1f} times the rows per "
-        f"second of one; what takes longest is {found.bound}. {size_text(found.host_bytes)} pass through host memory "
-        "in a step."
-    )
-    return notes
 
 
 def several_devices(run: RunShapes, config: L2LConfig, rates: Rates) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from cli_models import LLAMA, T5, Ran, ran, written
 from hf_l2l.memory.device_memory import DEVICE_NAMES
-from hf_l2l.memory.ledger import HOST_NAMES
+from hf_l2l.memory.ledger import HOST_NAMES, OTHER
 from hf_l2l.probe.figures import HardwareFigures
 
 MACHINE = HardwareFigures(
@@ -144,12 +144,102 @@ def test_several_devices(tmp_path, capsys, machine):
 
 
 def test_several_ranks(tmp_path, capsys, machine):
-    """They share the host's memory; each has a batch of its own."""
+    """They share what is in the host's memory; each has a batch of its own."""
     text = estimated(capsys, tmp_path, "--ranks", "4").out
-    assert "4 ranks share the host's memory above, and each has" in text and "A step of 4 ranks" not in text
+    assert "4 ranks hold " in text and "for each rank, of which" in text and "A step" not in text
+    assert "if devices add gradients (l2l_reduce" in text
     text = estimated(capsys, tmp_path, "--ranks", "4", "--figures", machine).out
-    assert "A step of 4 ranks takes" in text and "pass through host memory in a step" in text
-    assert estimated(capsys, tmp_path, "--ranks", "0").status == 2
+    assert "A step of one process alone takes" in text and "A step of 4 ranks takes" in text
+    assert "pass through the memory of a host in a step" in text
+    one, four = (estimated(capsys, tmp_path, "--json", *more).json for more in ([], ["--ranks", "4"]))
+    assert one["ranks"] is None and four["host"] == {**one["host"], **{n: four["host"][n] for n in ("total", OTHER)}}
+    found, names = four["ranks"], {name: size["peak"] for name, size in four["host"].items()}
+    shared = sum(names[name] for name in ("masters", "gradients", "moments", "copies", "norm rooms"))
+    own = names["total"] - shared + found["landing_bytes"]
+    assert (found["shared_bytes"], found["host_bytes"]) == (shared, shared + 4 * own)
+    assert found["seconds_per_step"] is found["network_seconds"] is None
+
+
+def test_slots_of_ranks_have_room_for_small_parameters_in_no_layer(capsys):
+    """Embedding, head and last norm of this model are larger together than a layer. Devices need no slots."""
+    flags = ["--params", "1e6", "--layers", "8", "--hidden", "64", "--vocab", "2000", "--tokens", "8", "--json"]
+    found = ran(capsys, "estimate", *flags, "--ranks", "2").json["ranks"]
+    assert found["landing_bytes"] == 2 * 4 * (2 * 2000 * 64 + 64)
+    found = ran(capsys, "estimate", *flags, "--ranks", "2", "--l2l_reduce", "device").json["ranks"]
+    assert found["landing_bytes"] == 0
+
+
+def test_ranks_do_not_merge_batches(tmp_path, capsys, machine):
+    """They run one by one, and the masters are updated once."""
+    flags = ["--per_device_train_batch_size", "2", "--figures", machine, "--json"]
+    one, three = (
+        estimated(capsys, tmp_path, *flags, "--ranks", "2", *more).json
+        for more in ([], ["--gradient_accumulation_steps", "3"])
+    )
+    assert one["rows"] == three["rows"] == 2
+    assert three["busy"]["download"] == pytest.approx(3 * one["busy"]["download"])
+    assert three["busy"]["update"] == pytest.approx(one["busy"]["update"])
+    seconds = [each["ranks"]["seconds_per_step"] for each in (one, three)]
+    assert 2 < seconds[1] / seconds[0] <= 3.01
+    moved = [each["ranks"]["moved_bytes"] for each in (one, three)]
+    updates = 30 * one["host"]["masters"]["peak"] / 4
+    assert moved[1] - updates == pytest.approx(3 * (moved[0] - updates))
+
+
+def test_devices_of_a_rank_share_its_batch(tmp_path, capsys, machine):
+    flags = ["--per_device_train_batch_size", "4", "--figures", machine, "--ranks", "4", "--json"]
+    one, two = (estimated(capsys, tmp_path, *flags, "--devices", count).json for count in ("1", "2"))
+    assert one["rows"] == two["rows"] == 4 and len(two["other_devices"]) == 1
+    assert one["ranks"]["device_bytes"] > 0 == two["ranks"]["device_bytes"]
+    text = estimated(capsys, tmp_path, *flags[:-1], "--devices", "2").out
+    assert "A step of 4 ranks, each with 2 devices that run its layers in turn, takes" in text
+    assert "data parallel" not in text
+    assert two["ranks"]["seconds_per_step"] == pytest.approx(two["seconds_per_step"], rel=0.2), "of both devices"
+
+
+def test_a_budget_of_ranks_chooses_what_ranks_can_run(tmp_path, capsys, machine):
+    """Nothing is resident, and there is room for sums on the devices."""
+    flags = ["--figures", machine, "--budget", "600KB", "--json"]
+    alone, ranks, host = (
+        estimated(capsys, tmp_path, *flags, *more).json
+        for more in ([], ["--ranks", "4"], ["--ranks", "4", "--l2l_reduce", "host"])
+    )
+    assert "resident" in alone["chosen"]
+    for found in (ranks, host):
+        assert not {"resident", "resident_layers"} & found["chosen"].keys()
+    assert ranks["device"]["total"]["peak"] + ranks["ranks"]["device_bytes"] <= 600_000
+    assert ranks["ranks"]["device_bytes"] > 0 == host["ranks"]["device_bytes"]
+
+
+def test_ranks_add_on_their_devices(tmp_path, capsys, machine):
+    """4 of a sum per parameter come to the host, and not 4 of each rank, which are read again."""
+    flags = ["--figures", machine, "--ranks", "4", "--json"]
+    host, device = (estimated(capsys, tmp_path, *flags, "--l2l_reduce", where).json for where in ("host", "device"))
+    gradients = host["host"]["gradients"]["peak"]
+    assert host["ranks"]["moved_bytes"] - device["ranks"]["moved_bytes"] == 2 * 4 * gradients
+    assert device["ranks"]["landing_bytes"] == 0 < host["ranks"]["landing_bytes"]
+
+
+def test_several_hosts(tmp_path, capsys, machine):
+    """Each has all masters, and a part of the sums and moments; the network takes its time."""
+    flags = ["--figures", machine, "--ranks", "2", "--json"]
+    one, two = (estimated(capsys, tmp_path, *flags, "--hosts", hosts).json for hosts in ("1", "2"))
+    state = sum(one["host"][name]["peak"] for name in ("gradients", "moments"))
+    assert one["ranks"]["shared_bytes"] - two["ranks"]["shared_bytes"] == state // 2
+    assert two["ranks"]["seconds_per_step"] is two["ranks"]["network_seconds"] is None
+    fast, slow = (
+        estimated(capsys, tmp_path, *flags, "--hosts", "2", "--network", each).json["ranks"] for each in ("1e6", "0.1")
+    )
+    masters = one["host"]["masters"]["peak"]
+    assert slow["network_seconds"] == pytest.approx(2 * masters / 2 / (0.1e9 / 8))
+    assert (fast["bound"], slow["bound"]) == (one["ranks"]["bound"], "network")
+    assert fast["seconds_per_step"] == pytest.approx(one["ranks"]["seconds_per_step"], rel=0.1)
+    assert slow["seconds_per_step"] >= slow["network_seconds"] and fast["times_as_many"] > 3.5
+    text = estimated(capsys, tmp_path, *flags[:-1], "--hosts", "2").out
+    assert "Each of 2 hosts, with 2 ranks, holds" in text and "of one part in 2 of the parameters" in text
+    assert "give --network" in text
+    text = estimated(capsys, tmp_path, *flags[:-1], "--hosts", "2", "--network", "10").out
+    assert "A step of 2 hosts with 2 ranks each takes" in text and "between hosts in a step takes" in text
 
 
 def test_the_device_of_the_figures_decides_where_the_stash_is(tmp_path, capsys, machine):
@@ -204,6 +294,13 @@ def test_a_model_of_numbers(capsys):
             "--figures must be a file that can be read (got '/nowhere.json': No such file",
         ),
         (["--layers", "x"], "--layers: must be a finite number, such as 8e9 or 32 (got 'x')"),
+        (["--ranks", "0"], "--ranks must be at least 1 (got 0)"),
+        (["--hosts", "0"], "--hosts must be at least 1 (got 0)"),
+        (["--hosts", "2", "--network", "-1"], "--network must be Gbit/s above 0 (got -1)"),
+        (["--network", "100"], "--network is for the time of a step of several hosts"),
+        (["--hosts", "2", "--network", "100"], "are needed (got neither --probe nor --figures)"),
+        (["--ranks", "2", "--l2l_resident", "all"], "ranks share the weights on the host"),
+        (["--hosts", "2", "--ranks", "2", "--l2l_reduce", "device"], "l2l_reduce='device' adds gradients on"),
         (["--params", "inf"], "--params: must be a finite number, such as 8e9 or 32 (got 'inf')"),
     ],
 )

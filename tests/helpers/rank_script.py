@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from transformers.trainer_utils import get_last_checkpoint
 
 from families import bert
 from hf_l2l import L2LTrainer, L2LTrainingArguments
@@ -46,8 +47,8 @@ def main() -> None:
     )
     model = bert(0.1)
     trainer = L2LTrainer(model=model, args=args, train_dataset=Rows(70, "classes"), callbacks=[Killed(killed_at)])
-    there = os.path.isdir(folder) and any(name.startswith("checkpoint-") for name in os.listdir(folder))
-    trainer.train(resume_from_checkpoint=there)
+    os.makedirs(folder, exist_ok=True)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))  # as docs/ranks.md says
     if args.should_save:
         print("RESULT", args.world_size, trainer.state.global_step, digest(*model.parameters()), flush=True)
 

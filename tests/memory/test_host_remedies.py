@@ -133,3 +133,14 @@ def test_training_is_refused_with_the_command_line_of_the_user(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "out", "--l2l_moment_dtype", "fp32"])
     with pytest.raises(MemoryError, match="; this fits: python train.py --output_dir out --l2l_moment_dtype=bf16$"):
         made.train()
+
+
+def test_remedies_are_those_of_each_of_several_hosts():
+    """16-bit gradients and moments save as much on all hosts together as on one."""
+    model, config = llama(), L2LConfig()
+    optimizer = torch.optim.AdamW(model.parameters())
+    one, two = (
+        [estimate(model, config, optimizer).of_one_host(hosts).host_bytes - each.host_bytes for each in found]
+        for hosts, found in ((count, list(remedies(model, config, optimizer, count))) for count in (1, 2))
+    )
+    assert one == [2 * each for each in two] and len(one) == 3

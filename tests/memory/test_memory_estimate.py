@@ -283,6 +283,22 @@ def test_copies_that_were_made_at_attach_are_paid_for(memory):
         check_host_memory(need)
 
 
+def test_masters_and_copies_that_ranks_share_are_paid_for(memory):
+    """A rank that has read none of them holds nothing of them; they are there all the same."""
+    need = dataclasses.replace(NEED, copies=2 * 2**30)
+    memory(8 * 2**30, own=0)
+    check_host_memory(need, is_shared=True)
+    memory(8 * 2**30 - 1, own=2**40)
+    with pytest.raises(MemoryError):
+        check_host_memory(need, is_shared=True)
+
+
+def test_each_of_several_hosts_has_the_sums_and_moments_of_its_own_ranks():
+    half = dataclasses.replace(NEED, copies=2**30).of_one_host(2)
+    assert (half.masters, half.copies) == (NEED.masters, 2**30)
+    assert (half.gradients, half.moments) == (NEED.gradients // 2, NEED.moments // 2)
+
+
 @pytest.mark.parametrize(("value", "skips"), [("1", True), ("0", False), ("", False)])
 def test_the_check_can_be_skipped(memory, monkeypatch, value, skips):
     memory(0)
