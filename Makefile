@@ -42,8 +42,8 @@ demo: $(VENV)/ready  ## Fine-tune a small real BERT layer to layer on the demo s
 	OMP_WAIT_POLICY=PASSIVE $(RUN) run_glue_l2l.py
 
 test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
-	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(SIM_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(HOST_TESTS)
 
 test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(SIM_TESTS)

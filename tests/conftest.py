@@ -34,11 +34,11 @@ def pytest_report_header() -> str:
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_other_modules() -> Iterator[None]:
     """What is there before the first test of a module is not looked at again and again: every training of the Trainer
-    begins with a collection of all garbage, which takes as long as the training of a tiny model does."""
+    begins with a collection of all garbage, which takes as long as the training of a tiny model does. It stays so for
+    the modules after it: what is imported would be most of what each of them looks at."""
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ def test_there_are_notebooks():
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED), reason=f"needs {', '.join(NEEDED)}"
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("settings", [SHORTER, pytest.param({}, marks=pytest.mark.slow)], ids=["shorter", "as it is"])
 @by_name
 def test_it_runs(file, settings, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: str({k: v for k, v in o.items() if k != "data"}))
 def test_a_step_is_that_of_its_batches(tmp_path, options):
     folded, apart = pair(tmp_path, **options)
@@ -221,6 +221,7 @@ def stopping(folder, what, value, **options):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", [{}, {"eps_update": "eager", "max_grad_norm": 0.0}], ids=str)
 @pytest.mark.parametrize(("what", "step"), [("training", 0), ("training", 1), ("epoch", 1)])
 def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what, step, mode):

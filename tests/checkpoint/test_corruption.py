@@ -109,6 +109,7 @@ SAME = {("config.json", "swapped"), (MANIFEST, "missing")}
 CASES = [(name, how) for name in OURS for how in ("missing", "cut", "flipped", "swapped") if (name, how) not in SAME]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_nothing_has_changed_when_a_damaged_one_is_refused(run, trained, caplog, name, how):
     """By its folder, it is refused; as the last one, the one before it is taken, with one warning."""

@@ -75,7 +75,7 @@ def assert_told_and_survived(run: Path, fault: Fault, whole: Ended, **options: o
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [26, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_each_call(before, whole, tmp_path, every):
     """The checkpoint of the other training that was to be replaced is as it was."""
     calls = last_save(whole.calls)
@@ -87,7 +87,7 @@ def test_an_error_of_each_call(before, whole, tmp_path, every):
             assert_told_and_survived(run, Fault(at, error=error), whole)
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_each_call_in_the_background(before, whole, tmp_path, every):
     run = Path(shutil.copytree(before, tmp_path / "calls"))
     unharmed = end_of(Training("L2LTrainer", str(run), options={"l2l_async_save": True}))
@@ -97,7 +97,7 @@ def test_an_error_of_each_call_in_the_background(before, whole, tmp_path, every)
         assert_told_and_survived(run, Fault(at, error=ERRORS[number % 3]), whole, l2l_async_save=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [0, 3000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 def test_files_cannot_grow(before, whole, tmp_path, size, background):

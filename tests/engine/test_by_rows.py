@@ -157,6 +157,7 @@ def assert_as_plain(model: nn.Module, steps: int = 2, **options: object) -> None
             assert relative_error(gradients(model), gradients(plain)) < tolerance
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BY_UBATCH)
 def test_gradients_are_those_of_the_plain_model(name, monkeypatch):
     kinds = Kinds(monkeypatch)

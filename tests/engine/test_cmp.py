@@ -38,6 +38,7 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("rows", [ROWS, 2])
 @pytest.mark.parametrize(("cmp", "mode"), CASES)  # the scale of fp16 begins so large that steps are skipped
@@ -120,6 +121,7 @@ class Overflowing(Block):
         return super().forward(x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 @pytest.mark.parametrize("ubatch", range(4))
 @pytest.mark.parametrize("layer", range(LAYERS))

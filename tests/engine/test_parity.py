@@ -22,6 +22,7 @@ def copies(request: pytest.FixtureRequest):
         yield
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ubatch_size", [1, 3])
 def test_ubatches_give_the_gradients_of_the_whole_batch(family, ubatch_size, copies):

@@ -56,6 +56,7 @@ class Changing(hf.TrainerCallback):
             self.change(model, getattr(optimizer, "optimizer", optimizer))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("options", [{}, {"eps_update": "deferred", "stash": "host"}, {"cmp": "bf16"}])
 def test_a_callback_changes_the_layers(tmp_path, change, options):

@@ -12,6 +12,7 @@ from losses import Classifying, Embedder, Embedding, embedded, weights_with_loss
 from training import arguments, logs, rows
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 def test_the_parameters_of_a_loss_are_trained(tmp_path, several, mode):

@@ -12,7 +12,7 @@ DRAWN = settings(deadline=None, print_blob=True, suppress_health_check=list(Heal
 
 
 def test_any_program_trains_as_in_plain_torch():
-    run_state_machine_as_test(Machine, settings=settings(DRAWN, max_examples=25, derandomize=True))
+    run_state_machine_as_test(Machine, settings=settings(DRAWN, max_examples=12, derandomize=True))
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def test_same_bits_as_trainer_over_50_steps(tmp_path, accumulation, copies):
     check_same_run(tmp_path, 50, accumulation)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [

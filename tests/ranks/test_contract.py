@@ -206,6 +206,7 @@ def overflowing(options: dict[str, Any]) -> Any:
     return scale.skipped, scale.value, run.ended()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"cmp": "fp16", "eps_update": "deferred"}, {"nonfinite": "skip"}], ids=str)
 @pytest.mark.parametrize("sim", [False, True])
 def test_an_overflow_of_one_rank_skips_the_step_of_all(pool, options, sim):

@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["bert", "t5", "tied", "skipping", "large"])
 @pytest.mark.parametrize("size", [2, 3])
@@ -45,7 +45,7 @@ def test_one_rank_on_each_host_has_the_bits_of_one_process(pool, size, name, mod
     assert_same(pool(size).run(on_hosts, size, trained, name, MODES[mode], size), alone, on_one_host=False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["deferred", "bf16"])
 @pytest.mark.parametrize("name", ["bert", "skipping"])
 def test_on_the_simulated_accelerator(pool, name, mode):
@@ -53,7 +53,7 @@ def test_on_the_simulated_accelerator(pool, name, mode):
     assert_same(pool(2, sim=True).run(on_hosts, 2, trained, name, MODES[mode], 2), alone, on_one_host=False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("name", ["bert", "skipping", "tied", "large"])
 def test_eager_updates(pool, name, accumulated):
@@ -62,6 +62,7 @@ def test_eager_updates(pool, name, accumulated):
     assert_same(found, pool(1).run(trained, *given)[0], on_one_host=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["bert", "skipping", "large"])
 def test_micro_steps_are_added_to_one_sum(pool, name):
     given = name, {"eps_update": "deferred"}, 2, 2, 3
@@ -69,6 +70,7 @@ def test_micro_steps_are_added_to_one_sum(pool, name):
     assert_same(found, pool(1).run(trained, *given)[0], on_one_host=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["bert", "skipping"])
 def test_two_hosts_with_two_ranks_each(pool, name):
     """Each host adds its ranks, and then the hosts are added: the same to rounding, and to the bit in all ranks."""
@@ -250,8 +252,13 @@ def test_hosts_that_make_other_calls_are_told(own_pool):
         assert "all ranks must run the same forwards, backwards and steps" in text, text
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("signal_name", "size"),
+    [
+        *(("SIGKILL", 4), ("SIGSTOP", 2)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("SIGKILL", 2), ("SIGSTOP", 4))),
+    ],
+)
 def test_a_rank_that_dies_or_hangs_ends_those_of_all_hosts(pool, size, signal_name):
     import signal
 
@@ -273,6 +280,7 @@ def test_a_rank_that_dies_or_hangs_ends_those_of_all_hosts(pool, size, signal_na
     check_others(found, "it has not answered" if signal_name == "SIGSTOP" else "its process has ended")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["backward", "step", "data"])
 def test_an_exception_of_a_rank_ends_those_of_all_hosts(pool, place):
     own = type(pool(2))(2, within_s=60.0)
@@ -284,7 +292,7 @@ def test_an_exception_of_a_rank_ends_those_of_all_hosts(pool, place):
     check_others(found, "")
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_trainer(pool, tmp_path, size):
     """Checkpoints have all state, and are resumed to the same bits."""
     options = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}

@@ -290,6 +290,7 @@ def begun(program: str, number: int, to: dict[int, socket.socket], timeout_s: fl
     return process
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "program",
     [

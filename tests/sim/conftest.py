@@ -25,7 +25,7 @@ def _nothing_of_other_modules() -> Iterator[None]:
         gc.collect()
         if page_locked_bytes() == 0:
             break
+        gc.unfreeze()  # perhaps of a model that was there when an earlier module began
         time.sleep(0.02)
     gc.freeze()  # what is there before the first test of a module is not looked at again and again
     yield
-    gc.unfreeze()

@@ -95,13 +95,13 @@ KEPT = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", KEPT, ids=str)
 def test_what_stays_on_the_device_changes_nothing(tmp_path, options):
     test_a_step_is_that_of_its_batches(tmp_path, "deferred", options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("options", "mode"),
     combined(

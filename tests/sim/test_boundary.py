@@ -123,6 +123,7 @@ def wide_mlm() -> nn.Module:
     return hf.BertForMaskedLM(hf.BertConfig(**HEADS, hidden_size=WIDTH, intermediate_size=2 * WIDTH))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "cmp"),
     [
@@ -138,6 +139,7 @@ def test_the_device_batch_costs_its_ids(make, cmp):
     assert found < 0.15, f"{found:.2f} layer outputs per row"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mode", "options"),
     combined(["serial", "deferred", "eager"], [{}, {"cmp": "bf16"}, {"resident": "shell"}], one_in=3),
@@ -150,6 +152,7 @@ def test_embeddings_by_micro_batches_are_trained(mode, options):
     assert relative_error(found, expected) < (2e-2 if "cmp" in options else 1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mode", "options"),
     combined(
@@ -215,7 +218,7 @@ def test_depth_costs_nothing():
     assert peak(32, layers=8, boundary="host") == peak(32, layers=4, boundary="host")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("options", "mode"),
     combined(

@@ -32,7 +32,7 @@ def check(cmp: str, rows: int, mode: str, steps: int, **options: Any) -> None:
     assert_as_by_hand(reference, layer_to_layer(mode, rows, max_norm, "sim", steps, cmp=cmp, **options))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("rows", "options"),
     [(ROWS, {}), (2, {}), (2, {"grad_dtype": "16bit", "host_copies": "per_sweep", "gradient_slots": 1})],

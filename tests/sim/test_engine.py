@@ -514,6 +514,7 @@ def as_dict(data):
     return dict(data)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [as_dict, hf.BatchEncoding, UserDict], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("ubatch_size", [None, 2])
 def test_inputs_in_a_mapping_get_to_the_device(kind, ubatch_size):

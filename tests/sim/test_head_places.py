@@ -82,7 +82,7 @@ def far(one: Trained, other: Trained) -> float:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
     placed = []
     send = chunks.Place.send

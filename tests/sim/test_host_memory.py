@@ -427,7 +427,7 @@ def unlimited(**options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     return trained(None, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}], ids=str)
 @pytest.mark.parametrize("limit", [0, pytest.param(1000, marks=pytest.mark.slow), 20_000, 60_000])
 def test_with_less_page_locked_memory_the_bits_are_the_same_and_one_warning_says_so(limit, options):
@@ -493,7 +493,7 @@ def test_gradients_have_the_same_memory_in_every_step():
         assert [g.data_ptr() for g in grads(model)] == before
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "keep",
     [
@@ -637,7 +637,7 @@ def test_nothing_of_a_failed_backward_is_left_where_a_sparse_gradient_was_in_it(
     eps.release()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("chunk", [gradients_module._CHUNK, 7, 16])
 def test_accumulated_gradients_have_the_bits_of_plain_torch(chunk, monkeypatch):
     monkeypatch.setattr(gradients_module, "_CHUNK", chunk)

@@ -98,7 +98,7 @@ def test_many_plans_train_as_streamed(plan, program):
     check_plan(plan, program)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("family", "kept"),
     combined(FAMILIES, [{"kept_weights": 1}, {"kept_graphs": 1}, {"resident": "all", "kept_graphs": 2}], one_in=3),
@@ -133,7 +133,7 @@ def frozen_but_for_adapters(model: nn.Module) -> None:
         layer.output.dense.weight.requires_grad_(True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kept", [WEIGHTS, GRAPHS, BOTH, {"resident": "all", "kept_graphs": 4}], ids=str)
 def test_a_model_with_frozen_weights(kept):
     runs = []
@@ -245,7 +245,7 @@ def test_the_backward_frees_the_graph_though_the_loss_lives():
         loss.backward()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kept", [WEIGHTS, GRAPHS, ALL], ids=str)
 def test_several_graphs(kept):
     """Two forwards before a backward, graphs that are kept, a backward that fails, parts of the graph, evaluations."""

@@ -76,7 +76,7 @@ def test_one_chunk_is_there_at_a_time(monkeypatch):
     assert (large - small) / 2000 == pytest.approx(3 * HIDDEN * 4 + 4 * 4 * rows, rel=0.01)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("tied", "mode", "cmp"), combined([False, True], ["serial", "deferred", "eager"], [None, "bf16"], one_in=3)
 )

@@ -83,7 +83,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("make", "kind", "batch", "expected"), MASKS)
 @pytest.mark.parametrize("options", [{"stash": "device"}, {"stash": "host", "boundary": "host"}], ids=str)
 def test_a_dense_mask_is_a_line_of_the_report(make, kind, batch, expected, options):
@@ -244,7 +244,7 @@ def bytes_per_token(width: int, inner: int, head: int) -> int:
     return 34 * width + 12 * inner + 4 * head
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), (128, 344, 4), (128, 512, 2)])
 def test_bytes_per_token_in_one_layer(width, inner, heads):
     sizes = {

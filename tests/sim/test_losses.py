@@ -10,7 +10,7 @@ from hf_l2l import L2LTrainingArguments, detach_l2l, make_l2l_trainer
 from losses import Embedder, embedded, weights_with_loss
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [{}, {"l2l_resident": "shell"}, {"ubatch_size": 2, "stash": "host"}])
 def test_the_parameters_of_a_loss_are_trained(tmp_path, options):
     expected = embedded(Embedder, hf.TrainingArguments, tmp_path / "plain", max_grad_norm=0.0)

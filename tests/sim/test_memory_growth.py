@@ -40,6 +40,7 @@ def test_the_device_batch_costs_ids_labels_and_losses(sizes):
         assert (found - first) / (rows - sizes[0]) == pytest.approx(memory.per_row(TINY, SIM), rel=0.01)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(1000, 3000), slow(1000, 16000, 128000)], ids=str)
 @pytest.mark.parametrize("hidden", [32, 128])
 def test_vocabulary_costs_weights_gradients_and_one_chunk_of_logits(sizes, hidden):

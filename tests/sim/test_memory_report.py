@@ -82,7 +82,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("options", "family"), combined(OPTIONS, [wide_bert, llama, FAMILIES["t5"]], one_in=3))
 def test_every_byte_has_a_name(family, options):
     """At each point of a training step, and after an evaluation."""
@@ -292,6 +292,7 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model", "places"), combined(MODELS, PLACES, one_in=2))
 def test_the_first_step_needs_no_more_than_later_ones(model, places):
     """Although it does not know the order of the layers, tries how to split its inputs, and allocates the slots."""

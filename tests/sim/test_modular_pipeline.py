@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -50,10 +51,20 @@ def on_one(family: str, mode: str, steps: int) -> Trained:
     return trained(copy.deepcopy(model_of(family)), 1, steps=steps, **MODES[mode])
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("family", pipelined.FAMILIES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.one_in(24)
+QUICK = {
+    *(("device", "llama", 3), ("host", "mixtral", 2), ("bf16", "t5", 3), ("fp16", "gpt2", 4), ("kept", "deberta", 3)),
+    *(("resident layers host", "bert", 4), ("all resident", "llama", 2), ("whole batch", "albert", 2)),
+}
+"""Each family, and what there is of a mode that nothing else here has."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "family", "count"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(MODES, pipelined.FAMILIES, (2, 3, 4))
+    ],
+)
 def test_layers_in_turn_have_the_bits_of_one_device(family, mode, count):
     if family == "albert" and mode in ("kept", "kept inputs", "resident layers", "resident layers host"):
         pytest.skip("it has one layer")

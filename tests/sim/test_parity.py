@@ -11,6 +11,7 @@ from families import FAMILIES
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ubatches_give_the_gradients_of_the_whole_batch(family):
     cases.check_family(family, "sim", 3, "host", FLOAT64)

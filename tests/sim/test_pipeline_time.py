@@ -54,7 +54,7 @@ def formula_s(machine: Machine, count: int) -> float:
     return sweep_s(*sizes, one) + sweep_s(*sizes, 3 * one, 2 * one)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("machine", [MACHINE, replace(MACHINE, ubatches=2), replace(MACHINE, layers=10, ubatches=5)])
 @pytest.mark.parametrize("count", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_layers_in_turn_take_the_time_of_the_formula(machine, count):
@@ -66,7 +66,7 @@ def test_layers_in_turn_take_the_time_of_the_formula(machine, count):
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(
     "machine", [MACHINE, replace(MACHINE, layers=10, ubatches=3, transfer_s=6.0), replace(MACHINE, transfer_s=16.0)]
@@ -121,7 +121,7 @@ def hops_s(shape: Shape, ubatches: int, count: int) -> float:
     )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("count", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_known_models_take_the_time_of_the_formula(shape, count):

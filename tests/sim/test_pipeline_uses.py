@@ -55,6 +55,7 @@ def clip() -> nn.Module:
     return hf.CLIPModel(config)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layers", [3, 4])
 @pytest.mark.parametrize("calls", [2, 3])
 def test_several_calls_in_one_loss(layers, calls):

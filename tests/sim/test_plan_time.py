@@ -91,7 +91,7 @@ def virtual_seconds(config: L2LConfig, given: Rates, *, layers: int, rows: int) 
     return ends[-1] - ends[-2]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
 def test_steps_take_the_time_of_the_model(name):
     given, options = CASES[name]

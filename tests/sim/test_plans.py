@@ -135,6 +135,7 @@ def seeds(known: Collection[int]) -> list[Any]:
     return [pytest.param(n, marks=each) for n, each in enumerate(marks)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", seeds(()))
 def test_a_plan_trains_on_a_device_of_its_budget(seed):
     drawn = draw(seed)
@@ -146,6 +147,7 @@ def test_a_plan_trains_on_a_device_of_its_budget(seed):
     train(drawn, plan.config, plan.budget)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", seeds(TOO_HIGH))
 def test_no_plan_trains_on_less_than_the_smallest_budget(seed):
     drawn = draw(seed)

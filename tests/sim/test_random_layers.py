@@ -32,6 +32,7 @@ def same_draws(model: torch.nn.Module, batch: torch.Tensor, ubatch_size: int | N
     return {name: None if p.grad is None else p.grad.cpu() for name, p in on_device.named_parameters()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_masks_of_the_recompute_are_those_of_the_forward(options):
     model, batch = Stack().double(), torch.randn(7, WIDTH, dtype=torch.float64)

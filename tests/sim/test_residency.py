@@ -41,7 +41,7 @@ def places(model: nn.Module) -> dict[str, torch.device]:
     return {name: p.device for name, p in model.named_parameters()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("optimizer", "mode", "accumulation"), combined(OPTIMIZERS, CLIPS, [1, 2], one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode, accumulation):
     same = {"steps": 4, "accumulation": accumulation, "max_norm": CLIPS[mode]}
@@ -49,7 +49,7 @@ def test_they_train_as_streamed_ones(optimizer, mode, accumulation):
     assert_same(run_on_host(raw_loop("sim", mode, optimizer, resident="shell", **same)), streamed)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -83,6 +83,7 @@ def test_only_what_is_on_the_host_is_kept_in_16_bits(options):
             assert optimizer.state[p]["exp_avg"].dtype == short
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_gradients_of_streamed_weights(family):
     torch.manual_seed(0)
@@ -231,7 +232,7 @@ def test_moments_in_16_bits_stay_so_when_the_model_is_detached():
     assert set(before.values()) == {torch.float32, torch.bfloat16}
 
 
-@pytest.mark.parametrize("resident", ["none", "shell"])
+@pytest.mark.parametrize("resident", [pytest.param("none", marks=pytest.mark.slow), "shell"])
 def test_several_graphs(resident):
     """Two forwards before a backward, a graph that is kept, a backward that fails, and only some weights trained."""
     found = []
@@ -298,7 +299,7 @@ def test_a_parameter_that_a_graph_has_saved_stays_there_with_a_warning():
     del penalty
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("optimizer", "mode"), [("AdamW", "deferred"), ("LAMB", "eager"), ("SGD", "serial")])
 def test_the_trainer_trains_as_with_streamed_ones(tmp_path, optimizer, mode):
     same = {"steps": 3, "max_norm": CLIPS[mode], "accumulation": 2, "ubatch_size": 2}

@@ -38,7 +38,7 @@ def places(model: nn.Module) -> dict[str, str]:
     return {name: p.device.type for name, p in model.named_parameters()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("optimizer", "mode"), combined(OPTIMIZERS, CLIPS, one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode):
     same = {"steps": 5, "accumulation": 2, "max_norm": CLIPS[mode]}
@@ -47,7 +47,7 @@ def test_they_train_as_streamed_ones(optimizer, mode):
         assert_as_streamed(raw_loop("sim", mode, optimizer, **same, **options), streamed)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,6 +74,7 @@ def test_a_hundred_steps(mode):
     assert_as_streamed(raw_loop("sim", mode, "AdamW", **same, **WITH_SHELL), streamed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "options"), combined(FAMILIES, [FIRST, ALL], one_in=2))
 def test_every_family_has_the_gradients_of_streamed_layers(family, options):
     torch.manual_seed(0)
@@ -124,6 +125,7 @@ def test_there_are_no_slots_without_streamed_layers():
         optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}], ids=str)
 def test_they_have_a_name_and_an_estimate(options):
     settled_memory()
@@ -226,6 +228,7 @@ def test_a_run_goes_on_attached_and_detached():
         assert all(torch.equal(a, b) for a, b in zip(weights, streamed, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [FIRST, ALL], ids=str)
 def test_several_graphs(options):
     """Two forwards before a backward, a graph that is kept, a backward that fails, frozen weights, an evaluation."""
@@ -277,6 +280,17 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+CLIPPED = {**SAVING, "max_grad_norm": 0.5}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """What a training of streamed layers logs that nothing interrupts, and its weights."""
+    made = l2l_trainer(tmp_path_factory.mktemp("whole"), **CLIPPED)
+    made.train()
+    return logs(made), {name: value.clone() for name, value in weights_of(made).items()}
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -284,19 +298,16 @@ PLANS: dict[str, dict[str, Any]] = {
         *(pytest.param("all", then, marks=pytest.mark.slow) for then in ("first", "all")),
     ],
 )
-def test_a_checkpoint_resumes_under_any_plan(tmp_path, first, then):
-    saving = {**SAVING, "max_grad_norm": 0.5}
-    whole = l2l_trainer(tmp_path / "whole", **saving)
-    whole.train()
-    l2l_trainer(tmp_path / "cut", **saving, **PLANS[first]).train()
-    resumed = l2l_trainer(tmp_path / "resumed", **saving, **PLANS[then])
+def test_a_checkpoint_resumes_under_any_plan(tmp_path, whole, first, then):
+    logged, expected = whole
+    l2l_trainer(tmp_path / "cut", **CLIPPED, **PLANS[first]).train()
+    resumed = l2l_trainer(tmp_path / "resumed", **CLIPPED, **PLANS[then])
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
-    assert logs(resumed)[2:4] == logs(whole)[2:4]
-    expected = weights_of(whole)
+    assert logs(resumed)[2:4] == logged[2:4]
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(resumed).items())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_plain_trainer_resumes_and_is_resumed(tmp_path, plan):
     l2l_trainer(tmp_path / "begun", **SAVING, **PLANS[plan]).train()

@@ -191,7 +191,7 @@ def failing_at(number: int, name: str) -> Iterator[list[int]]:
         yield left
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("place", "every"),
     [

@@ -61,7 +61,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mode", "options"), RUNS)
 def test_weights_have_the_bits_of_a_stash_in_host_memory(mode, options, tmp_path):
     """With an uneven last micro-batch."""
@@ -206,7 +206,7 @@ def test_errors_of_the_trainer_name_its_argument(tmp_path):
 # ---- chosen by size
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("boundary", ["auto", "host"])
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 def test_auto_takes_the_first_tier_that_fits(place, boundary, tmp_path, monkeypatch):

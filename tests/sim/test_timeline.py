@@ -134,6 +134,7 @@ def test_nothing_overlaps_within_a_row(tmp_path):
             assert end <= start + 1e-6, name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}], ids=str)
 @pytest.mark.parametrize("machine", [SHORT, LINK_BOUND], ids=["V100", "link-bound"])
 def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options, tmp_path):
@@ -195,6 +196,7 @@ def test_an_eager_update_is_under_the_backward(tmp_path):
     assert averages.bound == "host update"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 @pytest.mark.parametrize("machine", [SHORT, LINK_BOUND, slow_update(1.0), slow_update(7.0)], ids=str)
 def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
@@ -279,6 +281,7 @@ def test_what_bounds_a_step(machine, bound):
     assert watched_step(machine)[1].bound == bound
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"stash": "host"}, {"gradient_slots": 1}], ids=str)
 def test_looking_takes_no_time(options, tmp_path):
     """Events alone are recorded; nothing waits in order to be measured."""
@@ -288,6 +291,7 @@ def test_looking_takes_no_time(options, tmp_path):
     assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}], ids=str)
 def test_looking_changes_no_bit(options, tmp_path):
     expected = weights_after(tiny_bert(layers=3), count=2, **options)

@@ -110,6 +110,7 @@ COPIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", COPIES, ids=str)
 def test_a_layer_travels_in_one_copy_each_way(options):
     layers = 4
@@ -230,6 +231,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", [0, 2, 3])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_layer_that_grows_after_attach_trains(which, frozen):
@@ -260,6 +262,7 @@ def test_parameters_that_are_unfrozen_later_get_their_gradients():
     assert all(p.grad.is_pinned() for p in model.parameters())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("frozen", [[1], [0, 2], [3], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"gradient_slots": 1}, {"stash": "host"}], ids=str)
 def test_frozen_layers_in_between_get_none(frozen, options):

@@ -40,7 +40,7 @@ RAW = [
 """Half of them in few steps: each optimizer in each place, with one of the modes."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("steps", "optimizer", "stash", "prefetch", "accumulation", "mode"), RAW)
 def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefetch, accumulation, mode):
     same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode]}
@@ -48,7 +48,7 @@ def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefe
     assert_same(found, serial(optimizer, **same))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", CLIPS)
 @pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 3), ("SGD", 1), ("LAMB", 3)])
 @pytest.mark.parametrize("steps", [2, pytest.param(100, marks=pytest.mark.slow)])
@@ -58,7 +58,7 @@ def test_a_loop_with_accelerate_trains_as_with_serial_updates(steps, optimizer, 
     assert_same(accelerate_loop("sim", mode, optimizer, **same, **AT_ONCE, stash="host"), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("steps", "optimizer", "accumulation", "mode"),
     [

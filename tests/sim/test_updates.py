@@ -58,7 +58,7 @@ def delayed_updates(delay: Callable[[], float]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_the_worker_runs_changes_no_bit(seed, mode):
@@ -173,8 +173,14 @@ CASES = [(fault, mode) for fault in FAULTS for mode in ("serial", "deferred", "e
 CASES.remove(("update", "serial"))  # there the optimizer's own step raises
 
 
-@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(("fault", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("fault", "mode", "index"),
+    [
+        pytest.param(*case, index, marks=() if index == 2 * (number % 2) else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for index in range(3)
+    ],
+)
 def test_a_fault_is_told_with_its_layer(fault, mode, index, monkeypatch):
     """With its type; in its own step, or in the next one if the update is deferred. Then the step can be made again,
     or the engine says that it has failed."""
