@@ -17,8 +17,8 @@ from hf_l2l.ranks.messages import FAILED
 from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.watch import HEADER
 
-MEETS_WITHIN_S = 300.0
-"""Ranks load models of different speed of disks, and do other work, before they are attached."""
+MEETS_WITHIN_S = 1800.0
+"""As the default of torch.distributed: one rank loads a model, which may take long, and the others come at once."""
 _CREDENTIALS = struct.Struct("3i")
 _NUMBER = struct.Struct("<I")
 
@@ -57,7 +57,8 @@ def meeting(timeout_s: float) -> Iterator[Meeting]:
         RuntimeError: if a process of another user answers.
     """
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=MEETS_WITHIN_S))
+    with _told_when_late():
+        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=MEETS_WITHIN_S))
     with ExitStack() as stack:
         stack.callback(distributed.destroy_process_group, group)
         server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
@@ -66,7 +67,8 @@ def meeting(timeout_s: float) -> Iterator[Meeting]:
         server.bind(f"\0{address}")
         server.listen(2 * size)
         found: list[Any] = [None] * size
-        distributed.all_gather_object(found, tuple(_Introduction(host_of_this_process(), address)), group=group)
+        with _told_when_late():
+            distributed.all_gather_object(found, tuple(_Introduction(host_of_this_process(), address)), group=group)
         all_ranks = [_Introduction(*each) for each in found]
         hosts = _by_host(all_ranks)
         near = next(ranks for ranks in hosts if rank in ranks)
@@ -75,6 +77,20 @@ def meeting(timeout_s: float) -> Iterator[Meeting]:
             at_errors.pop_all()
         peers = Peers(rank, messages, timeout_s, files.values())
         yield Meeting(peers, files, hosts, near, all_ranks[0].address)
+
+
+@contextmanager
+def _told_when_late() -> Iterator[None]:
+    """Inside, that another rank does not come is told as that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "timeout" not in str(error).lower() and "timed out" not in str(error).lower():
+            raise
+        raise RuntimeError(
+            f"all ranks attach the model within {MEETS_WITHIN_S:g} seconds of each other (got none of a rank); "
+            "call attach_l2l, or train(), in all of them"
+        ) from error
 
 
 def _by_host(all_ranks: Sequence[_Introduction]) -> list[list[int]]:

@@ -231,6 +231,22 @@ def test_processes_of_other_users_are_left_out():
         assert os.waitpid(child, 0)[1] == 0  # its connection has been closed
 
 
+def alone_at_the_meeting() -> str:
+    """The second rank never attaches the model."""
+    if distributed.get_rank() == 1:
+        return "elsewhere"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "MEETS_WITHIN_S", 0.5)
+        with pytest.raises(RuntimeError) as error:
+            attach_l2l(bert(), L2LConfig())
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_is_told(pool):
+    first, second = pool(2).run(alone_at_the_meeting)
+    assert "all ranks attach the model within 0.5 seconds" in first and second == "elsewhere"
+
+
 def test_a_rank_of_another_user_is_told(monkeypatch):
     address = f"\0hf_l2l-test-{os.getpid()}"
     monkeypatch.setattr(meeting, "_user_of", lambda to: 65534)
