@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,23 @@ def children() -> int:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that this user owns."""
+    """Names in /dev/shm that this user owns, but for those that torch has made in another process that runs."""
     folder = Path("/dev/shm")
-    return {e.name for e in os.scandir(folder) if e.stat().st_uid == os.getuid()} if folder.is_dir() else set()
+    names = {e.name for e in os.scandir(folder) if e.stat().st_uid == os.getuid()} if folder.is_dir() else set()
+    return {name for name in names if not _is_of_another_program(name)}
+
+
+def _is_of_another_program(name: str) -> bool:
+    """Whether the name, as "torch_123_4_0", is of a process that lives and is neither this one nor a child of it."""
+    maker = re.fullmatch(r"torch_(\d+)_.*", name)
+    stat = Path(f"/proc/{maker[1]}/stat") if maker is not None else None
+    if maker is None or stat is None or int(maker[1]) == os.getpid():
+        return False
+    try:
+        parent = int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return False
+    return parent != os.getpid()
 
 
 def live_tensors() -> int:
