@@ -59,23 +59,23 @@ def children() -> int:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that this user owns, but for those that torch has made in another process that runs."""
+    """Names in /dev/shm that this user owns, but for those that other programs have mapped, as tests beside this one."""
     folder = Path("/dev/shm")
     names = {e.name for e in os.scandir(folder) if e.stat().st_uid == os.getuid()} if folder.is_dir() else set()
-    return {name for name in names if not _is_of_another_program(name)}
+    return names - _mapped_by_others() if names else names
 
 
-def _is_of_another_program(name: str) -> bool:
-    """Whether the name, as "torch_123_4_0", is of a process that lives and is neither this one nor a child of it."""
-    maker = re.fullmatch(r"torch_(\d+)_.*", name)
-    stat = Path(f"/proc/{maker[1]}/stat") if maker is not None else None
-    if maker is None or stat is None or int(maker[1]) == os.getpid():
-        return False
-    try:
-        parent = int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return False
-    return parent != os.getpid()
+def _mapped_by_others() -> set[str]:
+    """Names in /dev/shm that processes have mapped which are neither this one nor its children."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if os.getpid() not in (int(process.name), parent):
+                found.update(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
+        except OSError:  # it has ended, or is of another user
+            continue
+    return found
 
 
 def live_tensors() -> int:
