@@ -59,7 +59,7 @@ def children() -> int:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that this user owns, but for those that other programs have mapped, as tests beside this one."""
+    """Names in /dev/shm that this user owns, but for those that other programs have mapped."""
     folder = Path("/dev/shm")
     names = {e.name for e in os.scandir(folder) if e.stat().st_uid == os.getuid()} if folder.is_dir() else set()
     return names - _mapped_by_others() if names else names
