@@ -15,7 +15,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from hf_l2l import L2LTrainer, L2LTrainerMixin
-from hf_l2l.checkpoint.data_position import FILE
+from hf_l2l.checkpoint.data_position import position_file
 from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, newest_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError
 from hf_l2l.checkpoint.staging import CheckpointSaveError
@@ -164,7 +164,7 @@ def test_a_save_at_the_end_of_a_step_knows_where_in_the_data_it_is(tmp_path):
     made = l2l_trainer(tmp_path, **{**EACH_STEP, "save_steps": 100})
     made.add_callback(_At("on_step_end", 2, lambda control: made._save_checkpoint(made.model, None)))
     made.train()
-    assert (tmp_path / "checkpoint-2" / FILE).exists()
+    assert (tmp_path / "checkpoint-2" / position_file(None)).exists()
     resumed = l2l_trainer(tmp_path, **{**EACH_STEP, "save_steps": 100})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for found, value in zip(resumed.model.parameters(), made.model.parameters(), strict=True):

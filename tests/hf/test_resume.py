@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accumulated import tiny_llama
 from families import llama
-from hf_l2l.checkpoint.data_position import FILE as POSITION
+from hf_l2l.checkpoint.data_position import position_file
 from hf_l2l.checkpoint.manifest import MANIFEST
 from resumed import assert_equal_content, assert_same_checkpoint, loaded
 from training import (
@@ -73,7 +73,10 @@ def test_a_checkpoint_goes_to_the_other_trainer_and_back(tmp_path):
     assert_same_run(runs["three"], runs["plain"])
     for step in (4, 6):  # of ours, and of theirs after ours
         theirs, found = (tmp_path / name / f"checkpoint-{step}" for name in ("plain", "three"))
-        assert {p.name for p in found.iterdir()} - {p.name for p in theirs.iterdir()} <= {MANIFEST, POSITION}
+        assert {p.name for p in found.iterdir()} - {p.name for p in theirs.iterdir()} <= {
+            MANIFEST,
+            position_file(None),
+        }
         assert (found / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
             assert_equal_content(loaded(found / name), loaded(theirs / name), name)
@@ -96,7 +99,7 @@ def test_a_file_that_is_missing_is_told(tmp_path, caplog, name, what):
         resumed.train(resume_from_checkpoint=checkpoint)
     said = [record.message for record in caplog.records if record.name == "transformers.hf_l2l"]
     assert said[0] == f"{checkpoint} has no {name}: {what}"
-    assert [re.search("has no (.*?):", each).group(1) for each in said] == [name, MANIFEST, POSITION]
+    assert [re.search("has no (.*?):", each).group(1) for each in said] == [name, MANIFEST, position_file(None)]
     assert resumed.state.global_step == 4
     rates = [entry["learning_rate"] for entry in logs(resumed) if "loss" in entry]
     assert (rates[2] == rates[0]) == (name != "rng_state.pth")  # the schedule begins anew
@@ -171,7 +174,7 @@ def test_checkpoint_files_are_those_of_trainer(tmp_path):
     for make, name in ((plain_trainer, "plain"), (l2l_trainer, "l2l")):
         make(tmp_path / name, **SAVING).train()
     theirs, ours = (tmp_path / name / "checkpoint-4" for name in ("plain", "l2l"))
-    assert {p.name for p in ours.iterdir()} - {p.name for p in theirs.iterdir()} == {MANIFEST, POSITION}
+    assert {p.name for p in ours.iterdir()} - {p.name for p in theirs.iterdir()} == {MANIFEST, position_file(None)}
     expected, found = load_file(theirs / "model.safetensors"), load_file(ours / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
