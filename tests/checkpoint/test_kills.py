@@ -151,8 +151,9 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     assert ended == {True, False}
 
 
-def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path):
-    result = kills.main(["--scenes", "calls", "--every", "60", "--out", str(tmp_path / "kills.md")])
+@pytest.mark.parametrize("every", ["60", pytest.param("45", marks=pytest.mark.slow)])
+def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, every):
+    result = kills.main(["--scenes", "calls", "--every", every, "--out", str(tmp_path / "kills.md")])
     rows = result["scenes"]["calls"]
     theirs, *both = rows.values()
     assert len(both) == 2

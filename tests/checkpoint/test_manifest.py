@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_l2l.checkpoint.manifest import (
@@ -59,6 +59,7 @@ def test_a_folder_without_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", [*CONTENT, MANIFEST])
+@settings(deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(name, at, bit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("flipped") / "checkpoint-3"

@@ -11,8 +11,9 @@ from state_machine import Machine
 DRAWN = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), stateful_step_count=20)
 
 
-def test_any_program_trains_as_in_plain_torch():
-    run_state_machine_as_test(Machine, settings=settings(DRAWN, max_examples=12, derandomize=True))
+@pytest.mark.parametrize("count", [12, pytest.param(25, marks=pytest.mark.slow)])
+def test_any_program_trains_as_in_plain_torch(count):
+    run_state_machine_as_test(Machine, settings=settings(DRAWN, max_examples=count, derandomize=True))
 
 
 @pytest.mark.slow
