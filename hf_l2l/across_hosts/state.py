@@ -79,12 +79,16 @@ class FarState:
         pages.bytes_at(at[0], len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         views = layout.views(pages.bytes_at(at[1], layout.num_bytes))
         hosts = [host for host, (_, _, value) in far if isinstance(value, dict)]
-        for host in range(len(of_hosts)):
-            theirs = [v for v, of in zip(views, hosts, strict=True) if of == host and v.numel()]
-            if only is None:
-                self._counterparts.broadcast(given if host == own else theirs, host, _WHY)
-            elif host != own:
-                self._counterparts.receive(theirs, host, _WHY)
+        theirs = {
+            host: [v for v, of in zip(views, hosts, strict=True) if of == host and v.numel()]
+            for host in range(len(of_hosts))
+        }
+        theirs[own] = list(given)
+        if only is None:
+            for host, values in theirs.items():
+                self._counterparts.broadcast(values, host, _WHY)
+        else:
+            self._counterparts.receive({host: values for host, values in theirs.items() if host != own}, _WHY)
         team.barrier(_WHY)
         for place, (length, room) in enumerate(sizes):
             content = pages.bytes_at(starts[2 * place], length).numpy().tobytes()

@@ -194,7 +194,7 @@ def make_masters_fp32(model: nn.Module) -> None:
     """Convert trainable 16-bit parameters to float32; they stay the same objects, tied or not.
 
     They are converted one after the other, so that the host holds at most one of them twice. In ranks after the first,
-    their values are not made: those of rank 0 come when the model is attached.
+    they have no values: those of rank 0 come when the model is attached.
 
     Raises:
         ValueError: if there are weak references to a parameter, with which it cannot be converted.

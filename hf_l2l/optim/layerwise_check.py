@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import unhooked_step
+from hf_l2l.optim.bits import are_equal, bits_of, tensor_bits
 from hf_l2l.optim.layerwise_step import SplitStep, places_of
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.option_names import option
@@ -29,10 +30,9 @@ _SCALES = (1.0, 2.0**-10, 2.0**12)
 _LR = 2.0**-4
 """Learning rate of the trial: the user's may be 0 in a warm-up, or too small to change 16-bit weights."""
 
-_MATRIX, _CUT = (48, 40), 16
-"""Rows and columns of a matrix of which rows are stepped apart, and the row at which they are divided."""
-
-_MANY = 2**12  # number of elements above which a tensor's version counter is compared instead of its bits
+_MATRIX, _CUT = (160, 136), 64
+"""Rows and columns of a matrix of which rows are stepped apart, and the row at which they are divided: so large that
+optimizers which treat large tensors in another way do so."""
 
 
 def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
@@ -109,9 +109,17 @@ def can_step_rows(optimizer: torch.optim.Optimizer) -> bool:
             for number, scale in enumerate(_SCALES):
                 whole.step(number, scale)
                 divided.step_rows(number, scale)
-            return whole.result() == divided.result()
     except _NotTriable:
         return False
+    pairs = list(zip(whole.parameters, divided.parameters, strict=True))
+    states = [(whole.optimizer.state[p], divided.optimizer.state[q]) for p, q in pairs]
+    return (
+        bool(pairs)
+        and all(map(are_equal, *zip(*pairs, strict=True)))
+        and all(
+            one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one) for one, other in states
+        )
+    )
 
 
 def _verdict(optimizer: torch.optim.Optimizer, with_state: bool, sparse: bool) -> str | None:
@@ -144,9 +152,12 @@ class _Trial:
         sparse: bool,
         matrix: tuple[int, int] | None = None,
     ) -> None:
-        """`matrix` is the size of those with two dimensions; None makes them tiny, too."""
+        """With `matrix`, there are those with two dimensions alone, of this size."""
         self.sparse = sparse
-        pairs = [(group, _two_of(group["params"])) for group in optimizer.param_groups]
+        pairs = [
+            (group, _two_of([p for p in group["params"] if matrix is None or p.dim() == 2]))
+            for group in optimizer.param_groups
+        ]
         pairs = [(group, two) for group, two in pairs if two]
         meant = [p for _, two in pairs for p in two]
         self.parameters = [_tiny(p, number, matrix) for number, p in enumerate(meant)]
@@ -183,7 +194,7 @@ class _Trial:
         places = places_of(self.optimizer)
         for p, gradient in self._gradients(number, scale).items():
             state = self.optimizer.state.get(p)
-            if p.dim() != 2 or not state:
+            if not state:
                 _QuietSplitStep(self.optimizer, {p: gradient}).run([p])
                 continue
             numbers = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor) or v.shape != p.shape}
@@ -192,10 +203,10 @@ class _Trial:
                 RowsStep(self.optimizer, p, gradient, places, rows, _QuietSplitStep).run()
 
     def weights(self) -> list[Any]:
-        return [_tensor_bits(p) for p in self.parameters]
+        return [tensor_bits(p) for p in self.parameters]
 
     def result(self) -> list[Any]:
-        states = [_bits(self.optimizer.state.get(p)) for p in self.parameters]
+        states = [bits_of(self.optimizer.state.get(p)) for p in self.parameters]
         return list(zip(self.weights(), states, strict=True))
 
     def _gradients(self, number: int, scale: float, others_seed: int = 0) -> dict[torch.Tensor, torch.Tensor]:
@@ -210,12 +221,12 @@ class _Trial:
         return made
 
     def _groups(self) -> Any:
-        return _bits([{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups])
+        return bits_of([{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups])
 
     def _attributes(self) -> Any:
         # Attributes may refer back to these, which are compared elsewhere.
         within = tuple(map(id, (self.optimizer, self.optimizer.state, self.optimizer.param_groups)))
-        return _bits({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")}, within)
+        return bits_of({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")}, within)
 
 
 def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -226,9 +237,7 @@ def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _tiny(parameter: torch.Tensor, number: int, matrix: tuple[int, int] | None) -> torch.nn.Parameter:
-    shape = [max(1, min(size, 4 + number % 2)) for size in parameter.shape]
-    if matrix is not None and parameter.dim() == 2:
-        shape = [*matrix]
+    shape = [max(1, min(size, 4 + number % 2)) for size in parameter.shape] if matrix is None else [*matrix]
     values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=parameter.dtype)
     tiny = torch.nn.Parameter(values)
     vars(tiny).update(vars(parameter))  # some optimizers read tags on the parameters
@@ -353,7 +362,7 @@ def _step_quietly(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _generators() -> list[Any]:
-    return [_tensor_bits(torch.get_rng_state()), random.getstate()]
+    return [tensor_bits(torch.get_rng_state()), random.getstate()]
 
 
 @contextmanager
@@ -364,35 +373,3 @@ def _generators_restored() -> Iterator[None]:
             yield
         finally:
             random.setstate(numbers)
-
-
-# ---- equality
-
-
-def _bits(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """A value to compare by: equal for two objects if all values found in them have the same bits."""
-    if isinstance(value, torch.nn.Parameter):
-        return id(value)  # weights are compared separately
-    if isinstance(value, torch.Tensor):
-        many = value.numel() > _MANY
-        return (value.shape, value.is_inference() or value._version) if many else _tensor_bits(value)
-    if isinstance(value, torch.Generator):
-        return _tensor_bits(value.get_state())
-    if id(value) in within:
-        return "itself"
-    within = (*within, id(value))
-    if isinstance(value, Mapping):
-        keys = [id(key) if isinstance(key, torch.Tensor) else _bits(key, within) for key in value]
-        return list(zip(keys, [_bits(v, within) for v in value.values()], strict=True))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [type(value), *(_bits(v, within) for v in value)]
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return type(value), repr(value)
-    if callable(value) or not hasattr(value, "__dict__"):
-        return type(value)
-    return type(value), _bits(vars(value), within)
-
-
-def _tensor_bits(tensor: torch.Tensor) -> Any:
-    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    return dense.dtype, dense.shape, bytes(dense.contiguous().reshape(-1).view(torch.uint8).tolist())

@@ -31,6 +31,7 @@ class RowsStep:
         State of the shape of the parameter is written in its rows; other state, such as the number of steps, is this
         process's own.
         """
+        self._name = type(optimizer).__name__
         with without_interception():
             self._own = parameter.detach()[rows].requires_grad_(parameter.requires_grad)
             attributes = {key: value for key, value in vars(parameter).items() if key != "_l2l_pending"}
@@ -52,7 +53,15 @@ class RowsStep:
     @torch.no_grad()
     def run(self, factor: torch.Tensor | None = None) -> None:
         """Update the rows, whose gradient is multiplied by `factor` first (a 0-dim host tensor)."""
+        keys = set(self._given)
         self._step.part([self._own]).run({} if factor is None else {self._own: factor})
+        other = [k for k in self._given if k not in keys] + [k for k in keys if self._given.get(k) is None]
+        other = [k for k in other if k not in keys or self._state[k] is not None]
+        if other:
+            raise RuntimeError(
+                "ranks step rows of large parameters with optimizers whose state keeps its keys (got "
+                f"{self._name}, which has made or dropped {', '.join(map(repr, other))}); train in one process"
+            )
         for key, value in self._given.items():
             view = self._views.get(key)
             if view is None:

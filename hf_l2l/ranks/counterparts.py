@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -109,14 +109,15 @@ class Counterparts:
 
         self._ask(give, why)
 
-    def receive(self, tensors: Sequence[torch.Tensor], host: int, why: str) -> None:
-        """Give dense host tensors the values that the counterpart on a host sends."""
+    def receive(self, tensors_of: Mapping[int, Sequence[torch.Tensor]], why: str) -> None:
+        """Give dense host tensors the values that the counterparts on some hosts send: host -> tensors."""
 
         def take() -> None:
-            for each in tensors:
-                self._asks.recv([bytes_of(each)], host, 0).wait()
+            for host, tensors in tensors_of.items():
+                for each in tensors:
+                    self._asks.recv([bytes_of(each)], host, 0).wait()
 
-        self._ask(take, why)
+        self._ask(take, why)  # at once: all counterparts count as many calls
 
     def begin(self, number: int) -> None:
         """Tell the others that this rank begins to add the gradients of a backward, the first of which have this

@@ -19,6 +19,8 @@ from hf_l2l.ranks.watch import LARGEST
 from hf_l2l.runtime.worker import Task, Worker
 
 _POLL_S = 0.5
+ROWS = b"rows"
+"""What a rank tells of rows that it has updated, where each rank updates some."""
 _PART = LARGEST // 2
 """Bytes of a message at once."""
 _GOES_ON, _ENDS = b"+", b"."
@@ -61,7 +63,7 @@ def _nothing(message: bytes) -> None:
 
 
 class RemoteUpdate:
-    """An update of other ranks, as a step of this one knows it."""
+    """An update that other ranks make, or of which each rank makes a part, as a step of this one knows it."""
 
     def __init__(
         self,
@@ -76,11 +78,21 @@ class RemoteUpdate:
         each rank."""
         self.update, self.task, self.masters, self.taken = update, task, masters, taken
         self._parts, self._lock = parts, threading.Lock()
+        self._is_of_rows = parts > 1
 
     def end(self, message: bytes) -> None:
         """A part has been made. With the last one, the values of the masters are those after the update, in the memory
-        that all ranks share."""
-        self.taken(message)
+        that all ranks share.
+
+        Raises:
+            RuntimeError: if another rank has made another update: a program has changed the optimizer's state in some.
+        """
+        if self._is_of_rows != (message == ROWS):
+            raise RuntimeError(
+                "all ranks must have the same optimizer state (got some of a parameter in one rank alone)"
+            )
+        if not self._is_of_rows:
+            self.taken(message)
         with self._lock:
             self._parts -= 1
             if self._parts:

@@ -103,8 +103,8 @@ class SharedState:
             return told if anew else _KNOWN
         with torch.no_grad(), without_interception():
             if kept is not None and (kept.dtype, kept.shape) == (value.dtype, value.shape):
-                state[key] = kept.copy_(value)  # made anew by the step
-                return told if anew else _KNOWN
+                state[key] = kept.copy_(value)  # made anew by the step, or last by another rank, elsewhere
+                return told
             layout = Layout([value])
             piece, start = layout.pieces[0], self._take(layout.num_bytes, key, master)
             memory = self.pages.bytes_at(self.team.place * self._capacity + start, max(piece.stop, 1))

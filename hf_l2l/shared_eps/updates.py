@@ -33,7 +33,7 @@ from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime.worker import Modes, Task, Worker, cores_of_process
 from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.host_memory import refuse_changed_sum
-from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate
+from hf_l2l.shared_eps.remote import ROWS, Remote, RemoteTask, RemoteUpdate
 from hf_l2l.shared_eps.state import SharedState
 
 
@@ -71,8 +71,6 @@ class SharedUpdates(Updates):
         self._dealt_at = 0
         """`masters.changes` when the parameters were dealt to the ranks."""
         self._owned: dict[Master, int] = {}
-        self._shares: dict[Master, list[slice]] = {}
-        """Large matrices in no layer -> the rows of each rank, where an optimizer can step rows."""
         self._steps_rows: WeakKeyDictionary[torch.optim.Optimizer, set[Master]] = WeakKeyDictionary()
         """Optimizers that can step rows -> the masters of whose state this rank has numbers of its own."""
 
@@ -165,12 +163,14 @@ class SharedUpdates(Updates):
             for master in masters:
                 refuse_changed_sum(master)
             divided = self._divided(optimizer, masters)
-            others = [m for m in masters if m.owner != self.team.rank and m.parameter.grad is not None]
-            others = [m for m in others if m not in divided]
+            others = [m for m in masters if m.owner != self.team.rank and m not in divided]
+            others = [m for m in others if m.parameter.grad is not None]
             self._wait_for(others)
-            for master in (*others, *divided):
-                master.parameter.grad = None  # its owner uses it, or all do
-        self._update_rows(optimizer, divided)
+        with self.worker.failing_with_errors():  # half a step must not pass for a whole one
+            with without_interception():
+                for master in (*others, *divided):
+                    master.parameter.grad = None  # its owner uses it, or all do
+            self._update_rows(optimizer, divided)
         self._expect(optimizer, others, in_step=False)
         super().begin_step(optimizer, has_closure=has_closure, step=step)
 
@@ -230,9 +230,7 @@ class SharedUpdates(Updates):
         like = master.gradient_like
         if master.layer_number or not master.is_large or like.dim() != 2 or not like.is_contiguous():
             return None
-        if master not in self._shares:
-            self._shares[master] = shares_of_rows(like.shape[0], like.shape[1], self.team.size) or []
-        return self._shares[master] or None
+        return shares_of_rows(like.shape[0], like.shape[1], self.team.size)
 
     @property
     def own_elements(self) -> int:
@@ -249,16 +247,18 @@ class SharedUpdates(Updates):
             return {}
         found = {m: m.parameter.grad for m in masters if m.parameter.grad is not None and self._rows_of(m)}
         self._wait_for(found)
-        return {m: g for m, g in found.items() if g is not None and optimizer.state.get(m.parameter)}
+        whole = {m for m in found if not optimizer.state.get(m.parameter)}
+        self._steps_rows[optimizer] -= whole  # a program may have dropped their state: the owner counts again
+        return {m: g for m, g in found.items() if g is not None and m not in whole}
 
     def _update_rows(self, optimizer: torch.optim.Optimizer, gradients: Mapping[Master, torch.Tensor]) -> None:
         """Begin updates of which each rank makes its rows, and expect those of the others."""
         entry, team = self._entries[optimizer], self.team
         for master, gradient in gradients.items():
-            self._take_numbers(optimizer, master)
-            with self.worker.failing_with_errors(), without_interception():
+            with without_interception():
+                self._take_numbers(optimizer, master)
                 entry.places = places = entry.places or places_of(optimizer)
-                rows = self._shares[master][team.place]
+                rows = (self._rows_of(master) or [])[team.place]
                 step = RowsStep(optimizer, master.parameter, gradient, places, rows)
                 factor = taken_factors([(master.parameter, gradient)]).get(master.parameter)
                 task = RemoteTask(f"the update of {master.name}", team, self.worker, team.near)
@@ -303,8 +303,8 @@ class SharedUpdates(Updates):
         with self._timeline.host_works(what):
             step.run(factor)
             self._copies.renew_rows(master, rows)
-        self._remote.tell(number, b"")
-        made.end(b"")
+        self._remote.tell(number, ROWS)
+        made.end(ROWS)
 
     def _received(self, masters: list[Master], number: int) -> None:
         """The owner of masters, on another host, has updated them, and they are in the memory of this one."""

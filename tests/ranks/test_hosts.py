@@ -179,6 +179,28 @@ def gathered_on_the_first() -> dict[str, Any]:
     return found | {"all": state_digest(optimizer.state_dict()["state"]), "count": len(list(model.parameters()))}
 
 
+def calls_to_others() -> tuple[int, int]:
+    """How often this rank has asked its counterparts, before and after a state was gathered on the first host."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(eps_update="serial"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    counterparts = eps.team.counterparts
+    before = counterparts._asked
+    with eps.updates.state_gathered():
+        pass
+    found = before, counterparts._asked
+    detach_l2l(model)
+    return found
+
+
+def test_all_hosts_count_as_many_calls(pool):
+    """By which they find out who is in a backward while another one waits."""
+    first, *others = pool(3).run(on_hosts, 3, calls_to_others)
+    assert first[1] > first[0] and others == [first, first]
+
+
 def test_for_a_checkpoint_the_first_host_alone_gets_the_state_of_all(pool):
     first, second = pool(2).run(on_hosts, 2, gathered_on_the_first)
     assert first["inside"] == [first["count"]] * 2

@@ -14,10 +14,11 @@ from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_check import can_step_rows
+from hf_l2l.optim.layerwise_step import places_of
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.ranks.owners import dealt, shares_of_rows
 from rank_cases import MODELS, assert_same, trained
-from rank_pool import digest
+from rank_pool import RankPool, digest
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -35,6 +36,37 @@ ELEMENTWISE = ("adamw", "foreach", "fused", "sgd", "nadam")
 def test_a_trial_tells_whether_rows_can_be_updated_apart(name):
     parameters = [nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))]
     assert can_step_rows(OPTIMIZERS[name](parameters)) == (name in ELEMENTWISE)
+
+
+@pytest.mark.parametrize("first", [[(4, 4, 3), (4,)], [(4,), (1, 1, 8)], [(1, 1, 8), (8, 3, 4, 4)]])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lamb"])
+def test_the_trial_is_one_of_matrices(name, first):
+    """Whatever comes before them in their group."""
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in (*first, (64, 64))]
+    assert can_step_rows(OPTIMIZERS[name](parameters)) == (name in ELEMENTWISE)
+
+
+class Growing(torch.optim.SGD):
+    """Keeps one more tensor from its fourth step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for state in self.state.values():
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] > 3:
+                state["slow"] = torch.zeros_like(state["momentum_buffer"])
+        return found
+
+
+def test_a_state_that_gets_another_key_is_refused():
+    p = nn.Parameter(torch.randn(8, 16))
+    optimizer = Growing([p], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    step = RowsStep(optimizer, p, torch.ones_like(p), places_of(optimizer), slice(0, 4))
+    with pytest.raises(RuntimeError, match="got Growing, which has made or dropped 'slow'"):
+        step.run()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +151,67 @@ def test_rows_that_ranks_update_have_the_bits_of_one_process(pool, size, kind, c
         # An embedding and a head, in all steps but the first.
         assert len(each["stepped"]) == (2 * 5 if kind in ELEMENTWISE else 0)
         assert all(0 < rows < 20000 for rows in each["stepped"])
+
+
+def changed(what: str) -> tuple[str, str]:
+    """Steps, of which some parameters are frozen, or have another size, or lose their state, in between."""
+    numbers = [distributed.get_rank()] if distributed.is_initialized() else [0, 1]
+    share = 1 if distributed.is_initialized() else 2
+    torch.manual_seed(0)
+    model = MODELS["large"]()
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5))
+    parameters = list(model.parameters())
+    for step in range(8):
+        if what == "frozen":
+            for number, p in enumerate(parameters):
+                p.requires_grad_((number + step) % 3 != 0)
+        if what == "cleared" and step in (2, 5):
+            eps.synchronize()  # else updates that are under way write to it
+            optimizer.state.clear()
+        if what == "resized" and step == 3:
+            eps.synchronize()
+            old = model.model.embed_tokens.weight.detach().clone()
+            model.model.embed_tokens.weight.data = torch.cat([old, old[:512]])
+            optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5))
+        for number in numbers:
+            (model(**batch_for(model, rows=2, seed=10 * step + number)).loss / share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    found = digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each)))
+    detach_l2l(model)
+    return digest(*model.parameters()), found
+
+
+@pytest.mark.parametrize("what", ["frozen", "cleared", "resized"])
+def test_parameters_and_state_that_a_program_changes(pool, what):
+    alone = pool(1).run(changed, what)[0]
+    assert pool(2).run(changed, what) == [alone, alone]
+
+
+def state_of_one_rank() -> str:
+    """The first rank alone drops the state of the embedding."""
+    torch.manual_seed(0)
+    model = MODELS["large"]()
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred", rank_timeout=4))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with pytest.raises(RuntimeError) as error:
+        for step in range(6):
+            if step == 3 and distributed.get_rank() == 0:
+                eps.synchronize()
+                optimizer.state[model.model.embed_tokens.weight] = {}
+            model(**batch_for(model, rows=2, seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(error.value)
+
+
+def test_a_state_that_one_rank_has_dropped_ends_the_training():
+    pool = RankPool(2, within_s=60)
+    texts = pool.run(state_of_one_rank)
+    pool.close()
+    assert any("ranks must have the same optimizer state" in text for text in texts)
 
 
 @pytest.mark.one_in(4)
