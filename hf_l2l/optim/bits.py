@@ -42,5 +42,6 @@ def bits_of(value: Any, within: tuple[int, ...] = ()) -> Any:
 
 
 def tensor_bits(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor, with dtype and shape."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     return dense.dtype, dense.shape, bytes(dense.contiguous().reshape(-1).view(torch.uint8).tolist())
