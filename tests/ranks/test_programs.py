@@ -197,8 +197,10 @@ def refused(what: str) -> str:
 
 
 def test_a_backward_after_clipping_is_refused(pool):
-    for text in pool(2).run(refused, "clipped"):
-        assert "several ranks clip gradients once" in text
+    texts = pool(2).run(refused, "clipped")
+    assert any("several ranks clip gradients once" in text for text in texts)
+    # Whichever rank comes to it later may hear of the other's error first.
+    assert all("clip gradients once" in text or "a backward of it has raised" in text for text in texts)
 
 
 def test_a_backward_that_adds_to_sums_of_all_ranks_is_refused(pool):

@@ -124,6 +124,9 @@ class FakeModule:
         told = self.told
 
         class Event:
+            def __init__(self, *, blocking: bool = False) -> None:
+                assert blocking, "a thread of the host that waits for a CUDA event sleeps"
+
             def record(self, on: object) -> None:
                 told.append(("record", on))
 
