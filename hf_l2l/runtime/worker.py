@@ -198,11 +198,14 @@ class Worker:
             Exception: the exception of an earlier task, if it has not been raised before.
             EngineFailedError: if an earlier task has failed.
         """
-        self.check()
-        modes = modes or Modes.current()
-        if not self._threads or modes.flushes != self._flushes:
-            self._start(modes.flushes)
         task._worker = self
+        with ExitStack() as at_errors:
+            at_errors.callback(task._over.set)  # who waits for it gets the failure
+            self.check()
+            modes = modes or Modes.current()
+            if not self._threads or modes.flushes != self._flushes:
+                self._start(modes.flushes)
+            at_errors.pop_all()
         self._tasks.put(_Job(task, run, modes, self._state, self._closing))
 
     def check(self) -> None:

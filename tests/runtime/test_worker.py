@@ -134,6 +134,18 @@ def quick_switches():
     sys.setswitchinterval(before)
 
 
+def test_a_task_that_could_not_be_submitted_has_the_failure_of_the_one_before(worker):
+    """Masters are held for its update already: whoever uses them waits for nothing, and gets the failure."""
+    worker.fail(KeyError("broken"))
+    task = Task("later")
+    with pytest.raises(EngineFailedError):
+        worker.submit(task, lambda: None)
+    assert task.done
+    for use in (task.check, lambda: task.wait("a test")):
+        with pytest.raises(EngineFailedError):
+            use()
+
+
 def test_of_many_waits_one_raises_the_failure_itself(quick_switches):
     for _ in range(100):
         worker, go, start = Worker(2), threading.Event(), threading.Barrier(4)
