@@ -20,18 +20,14 @@ from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from host_cases import on_hosts
 from left_over import own_threads
+from rank_cases import MODES as OF_ONE_HOST
 from rank_cases import assert_same, trained
 from rank_pool import RankPool, digest
 from rank_trainer import trained as trained_by_trainer
 
 MODES: dict[str, dict[str, Any]] = {
-    "serial": {"eps_update": "serial"},
-    "deferred": {"eps_update": "deferred"},
-    "ubatches": {"ubatch_size": 2, "eps_update": "deferred"},
-    "bf16": {"cmp": "bf16", "eps_update": "deferred"},
-    "bf16 per sweep": {"cmp": "bf16", "host_copies": "per_sweep"},
-    "fp16": {"cmp": "fp16", "eps_update": "deferred"},
-    "host stash": {"stash": "host", "ubatch_size": 2},
+    # Gradients in 16 bits are rounded by host.
+    **{name: options for name, options in OF_ONE_HOST.items() if options.get("grad_dtype") != "16bit"},
     "16-bit state": {"moment_dtype": "bf16"},
 }
 
