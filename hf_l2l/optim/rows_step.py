@@ -53,10 +53,10 @@ class RowsStep:
     @torch.no_grad()
     def run(self, factor: torch.Tensor | None = None) -> None:
         """Update the rows, whose gradient is multiplied by `factor` first (a 0-dim host tensor)."""
-        keys = set(self._given)
+        before = {key: value is None for key, value in self._given.items()}
         self._step.part([self._own]).run({} if factor is None else {self._own: factor})
-        other = [k for k in self._given if k not in keys] + [k for k in keys if self._given.get(k) is None]
-        other = [k for k in other if k not in keys or self._state[k] is not None]
+        after = {key: value is None for key, value in self._given.items()}
+        other = sorted(key for key in before | after if before.get(key) != after.get(key))
         if other:
             raise RuntimeError(
                 "ranks step rows of large parameters with optimizers whose state keeps its keys (got "
