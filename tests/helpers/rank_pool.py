@@ -81,6 +81,9 @@ class RankPool:
         self.size, self.sim, self.within_s = size, sim, within_s
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
+        # Where the ranks meet: one file per call, for a file of another call would hold that one's addresses.
+        self._folder = tempfile.TemporaryDirectory(prefix="l2l_ranks_")
+        self._calls = 0
 
     def start(self) -> None:
         """Start the processes, if they do not run."""
@@ -98,7 +101,8 @@ class RankPool:
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function in all ranks; `results` waits for them."""
         self.start()
-        file = Path(tempfile.mkdtemp(prefix="l2l_ranks_")) / "store"
+        self._calls += 1
+        file = Path(self._folder.name) / f"store_{self._calls}"
         for pipe in self._pipes:
             pipe.send((str(file), function, args))
 
