@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", combined(OPTIONS, one_in=2))
 def test_checkpoints_have_the_values_of_their_step(tmp_path, monkeypatch, name):
     options = OPTIONS[name]

@@ -129,7 +129,8 @@ def test_bad_options_of_device_memory_are_refused(options, message, capsys):
 @pytest.mark.parametrize(
     ("parts", "sections"),
     [
-        (("bert", "layer", "giants"), ("later text", "One layer", "17 and 50")),
+        (("layer", "giants"), ("One layer", "17 and 50")),
+        pytest.param(("bert",), ("later text",), marks=pytest.mark.slow),
         pytest.param(("first",), ("first text",), marks=pytest.mark.slow),
     ],
     ids=str,

@@ -141,7 +141,7 @@ def check_memory(width: int, heads: int, ubatch_rows: int, rows: int, tokens: in
     assert rest["bf16"] <= 0.6 * rest[None]
 
 
-@pytest.mark.parametrize("ubatch_rows", [8, 4])
+@pytest.mark.parametrize("ubatch_rows", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_device_memory_is_what_the_formula_says_and_at_most_six_tenths_of_fp32(ubatch_rows):
     check_memory(128, 2, ubatch_rows, 8, 64)
 

@@ -101,10 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "autocast, accumulation": {"stash": "host", "boundary": "host", "ubatch_size": 2},
 }
 FAST = {
-    "bert": ("host boundary", "resident layers"),
-    "gpt2": ("accumulation",),
-    "llama": ("LoRA",),
-    "t5": ("autocast",),
+    "bert": ("accumulation", "LoRA", "resident layers"),
     "vit": ("autocast, all resident",),
     "mixtral": ("autocast",),
 }
@@ -182,7 +179,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], setting: str) -> t
     return loss
 
 
-def measured(model: nn.Module, config: L2LConfig, steps: int = 3, setting: str = "") -> Any:
+def measured(model: nn.Module, config: L2LConfig, steps: int = 2, setting: str = "") -> Any:
     """The report after a few steps; the model is an ordinary one again."""
     batches = 2 if "accumulation" in setting else 1
     settled_memory()

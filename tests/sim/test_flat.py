@@ -44,7 +44,11 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3, "gradient_slots": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"stash": "host", "ubatch_size": 3, "gradient_slots": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("count", [18, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
 def test_a_long_run_is_flat(count, options):

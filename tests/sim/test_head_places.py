@@ -82,7 +82,7 @@ def far(one: Trained, other: Trained) -> float:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(36)
 def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
     placed = []
     send = chunks.Place.send
@@ -102,7 +102,7 @@ def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_the_head_on_the_first_device_has_the_bits_of_one(family, mode):
     assert not run(family, 3, mode, head_device="first").differences(run(family, 1, mode))
 

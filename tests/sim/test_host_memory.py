@@ -427,7 +427,7 @@ def unlimited(**options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     return trained(None, **options)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}], ids=str)
 @pytest.mark.parametrize("limit", [0, pytest.param(1000, marks=pytest.mark.slow), 20_000, 60_000])
 def test_with_less_page_locked_memory_the_bits_are_the_same_and_one_warning_says_so(limit, options):

@@ -34,7 +34,7 @@ def assert_as_streamed(found: Run, expected: Run) -> None:
     assert_same(Run(*(on_host(part) for part in found)), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("mode", "options"),
     combined(
@@ -151,7 +151,7 @@ def test_a_model_with_frozen_weights(kept):
     assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kept", [0, 1, 2, 4])
 def test_kept_weights_are_uploaded_once(kept, monkeypatch):
     """2 N - 2 - kept layers are uploaded in a step: without any, the last two stay for the backward anyway."""
@@ -189,7 +189,7 @@ def test_nothing_of_them_is_stashed():
     loss.backward()
 
 
-@pytest.mark.parametrize("boundary", ["device", "host"])
+@pytest.mark.parametrize("boundary", [pytest.param("device", marks=pytest.mark.slow), "host"])
 @pytest.mark.parametrize("kept", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_inputs_that_stay_do_not_travel(kept, boundary, monkeypatch):
     """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""

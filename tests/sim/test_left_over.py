@@ -28,7 +28,7 @@ def test_steps_leave_nothing(mode, options, tmp_path, monkeypatch):
     before_threads = left_over.threads()
     model, eps, optimizer, batch = toy_under("sim", mode, **options, **more)
     found = []
-    for step in range(60):
+    for step in range(40):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def test_plain_training_holds_everything_on_the_device(max_steps, tmp_path):
     assert metrics["train_process_bytes"] > metrics["train_device_bytes"]
 
 
-@pytest.mark.parametrize(("max_steps", "mode"), [(1, "serial"), (3, "deferred")])
+@pytest.mark.parametrize(("max_steps", "mode"), [(1, "serial"), pytest.param(3, "deferred", marks=pytest.mark.slow)])
 def test_layer_to_layer_training_holds_it_on_the_host(max_steps, mode, tmp_path):
     options = {"model": deep_bert(), "max_steps": max_steps, "ubatch_size": 2, "stash": "host", "eps_update": mode}
     metrics, made = measured(l2l_trainer, tmp_path / "l2l", **options)

@@ -20,7 +20,7 @@ ON_HOST: dict[str, Any] = {"resident": "all", "resident_update": "host"}
 FIRST: dict[str, Any] = {"resident_layers": 2, "resident_update": "host"}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("updates", "options"),
     combined(
@@ -221,7 +221,7 @@ def test_it_goes_on_when_it_is_detached():
     optimizer.step()
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred"])
+@pytest.mark.parametrize("mode", [pytest.param("serial", marks=pytest.mark.slow), "deferred"])
 def test_the_trainer_resumes_it_under_another_plan(tmp_path, mode):
     saving = {**SAVING, "max_grad_norm": 0.5, "eps_update": mode}
     whole = l2l_trainer(tmp_path / "whole", **saving)

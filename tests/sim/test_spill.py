@@ -61,7 +61,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("mode", "options"), RUNS)
 def test_weights_have_the_bits_of_a_stash_in_host_memory(mode, options, tmp_path):
     """With an uneven last micro-batch."""
@@ -93,7 +93,7 @@ def test_when_copies_land_changes_no_bit(seed, tmp_path):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("boundary", ["device", "host"])
+@pytest.mark.parametrize("boundary", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_a_second_backward_and_forwards_without_one(boundary, tmp_path):
     """Space of what was dropped is used again."""
     model = tiny_bert(layers=3, dropout=0.0)
@@ -131,7 +131,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("where", "mode"),
     [
@@ -206,7 +206,7 @@ def test_errors_of_the_trainer_name_its_argument(tmp_path):
 # ---- chosen by size
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("boundary", ["auto", "host"])
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 def test_auto_takes_the_first_tier_that_fits(place, boundary, tmp_path, monkeypatch):

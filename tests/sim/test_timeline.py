@@ -196,7 +196,7 @@ def test_an_eager_update_is_under_the_backward(tmp_path):
     assert averages.bound == "host update"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 @pytest.mark.parametrize("machine", [SHORT, LINK_BOUND, slow_update(1.0), slow_update(7.0)], ids=str)
 def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
@@ -291,7 +291,7 @@ def test_looking_takes_no_time(options, tmp_path):
     assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}], ids=str)
 def test_looking_changes_no_bit(options, tmp_path):
     expected = weights_after(tiny_bert(layers=3), count=2, **options)

@@ -40,7 +40,7 @@ RAW = [
 """Half of them in few steps: each optimizer in each place, with one of the modes."""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("steps", "optimizer", "stash", "prefetch", "accumulation", "mode"), RAW)
 def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefetch, accumulation, mode):
     same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode]}
