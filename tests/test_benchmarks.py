@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import math
 import os
@@ -20,6 +23,7 @@ import hf_l2l
 from benchmark_output import columns, refused
 from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, launch_time, saving, throughput
 from glue_script import ROWS, write
+from rank_pool import RankPool
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 EPS_TINY = ["--layers", "2", "--hidden", "64", "--vocab", "50", "--pairs", "2", "--warmup", "1", "--threads", "1"]
@@ -156,13 +160,36 @@ def test_memory_of_cross_mixed_precision(tmp_path):
     assert all(peak < peaks[0] for peak in peaks[1:])
 
 
-def test_host_overhead_runs_as_a_script():
-    """In a process of its own, since it takes the CPU for a device with streams."""
-    asked = [sys.executable, str(FOLDER / "host_overhead.py"), "--rounds", "1", "--depths", "1", "2"]
+def printed(module: str, words: list[str]) -> str:
+    """What a benchmark prints, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(FOLDER / f"{module}.py"), *words])
+        patch.setenv("OMP_NUM_THREADS", "1")
+        importlib.import_module(f"benchmarks.{module}").main()
+    return shown.getvalue()
+
+
+def lines_of(module: str, words: list[str], as_a_script: bool) -> list[str]:
+    """The same, in a process of its own: begun anew, or forked from one that has imported transformers."""
+    if not as_a_script:
+        pool = RankPool(1)
+        (found,) = pool.run(printed, module, words)
+        pool.close()
+        return str(found).splitlines()
     env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    asked = [sys.executable, str(FOLDER / f"{module}.py"), *words]
     done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+in_both_ways = pytest.mark.parametrize("as_a_script", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@in_both_ways
+def test_host_overhead_runs(as_a_script):
+    """In a process of its own, since it takes the CPU for a device with streams."""
+    *lines, last = lines_of("host_overhead", ["--rounds", "1", "--depths", "1", "2"], as_a_script)
     columns = "microseconds checkpointing fp32 checkpointing, bf16 weights bf16 fp32, 4 micro-batches"
     assert lines[0].split() == columns.split()
     found = json.loads(last)
@@ -185,13 +212,11 @@ def test_a_head_of_its_own_does_not_hold_up_the_start_of_a_step(tmp_path):
     assert tied > found["the update of the embedding alone takes"][0]
 
 
-def test_attach_runs_as_a_script():
+@in_both_ways
+def test_attach_runs(as_a_script):
     """In a process of its own, as above."""
-    asked = [sys.executable, str(FOLDER / "attach.py"), "--rounds", "2", "--layers", "2", "--hidden", "64"]
-    env = {**os.environ, "PYTHONPATH": str(Path(hf_l2l.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(asked, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+    words = ["--rounds", "2", "--layers", "2", "--hidden", "64"]
+    *lines, last = lines_of("attach", words, as_a_script)
     assert lines[0].split() == "seconds per GB of weights before threads".split()
     for way in json.loads(last)["seconds_per_gb"].values():
         assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in way.values())

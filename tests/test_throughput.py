@@ -115,6 +115,7 @@ def test_at_least_ten_steps_are_measured_unless_one_says_otherwise(unchecked, ca
     assert (last["settings"]["steps"], last["settings"]["warmup"]) == (3, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_compared_first_is_what_the_trainers_log(name):
     options = throughput.parsed(["--model", name, "--stash", "host"])
@@ -129,6 +130,7 @@ def test_what_is_compared_first_is_what_the_trainers_log(name):
     assert plain[0][0] == pytest.approx(math.log({"bert-large": 2, "llama-1b": 100}[name]), rel=0.05)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("mode", "factor", "message"),
     [
@@ -195,6 +197,7 @@ def test_throughput_of_cross_mixed_precision(unchecked):
     assert cmp["host_bytes"] == need.host_bytes > plain["device_bytes"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("gib", "setting"),
     [(200, 0), (140, 1), (128, 2), (100, 3), (80, None)],

@@ -62,7 +62,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: str({k: v for k, v in o.items() if k != "data"}))
 def test_a_step_is_that_of_its_batches(tmp_path, options):
     folded, apart = pair(tmp_path, **options)
@@ -77,7 +77,7 @@ def test_a_step_is_that_of_its_batches(tmp_path, options):
     assert_same(folded, plain)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "rel", "weights"),
     [
@@ -141,6 +141,7 @@ def test_batches_padded_on_the_left(tmp_path):
     assert_same(folded, apart)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2 * 11, 2 * 12 + 1, 2 * 9])
 def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path, count):
     folded, apart = pair(tmp_path, data=ragged(count), max_steps=-1, num_train_epochs=2)
@@ -221,7 +222,7 @@ def stopping(folder, what, value, **options):
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mode", [{}, {"eps_update": "eager", "max_grad_norm": 0.0}], ids=str)
 @pytest.mark.parametrize(("what", "step"), [("training", 0), ("training", 1), ("epoch", 1)])
 def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what, step, mode):
@@ -242,6 +243,7 @@ def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what
         assert gradient is None or torch.allclose(left[0][name], gradient, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", ["training", "raise"])
 def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path, what):
     made = stopping(tmp_path, what, "auto")
@@ -363,6 +365,7 @@ def test_the_comparison_leaves_buffers_as_they_were(tmp_path):
     assert model.model.embed_tokens.calls == 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", [{}, {"eps_update": "eager", "max_grad_norm": 0.0}], ids=str)
 def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path, mode):
     """transformers' loss of this model does not use num_items_in_batch, though its forward takes it."""
@@ -439,7 +442,7 @@ class OutOfRoom:
             out.register_hook(fail)  # after the gradients of the layers above have arrived
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
@@ -487,6 +490,7 @@ def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path):
     assert_equal(made, apart)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("late", ["different inputs", "cannot be cut"])
 def test_batches_that_later_cannot_be_merged_run_one_by_one(tmp_path, late, monkeypatch):
     """And so do all after them; nothing is lost."""

@@ -70,6 +70,7 @@ def swapped(path: Path, *others: Path) -> Iterator[None]:
     path.write_bytes(content)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OURS)
 def test_each_file_is_checked(run, trained, name):
     """Cut, with flipped bits, from another step, from another training at the same step, and gone."""
@@ -109,7 +110,7 @@ SAME = {("config.json", "swapped"), (MANIFEST, "missing")}
 CASES = [(name, how) for name in OURS for how in ("missing", "cut", "flipped", "swapped") if (name, how) not in SAME]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_nothing_has_changed_when_a_damaged_one_is_refused(run, trained, caplog, name, how):
     """By its folder, it is refused; as the last one, the one before it is taken, with one warning."""
@@ -140,6 +141,7 @@ def test_the_older_one_is_resumed_from(run, trained, tmp_path):
     assert check_whole(run / "checkpoint-4") is not None  # replaced
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", READ_OF_ANY)
 def test_one_of_transformers_trainer_is_checked_as_far_as_can_be(trained, tmp_path, name):
     """It has no manifest: what is cut off is noticed, and what nothing can be loaded without."""
@@ -158,6 +160,7 @@ def test_one_of_transformers_trainer_is_checked_as_far_as_can_be(trained, tmp_pa
             check_whole(checkpoint)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "said"),
     [

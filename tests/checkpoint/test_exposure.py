@@ -29,6 +29,7 @@ def modes(checkpoint: Path) -> dict[str, int]:
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (checkpoint, *checkpoint.iterdir())}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], indirect=True, ids=oct)
 def test_a_checkpoint_has_the_modes_of_transformers_trainer(tmp_path, monkeypatch, umask):
     written = torch.save

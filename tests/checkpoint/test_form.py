@@ -115,6 +115,7 @@ def refused(checkpoint: Path, name: str) -> DamagedCheckpointError:
 # ---- what files ask to be run
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("archive", [True, False], ids=["archive", "pickle"])
 @pytest.mark.parametrize("name", PICKLED)
 def test_what_a_pickle_asks_for_is_not_run(checkpoint, sealed, name, archive):
@@ -174,6 +175,7 @@ def test_weights_in_parts_are_resumed_from(checkpoint, sealed, index):
 ELSEWHERE = ["../../outside/x.safetensors", "", ".", "..", "a/../../../outside/x", "x\0", "x" * 5000, "no", 7, ["x"]]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("part", [*ELSEWHERE, "absolute"], ids=[repr(name)[:12] for name in (*ELSEWHERE, "absolute")])
 def test_an_index_names_files_beside_it_only(checkpoint, sealed, index, part):
@@ -189,6 +191,7 @@ def test_an_index_names_files_beside_it_only(checkpoint, sealed, index, part):
     refused(checkpoint, index)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("to", ["file", "dangling", "folder", "fifo"])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "adapter", "notes.txt"])
 def test_links_and_pipes_are_refused(checkpoint, sealed, name, to):
@@ -261,6 +264,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("name", ["trainer_state.json", "config.json", *INDEXES, "l2l_plan.json"])
 def test_json_that_cannot_be_read_is_refused(checkpoint, sealed, name, text):
@@ -269,6 +273,7 @@ def test_json_that_cannot_be_read_is_refused(checkpoint, sealed, name, text):
     refused(checkpoint, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("step", [None, "4", 4.5, [4]])
 def test_a_state_without_a_step_is_refused(checkpoint, sealed, step):
     state = json.loads((checkpoint / "trainer_state.json").read_text())
@@ -311,7 +316,7 @@ def test_a_manifest_of_any_values_is_read_or_refused(checkpoint, data):
         assert "a checkpoint must be" in str(error)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @SETTINGS
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", INDEXES[0]]

@@ -80,7 +80,7 @@ def changed_before(calls: list[str]) -> list[Fault]:
 
 
 @pytest.mark.parametrize("every", [30, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "background"])
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every, background):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
     shutil.copytree(before, tmp_path / "calls")
@@ -100,7 +100,8 @@ def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, ev
     assert killed >= len(kills) - 2
 
 
-def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
+@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.slow), 12])
+def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path, every):
     """At calls by which it puts back what was about to be replaced, and removes the rest."""
     shutil.copytree(before, tmp_path / "calls")
     calls = finished(tmp_path / "calls").calls
@@ -113,7 +114,7 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     saved = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
     assert saved >= 10
     faults = changed_before(calls[:saved])
-    for number, fault in enumerate([*faults[:2], *faults[2:-1:4], faults[-1]]):
+    for number, fault in enumerate([*faults[:2], *faults[2:-1:every], faults[-1]]):
         run = tmp_path / str(number)
         assert killed_copy(interrupted, run, fault)
         is_back = (run / "checkpoint-6").exists()
@@ -122,9 +123,14 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["commit", "all"]
+    "which",
+    [
+        "put in place",
+        pytest.param("commit", marks=pytest.mark.slow),
+        pytest.param("all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
 )
-def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
+def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, which):
     """What is resumed then is one of the two, and no mixture of files or checkpoints."""
     before, new = tmp_path / "before", {"seed": 9}
     end_of(Training("L2LTrainer", str(before), stop_at=4))
@@ -136,8 +142,13 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     first = [call.startswith("mkdir _l2l-saving-checkpoint-4") for call in unbroken.calls].index(True)
     calls = unbroken.calls[:first]
     of_commit = [at for at, call in enumerate(calls, 1) if call.split(" ")[0] in ("rename", "rmdir")]
+    faults = {
+        "put in place": map(Fault, of_commit[1:3]),
+        "commit": map(Fault, of_commit),
+        "all": changed_before(calls),
+    }
     ended = set()
-    for fault in changed_before(calls) if every else map(Fault, of_commit):
+    for fault in faults[which]:
         run = tmp_path / str(fault.at)
         shutil.copytree(before, run)
         killed = end_of(Training("L2LTrainer", str(run), **new, resumes=False, fault=fault))
@@ -151,7 +162,7 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, every):
     assert ended == {True, False}
 
 
-@pytest.mark.parametrize("every", ["60", pytest.param("45", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", ["100", pytest.param("45", marks=pytest.mark.slow)])
 def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, every):
     result = kills.main(["--scenes", "calls", "--every", every, "--out", str(tmp_path / "kills.md")])
     rows = result["scenes"]["calls"]

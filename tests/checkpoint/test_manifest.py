@@ -58,7 +58,9 @@ def test_a_folder_without_one(tmp_path):
     assert read_manifest(tmp_path) is None and read_manifest(tmp_path / "no") is None
 
 
-@pytest.mark.parametrize("name", [*CONTENT, MANIFEST])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "model.safetensors" else pytest.mark.slow) for n in CONTENT] + [MANIFEST]
+)
 @settings(deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(name, at, bit, tmp_path_factory):

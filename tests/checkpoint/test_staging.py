@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from hf_l2l.checkpoint import staging
 from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
+from rank_pool import RankPool
 
 
 def write(folder: Path, content: str) -> None:
@@ -126,7 +127,7 @@ for at, run in enumerate(sys.argv[1:], 1):
 second at its second, until one comes to its end."""
 
 
-@pytest.mark.parametrize("before", [None, "old"])
+@pytest.mark.parametrize("before", [pytest.param(None, marks=pytest.mark.slow), "old"])
 def test_it_is_whole_or_absent_wherever_the_program_is_killed(tmp_path, before):
     """At every call that changes the file system."""
     runs = [tmp_path / str(at) for at in range(1, 100)]
@@ -149,8 +150,9 @@ def test_it_is_whole_or_absent_wherever_the_program_is_killed(tmp_path, before):
 def test_what_another_program_is_writing_stays(tmp_path):
     each = Staging(tmp_path / "checkpoint-2")
     write(each.folder, "new")
-    code = "import sys; from pathlib import Path; from hf_l2l.checkpoint.staging import remove_interrupted as r; "
-    subprocess.run([sys.executable, "-c", f"{code}r(Path(sys.argv[1]))", str(tmp_path)], check=True)
+    other = RankPool(1)
+    other.run(remove_interrupted, tmp_path)
+    other.close()
     each.commit()
     assert (tmp_path / "checkpoint-2" / "weights").read_text() == "new"
 

@@ -73,20 +73,30 @@ def test_env_needs_no_transformers(tmp_path):
     assert (found.returncode, found.stderr) == (0, "") and "\n  transformers: " in found.stdout
 
 
-def test_a_broken_library_is_one_sentence(tmp_path):
-    (tmp_path / "transformers.py").write_text("raise ImportError('this is broken')")
+@pytest.mark.parametrize("library", ["torch", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_a_broken_library_is_one_sentence(library, tmp_path):
+    (tmp_path / f"{library}.py").write_text("raise ImportError('this is broken')")
     found = program("inspect", written(tmp_path / "model", LLAMA), path=str(tmp_path))
     assert found.returncode == 2
     assert found.stderr == "hf-l2l inspect: this is broken\n"
 
 
-def test_the_reader_of_the_output_may_leave(tmp_path):
-    """As `head` does."""
+TELLS = """
+import dataclasses, sys
+from hf_l2l.cli import inspect, main
+inspect.COMMAND = dataclasses.replace(inspect.COMMAND, run=lambda options: print("told") or 0)
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize("words", [["-c", TELLS], pytest.param(["-m", "hf_l2l"], marks=pytest.mark.slow)])
+def test_the_reader_of_the_output_may_leave(words, tmp_path):
+    """As `head` does; the command, or one that imports nothing, in its place."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         found = subprocess.run(
-            [sys.executable, "-m", "hf_l2l", "inspect", written(tmp_path, LLAMA)],
+            [sys.executable, *words, "inspect", written(tmp_path, LLAMA)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdout=nobody,
             stderr=subprocess.PIPE,

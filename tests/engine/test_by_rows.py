@@ -166,6 +166,7 @@ def test_gradients_are_those_of_the_plain_model(name, monkeypatch):
     assert set(kinds.found) == {HostRows} and kinds.made_real == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["bert, tied", "llama, tied", "llama", "gpt2, which adds positions"])
 @pytest.mark.parametrize("options", [{}, {"ubatch_size": 5}, {"prefetch": False}], ids=str)
 def test_a_loss_in_float64(name, options, monkeypatch):
@@ -382,6 +383,7 @@ CHANGING = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("ubatch_size", [1, 3])
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_runs_by_micro_batches_is_found_for_each_kind_of_call(name, ubatch_size):

@@ -22,7 +22,7 @@ def copies(request: pytest.FixtureRequest):
         yield
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ubatch_size", [1, 3])
 def test_ubatches_give_the_gradients_of_the_whole_batch(family, ubatch_size, copies):
@@ -44,6 +44,7 @@ def test_float32_and_unmasked_rows(family, copies):
     cases.check_family(family, "cpu", 5, "device", FLOAT32, masked=False)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("change", cases.CHANGES)
 @pytest.mark.parametrize(
     "family", [f if f in ("bert", "t5") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]

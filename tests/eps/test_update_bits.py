@@ -31,7 +31,7 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("steps", "optimizer", "accumulation", "mode"), CASES)
 def test_the_trainer_trains_as_the_plain_one(tmp_path, steps, optimizer, accumulation, mode):
     """Weights, moments, and logged losses, norms and learning rates."""
@@ -49,7 +49,7 @@ def test_a_loop_with_accelerate_trains_as_a_plain_one(steps, optimizer, accumula
     assert_same(accelerate_loop("cpu", mode, optimizer, **same, **AT_ONCE), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("mode", CLIPS)
 @pytest.mark.parametrize(("stash", "accumulation"), [("device", 3), ("host", 1)])

@@ -81,7 +81,7 @@ def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         assert all(torch.equal(states[0]["state"][index][key], value) for key, value in state.items())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
@@ -179,6 +179,7 @@ READS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", READS)
 def test_reading_a_weight_waits_until_its_update_is_done(name):
     with slow_updates(0.05):

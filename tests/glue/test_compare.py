@@ -256,6 +256,7 @@ def drawn(tmp_path_factory):
         yield make
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("hf", "l2l"),
     [

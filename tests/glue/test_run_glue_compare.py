@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,24 @@ def in_this_process(words: list[str], **_: Any) -> Any:
     return subprocess.CompletedProcess(words, stopped.value.code)
 
 
+def forked(words: list[str], env: dict[str, str] | None = None, check: bool = False, dies: bool = False) -> Any:
+    """In place of `subprocess.run`: the script runs in a copy of this process, which has imported all it needs."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.environ.update(env or {})
+            run_glue_l2l.main(words[2:])
+            status = 0
+        except SystemExit as stopped:
+            status = stopped.code if isinstance(stopped.code, int) else 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL) if dies else os._exit(status)
+    return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
 @needs_datasets
 @pytest.mark.parametrize("plain_runs", ["it is said to", pytest.param("it does", marks=pytest.mark.slow)])
 def test_both_trainers_run_and_are_compared(
@@ -52,6 +73,8 @@ def test_both_trainers_run_and_are_compared(
 ) -> None:
     """Both, and then on a device on which plain Trainer runs out of memory (or a process that ends as if it did)."""
     pytest.importorskip("matplotlib")
+    if plain_runs == "it is said to":
+        monkeypatch.setattr(compare.subprocess, "run", forked)
     argv = command(tiny_model, tmp_path, **files, compare=True, ubatch_size=None, use_cpu=None, max_steps=3)
     document = run_glue_l2l.main(argv)
     out = tmp_path / "out"
@@ -117,12 +140,21 @@ def test_a_run_that_fails_ends_the_comparison(
 
 
 @needs_datasets
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
-    tiny_model: str, tmp_path: Path, files: Row, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny_model: str,
+    tmp_path: Path,
+    files: Row,
+    apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """As a library or a driver can end a process that has no memory left."""
-    (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if apart:
+        (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)", encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(compare.subprocess, "run", partial(forked, dies=True))
     given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "50KB"}
     assert run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None).out_of_memory
     said = capfd.readouterr().err

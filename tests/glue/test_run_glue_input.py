@@ -16,6 +16,7 @@ from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refus
 from hf_l2l import L2LTrainingArguments
 from hf_l2l.glue.options import Options
 from hf_l2l.glue.retired import NEEDLESS, REPLACED, SUCCESSORS, RetiredArguments
+from rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -579,7 +580,9 @@ def test_what_only_the_run_can_tell_is_said_in_one_sentence(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_script_is_imported_without_the_packages_of_the_extra() -> None:
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_script_is_imported_without_the_packages_of_the_extra(apart: bool) -> None:
+    """In a process that begins anew, or that was forked when transformers was there."""
     code = """
 import sys
 
@@ -588,6 +591,11 @@ sys.modules.update(dict.fromkeys(absent))
 import run_glue_l2l
 assert "hf_l2l.glue.metric" not in sys.modules
 """
+    if not apart:
+        pool = RankPool(1)
+        pool.run(exec, code)
+        pool.close()
+        return
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
     )

@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -82,7 +84,8 @@ class RankPool:
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         # Where the ranks meet: one file per call, for a file of another call would hold that one's addresses.
-        self._folder = tempfile.TemporaryDirectory(prefix="l2l_ranks_")
+        self._folder = tempfile.mkdtemp(prefix="l2l_ranks_")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._calls = 0
 
     def start(self) -> None:
@@ -102,7 +105,7 @@ class RankPool:
         """Call a function in all ranks; `results` waits for them."""
         self.start()
         self._calls += 1
-        file = Path(self._folder.name) / f"store_{self._calls}"
+        file = Path(self._folder) / f"store_{self._calls}"
         for pipe in self._pipes:
             pipe.send((str(file), function, args))
 

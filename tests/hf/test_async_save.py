@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", combined(OPTIONS, one_in=2))
 def test_checkpoints_have_the_values_of_their_step(tmp_path, monkeypatch, name):
     options = OPTIONS[name]
@@ -58,6 +58,7 @@ def test_weights_that_are_tied_are_saved_once(tmp_path, monkeypatch):
     assert "lm_head.weight" not in load_file(tmp_path / "later" / "checkpoint-1" / "model.safetensors")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [l2l_trainer, plain_trainer])
 def test_they_are_resumed_from(tmp_path, kind):
     whole = l2l_trainer(tmp_path / "whole", **EACH_STEP)
@@ -153,6 +154,7 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("step", [2, 4])
 def test_an_error_ends_the_training_at_the_next_step_or_at_its_end(tmp_path, monkeypatch, step):
     before = threads()
@@ -187,6 +189,7 @@ def test_a_checkpoint_that_was_begun_is_finished_when_the_training_is_interrupte
     assert "on_save" not in vars(made.callback_handler)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("has_started", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")], ids=type)
 def test_nobody_waits_for_a_thread_that_did_not_start(tmp_path, monkeypatch, error, has_started):

@@ -62,6 +62,7 @@ def _stop() -> None:
     raise RuntimeError("stopped here")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_what_a_callback_adds_to_a_checkpoint_stays(tmp_path, in_background):
     def add(checkpoint: Path) -> None:
@@ -75,6 +76,7 @@ def test_what_a_callback_adds_to_a_checkpoint_stays(tmp_path, in_background):
     assert (tmp_path / "checkpoint-4" / "scores.json").exists()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors.index.json", "scaler.pt"])
 def test_what_a_trainer_would_load_must_have_been_saved(tmp_path, name):
     l2l_trainer(tmp_path, **{**EACH_STEP, "max_steps": 1}).train()
@@ -154,6 +156,7 @@ def test_going_on_is_the_same_training(tmp_path):
     assert len({manifest.run for manifest in manifests if manifest is not None}) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_each_attempt_to_find_a_batch_size_is_a_training(tmp_path, in_background):
     class Mine(L2LTrainer):

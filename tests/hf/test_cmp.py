@@ -24,7 +24,7 @@ FP16: dict[str, Any] = {"cmp": "fp16", "l2l_loss_scale_init": 2.0**22, "learning
 SHORT: dict[str, Any] = {"l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16", "l2l_host_copies": "per_sweep"}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", [pytest.param("serial", marks=pytest.mark.slow), "deferred"])
 @pytest.mark.parametrize("options", [FP16, {"cmp": "bf16"}, {**FP16, **SHORT}], ids=["fp16", "bf16", "fp16 short"])
 def test_going_on_is_never_having_stopped(tmp_path, options, mode):
@@ -50,6 +50,7 @@ def test_going_on_is_never_having_stopped(tmp_path, options, mode):
     assert all(state["exp_avg"].dtype == kept for state in moments.values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path, mode):
     # The first three scales overflow, whatever the last bits of the gradients.
@@ -66,6 +67,7 @@ def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path, mode):
     assert [a != b for a, b in zip(rates, rates[1:], strict=False)] == [bool(each) for each in made[:-1]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "after"), [(FP16, {}), ({}, FP16)], ids=["to fp32", "to fp16"])
 def test_a_run_goes_on_in_other_numbers(tmp_path, before, after):
     checkpoint = stopped_at_two(l2l_trainer, tmp_path, **{**SAVING, **before, "max_steps": 4})
@@ -75,6 +77,7 @@ def test_a_run_goes_on_in_other_numbers(tmp_path, before, after):
     assert (resumed.eps.loss_scale is None) == (not after)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("asked", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_saved_model_has_the_dtype_that_is_asked_for_and_checkpoints_the_masters(tmp_path, asked, dtype):
     trainer = l2l_trainer(tmp_path, cmp="bf16", l2l_save_dtype=asked, **SAVING)
@@ -129,6 +132,7 @@ HELD = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cmp", ["bf16", "fp16"])
 @pytest.mark.parametrize("per_parameter", HELD)
 @pytest.mark.parametrize("mode", ["serial", "deferred"])

@@ -41,7 +41,7 @@ class _Events(hf.TrainerCallback):
         self.counts["train_end"] += 1
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("first", "then", "steps"),
     [

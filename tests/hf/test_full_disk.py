@@ -45,6 +45,7 @@ SIZES = {"weights": 30_000, "optimizer": 60_000}
 state, but not its weights, has more than the second."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("what", "later"),
     [

@@ -47,7 +47,7 @@ print("FOUND" + json.dumps([before, after]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the counts are those of Linux")
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [1, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (0, 2))])
 def test_trainings_leave_nothing_in_a_fresh_process(workers, tmp_path):
     root = Path(__file__).parents[2]
     found = subprocess.run(

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning")
 def test_going_on_is_never_having_stopped(tmp_path, accumulation):

@@ -92,7 +92,7 @@ def in_commit(patch: pytest.MonkeyPatch, error: Exception, layer: int, made: Any
 CASES = [(in_values, layer) for layer in (0, 3)] + [(in_manifest, 0), (in_commit, 0)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("install", "layer"), CASES)
 def test_a_checkpoint_that_fails_leaves_those_before_it(install, layer, tmp_path, monkeypatch, whole):
     error = FaultError("broken")
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_fails_leaves_those_before_it(install, layer, tmp_path
     assert_resumed(tmp_path, 2, whole)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_an_update_that_fails_while_a_checkpoint_is_written(layer, tmp_path, monkeypatch, whole):
     """Other updates wait until their layers are written. The checkpoint has the values from before all of them."""

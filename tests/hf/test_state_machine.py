@@ -11,7 +11,7 @@ from state_machine import Machine
 DRAWN = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), stateful_step_count=20)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, *(pytest.param(count, marks=pytest.mark.slow) for count in (12, 25))])
 def test_any_program_trains_as_in_plain_torch(count):
     run_state_machine_as_test(Machine, settings=settings(DRAWN, max_examples=count, derandomize=True))
 

@@ -57,6 +57,7 @@ def check_same_run(folder, steps: int, accumulation: int, **options):
     assert_same_run(found, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_same_bits_as_trainer(tmp_path, accumulation, copies):
     check_same_run(tmp_path, 5, accumulation)
@@ -68,7 +69,7 @@ def test_same_bits_as_trainer_over_50_steps(tmp_path, accumulation, copies):
     check_same_run(tmp_path, 50, accumulation)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -252,7 +253,13 @@ def test_with_eager_updates_a_callback_cannot_read_gradients(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
 @pytest.mark.parametrize(
-    "options", [{"fp16_full_eval": True}, {"bf16_full_eval": True}, {"torch_compile_backend": "eager"}], ids=str
+    "options",
+    [
+        {"fp16_full_eval": True},
+        {"bf16_full_eval": True},
+        pytest.param({"torch_compile_backend": "eager"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_model_without_layers_takes_what_trainer_takes(tmp_path, options):
     def trained(kind, name):
@@ -367,6 +374,7 @@ class Streamed(torch.utils.data.IterableDataset):
         return iter(rows(self.count))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dispatched", [None, True], ids=["default", "dispatch_batches"])
 @pytest.mark.parametrize("layers", [4, 0])
 @pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
@@ -381,6 +389,7 @@ def test_streamed_evaluation_with_a_short_last_batch(tmp_path, layers, dispatche
     assert predictions.tolist() == theirs.tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dispatched", [None, True], ids=["default", "dispatch_batches"])
 def test_same_bits_from_a_streamed_training_set(tmp_path, dispatched):
     def trained(make, name):
@@ -428,6 +437,7 @@ def mixed(kind, first=True):
     return type("Mixed", (L2LTrainer, kind) if first else (kind, L2LTrainer), {})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("positional", [True, False])
 def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
@@ -459,6 +469,7 @@ def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
         mixed(Loading, first)(str(tmp_path / "model"), args)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
     def trained(kind, folder):
@@ -478,6 +489,7 @@ def test_the_signature_is_that_of_trainer():
 # ---- schedules
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("eps_update", ["serial", "deferred"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_adafactors_own_learning_rates_are_reported(tmp_path, eps_update, relative):

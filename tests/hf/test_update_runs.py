@@ -51,6 +51,7 @@ def assert_same_checkpoint(found: Path, expected: Path) -> None:
         assert all(torch.equal(ours["state"][index][key], value) for key, value in state.items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", CLIPS)
 def test_a_checkpoint_at_any_step_is_the_one_that_serial_saves(tmp_path, mode):
     runs = {}
@@ -63,7 +64,7 @@ def test_a_checkpoint_at_any_step_is_the_one_that_serial_saves(tmp_path, mode):
     assert_same_run(runs[mode], runs["serial"])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("deferred", "serial"), ("serial", "deferred"), ("eager", "deferred"), ("deferred", "eager"), ("plain", "eager")],

@@ -28,6 +28,7 @@ from hf_l2l import (
 )
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.model import precision
+from rank_pool import RankPool
 from training import CHECKPOINTING, arguments, assert_same_run, logs, rows, tiny_bert
 
 
@@ -135,17 +136,22 @@ def test_a_subclass_of_a_made_class_is_pickled_by_its_name():
     assert pickle.loads(pickle.dumps(Further)) is Further  # noqa: S301
 
 
-def test_arguments_are_loaded_in_a_process_that_has_not_made_the_class(tmp_path):
-    """As `training_args.bin` is."""
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_arguments_are_loaded_in_a_process_that_has_not_made_the_class(apart, tmp_path):
+    """As `training_args.bin` is; in a process that begins anew, or that was forked when transformers was there."""
     torch.save(make_l2l_arguments(hf.Seq2SeqTrainingArguments)(str(tmp_path), ubatch_size=2), tmp_path / "args.bin")
     code = (
         f"import torch; args = torch.load({str(tmp_path / 'args.bin')!r}, weights_only=False); "
-        "print(type(args).__name__, args.ubatch_size)"
+        "assert (type(args).__name__, args.ubatch_size) == ('L2LSeq2SeqTrainingArguments', 2)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["L2LSeq2SeqTrainingArguments", "2"], done.stderr
+    if not apart:
+        pool = RankPool(1)
+        pool.run(exec, code)
+        pool.close()
+        return
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("reference", [False, True])

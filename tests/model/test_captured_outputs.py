@@ -70,6 +70,7 @@ def test_the_auxiliary_loss_trains_the_router(ubatch_size, only):
     assert all(p.grad.abs().max() > 0 for p in routers(model))
 
 
+@pytest.mark.one_in(2)
 @UBATCH_SIZES
 @pytest.mark.parametrize("dense", [[0], [1], [0, 2]], ids=str)
 def test_dense_layers_among_those_with_routers(ubatch_size, dense):

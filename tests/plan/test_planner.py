@@ -75,10 +75,10 @@ def test_options_that_are_set_bind_the_plan():
 
 
 @pytest.mark.parametrize(
-    "rates", ["update", *(pytest.param(each, marks=pytest.mark.slow) for each in RATES if each != "update")]
+    ("layers", "rates"), [(2, "update"), *(pytest.param(3, each, marks=pytest.mark.slow) for each in RATES)]
 )
-def test_more_memory_is_never_slower(rates):
-    run = run_of()
+def test_more_memory_is_never_slower(layers, rates):
+    run = run_of(layers)
     with pytest.raises(BudgetError) as caught:
         make_plan(run, 1, RATES[rates])
     smallest = caught.value.smallest
@@ -119,8 +119,8 @@ def all_options(run: RunShapes) -> Iterator[L2LConfig]:
 @pytest.mark.parametrize(
     ("layers", "rates"),
     [
-        pytest.param(layers, rates, marks=() if (layers, rates) == (3, "update") else pytest.mark.slow)
-        for layers in (3, 4)
+        pytest.param(layers, rates, marks=() if (layers, rates) == (2, "update") else pytest.mark.slow)
+        for layers in (2, 3, 4)
         for rates in RATES
     ],
 )

@@ -15,7 +15,9 @@ def pool() -> Iterator[Callable[..., RankPool]]:
     pools: dict[tuple[int, bool], RankPool] = {}
 
     def of(size: int, *, sim: bool = False) -> RankPool:
-        return pools.setdefault((size, sim), RankPool(size, sim=sim))
+        if (size, sim) not in pools:
+            pools[size, sim] = RankPool(size, sim=sim)
+        return pools[size, sim]
 
     yield of
     for each in pools.values():

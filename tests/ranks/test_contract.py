@@ -70,6 +70,7 @@ def read_after_clipping(options: dict[str, Any]) -> Any:
     return found, run.ended()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sim", [False, True])
 def test_gradients_can_be_read_after_clipping(pool, sim):
     same(pool, read_after_clipping, DEFERRED, sim=sim)
@@ -118,6 +119,7 @@ def unfreezing(options: dict[str, Any]) -> Any:
     return run.ended()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sim", [False, True])
 def test_layers_may_be_frozen_and_unfrozen(pool, sim):
     same(pool, unfreezing, DEFERRED, sim=sim)
@@ -168,6 +170,7 @@ def save_after(steps: int, path: str) -> None:
     run.ended()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 def test_a_training_goes_on_with_another_number_of_ranks(pool, tmp_path, before, after):
     path = str(tmp_path / "state")
@@ -188,6 +191,7 @@ def alone_between_steps() -> Any:
     return run.ended()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sim", [False, True])
 def test_one_rank_may_evaluate_alone(pool, sim):
     same(pool, alone_between_steps, sim=sim)
@@ -206,7 +210,7 @@ def overflowing(options: dict[str, Any]) -> Any:
     return scale.skipped, scale.value, run.ended()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [{"cmp": "fp16", "eps_update": "deferred"}, {"nonfinite": "skip"}], ids=str)
 @pytest.mark.parametrize("sim", [False, True])
 def test_an_overflow_of_one_rank_skips_the_step_of_all(pool, options, sim):

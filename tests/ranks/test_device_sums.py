@@ -62,10 +62,10 @@ def assert_same_bits(pool: Any, size: int, name: str, options: dict[str, Any], *
     assert len({count for _, count in found}) == 1 and found[0][1] > 0
 
 
-@pytest.mark.one_in(22)
+@pytest.mark.one_in(84)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "tied", "skipping", "large"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_bits_are_those_of_one_process(pool, size, name, mode):
     assert_same_bits(pool, size, name, MODES[mode])
 
@@ -250,6 +250,7 @@ def test_a_detached_model_leaves_no_process_group(pool):
         assert before == after
 
 
+@pytest.mark.slow  # a process that ends with an error: `test_an_exception_of_a_rank_ends_the_others`
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_ends_the_others(number):
     own = RankPool(3, sim=True, within_s=60.0)
@@ -267,7 +268,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(number):
         assert f"rank 1 has failed: {text}" in found[rank][1] or found[rank][1] == f"rank {rank} has ended"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["backward", "step", "data"])
 def test_an_exception_of_a_rank_ends_the_others(place):
     own = RankPool(2, sim=True, within_s=60.0)

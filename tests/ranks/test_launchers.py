@@ -36,6 +36,7 @@ def result(launcher: list[str], folder: Path, *more: str) -> list[str]:
     return lines[0].split()[1:]
 
 
+@pytest.mark.slow  # a smaller script: `test_programs.py`
 def test_torchrun(tmp_path):
     ranks, steps, _ = result(TORCHRUN, tmp_path)
     assert (ranks, steps) == ("2", "6")

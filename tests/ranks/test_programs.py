@@ -112,11 +112,12 @@ def same(pool: Any, *given: Any, sim: bool = False) -> None:
     assert pool(2, sim=sim).run(trained, *given) == [alone, alone]
 
 
-@pytest.mark.parametrize("mode", ["deferred", "eager"])
+@pytest.mark.parametrize("mode", ["deferred", pytest.param("eager", marks=pytest.mark.slow)])
 def test_updates_on_two_threads_beside_the_sums(pool, mode):
     same(pool, "block", 24, {"eps_update": mode, "num_threads": 2})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sim", [False, True])
 def test_a_weight_that_the_model_has_before_its_layers(pool, sim):
     """The gradients of a layer come as one piece of memory, in the order of the layer and not of the model."""
@@ -128,6 +129,7 @@ def test_a_layer_with_many_tensors(pool):
     same(pool, "many", 1, {"eps_update": "deferred"})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sim", [False, True])
 def test_outputs_that_are_changed_in_place(pool, sim):
     same(pool, "block", 2, {"eps_update": "serial"}, 2.0, sim=sim)
@@ -149,6 +151,7 @@ def loaded_after_a_step(first: bool) -> tuple[str, str]:
     return program.ended()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", [True, False])
 def test_all_ranks_have_the_state_that_was_loaded_again(pool, first):
     alone = pool(1).run(loaded_after_a_step, first)[0]

@@ -68,6 +68,7 @@ def test_heartbeats_are_sent_and_are_enough():
         rank.check("nothing")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("to", [0, 2])
 def test_a_rank_that_leaves_is_a_failure_only_for_who_waits_for_it(to):
     """Rank 1 has left; a wait for another rank goes on."""
@@ -342,6 +343,7 @@ except RankFailedError:
     assert (process.returncode, out, text) == (0, "handled\n", "")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("program", "expected"),
     [

@@ -35,7 +35,7 @@ ELEMENTWISE = ("adamw", "foreach", "fused", "sgd", "nadam")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_trial_tells_whether_rows_can_be_updated_apart(name):
     parameters = [nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))]
-    assert can_step_rows(OPTIMIZERS[name](parameters)) == (name in ELEMENTWISE)
+    assert can_step_rows(OPTIMIZERS[name](parameters), {parameters[0]}) == (name in ELEMENTWISE)
 
 
 @pytest.mark.parametrize("first", [[(4, 4, 3), (4,)], [(4,), (1, 1, 8)], [(1, 1, 8), (8, 3, 4, 4)]])
@@ -43,7 +43,28 @@ def test_a_trial_tells_whether_rows_can_be_updated_apart(name):
 def test_the_trial_is_one_of_matrices(name, first):
     """Whatever comes before them in their group."""
     parameters = [nn.Parameter(torch.randn(shape)) for shape in (*first, (64, 64))]
-    assert can_step_rows(OPTIMIZERS[name](parameters)) == (name in ELEMENTWISE)
+    assert can_step_rows(OPTIMIZERS[name](parameters), {parameters[-1]}) == (name in ELEMENTWISE)
+
+
+class Orthogonal(torch.optim.AdamW):
+    """As one whose groups with `orthogonal` update a matrix as a whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group.get("orthogonal") and p.grad is not None:
+                    p.grad /= p.grad.norm()
+        return super().step(closure)
+
+
+def test_only_groups_with_such_matrices_are_tried():
+    embedding, other, trial = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(8, 8)), []
+    optimizer = Orthogonal([{"params": [embedding]}, {"params": [other], "orthogonal": True}])
+    for matrices in ({embedding}, {embedding, other}, {other}, set()):
+        trial.append(can_step_rows(optimizer, matrices))
+    assert trial == [True, False, False, False]
+    assert can_step_rows(optimizer, {embedding.requires_grad_(False)})  # it may be trained later
 
 
 class Growing(torch.optim.SGD):
@@ -133,7 +154,7 @@ def rows_of_steps(size: int, kind: str, cmp: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "kind", "cmp"),
     [
-        (3, "adamw", None),
+        pytest.param(3, "adamw", None, marks=pytest.mark.slow),
         (2, "fused", "bf16"),
         (2, "adafactor", None),
         pytest.param(4, "fused", None, marks=pytest.mark.slow),
@@ -184,7 +205,10 @@ def changed(what: str) -> tuple[str, str]:
     return digest(*model.parameters()), found
 
 
-@pytest.mark.parametrize("what", ["frozen", "cleared", "resized"])
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param("frozen", marks=pytest.mark.slow), pytest.param("cleared", marks=pytest.mark.slow), "resized"],
+)
 def test_parameters_and_state_that_a_program_changes(pool, what):
     alone = pool(1).run(changed, what)[0]
     assert pool(2).run(changed, what) == [alone, alone]
@@ -214,7 +238,7 @@ def test_a_state_that_one_rank_has_dropped_ends_the_training():
     assert any("ranks must have the same optimizer state" in text for text in texts)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mode", [{"eps_update": "serial"}, {"cmp": "fp16"}, {"cmp": "bf16", "grad_dtype": "16bit"}])
 @pytest.mark.parametrize("sim", [False, True])
 def test_in_other_modes(pool, mode, sim):

@@ -320,6 +320,7 @@ def still_mapped() -> dict[str, Any]:
     return {**found, "grad": (before, after), "steps": steps, "state": digest(*(e["exp_avg"] for e in state.values()))}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sim", [False, True])
 def test_a_detached_model_has_memory_of_its_own(pool, sim):
     """And so has its optimizer: what one rank does to it does not reach the others."""
@@ -355,6 +356,7 @@ def attached_otherwise(what: str) -> tuple[str, str, dict[str, Any]]:
     return *found, nothing()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", ["model", "frozen", "updates", "cmp", "nonfinite"])
 def test_ranks_that_attach_something_else_are_refused_and_do_not_wait(pool, what):
     named = {"model": "parameters", "frozen": "parameters", "updates": "eps_update"}.get(what, what)
@@ -389,6 +391,7 @@ def out_of_memory_in_attach(place: str) -> tuple[str, dict[str, Any]]:
     return found, nothing()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", ["masters", "updates"])
 def test_an_error_of_one_rank_while_it_attaches(pool, place):
     (first, left), (second, left_of_second) = pool(2).run(out_of_memory_in_attach, place)

@@ -35,12 +35,11 @@ def test_a_checkpoint_has_what_each_rank_saves(pool, tmp_path, kind):
     assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
 
 
+@pytest.mark.slow  # so do those whose rows are drawn, too
 def test_resumed_by_as_many_ranks_it_has_the_bits_of_an_unbroken_run(pool, tmp_path):
     """Dropout included: each rank has its generators."""
     whole = pool(2).run(trained, "dropout", "l2l", str(tmp_path / "whole"), SAVED)
-    first = {**SAVED, "max_steps": 4}
-    pool(2).run(trained, "dropout", "l2l", str(tmp_path / "run"), first)
-    checkpoint = tmp_path / "run" / "checkpoint-2"
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
     found = pool(2).run(trained, "dropout", "l2l", str(tmp_path / "next"), SAVED, 70, str(checkpoint))
     for rank in range(2):
         for what in SAME:
@@ -56,7 +55,7 @@ def test_a_resume_takes_the_memory_of_one_process(pool, tmp_path):
     assert [each["mapped"] for each in found] == [[True], [True]]
 
 
-@pytest.mark.parametrize("save_steps", [1, 2])
+@pytest.mark.parametrize("save_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_rows_and_collators_draw_goes_on_within_an_epoch(pool, tmp_path, save_steps):
     """Each rank has its own generators for its batches, and the loss that has not been logged yet."""
     options = {**SAVED, "save_steps": save_steps, "max_steps": 6, "logging_steps": 3}
@@ -135,6 +134,7 @@ def test_checkpoints_go_both_ways(pool, tmp_path, saves, resumes):
     assert [each["weights"] for each in found] == [each["weights"] for each in whole]
 
 
+@pytest.mark.slow  # with fewer checkpoints: `test_with_a_limit_of_one_the_best_is_left`
 def test_the_best_and_the_newest_are_kept(pool, tmp_path):
     options = {
         **SAVED,
@@ -160,7 +160,7 @@ def test_the_newest_whole_one_is_found_by_all(pool, tmp_path):
     assert [each["weights"] for each in found] == [each["weights"] for each in whole]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("where", [(0, "room"), (0, "weights"), (1, "weights"), (1, "generators"), (0, "commit")])
 def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, where):
     """Nothing of it is left, the one before is there, and the same ranks can train again."""
@@ -189,6 +189,7 @@ def test_with_a_limit_of_one_the_best_is_left(pool, tmp_path):
     assert found[0]["named"] == digest(*(saved[name] for name in sorted(saved)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("options", "text"),
     [

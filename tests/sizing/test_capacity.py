@@ -38,6 +38,7 @@ def host_peak(layers: int, options: dict[str, Any]) -> int:
     return peak
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", combined(SETTINGS, one_in=3))
 def test_the_largest_fits_and_one_layer_more_does_not(name):
     room = host_peak(11, SETTINGS[name])

@@ -68,6 +68,7 @@ def test_options_rows_and_the_optimizer_come_from_the_arguments(tmp_path):
     assert estimate(model, args, sgd, tokens=8).moments == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "per_parameter"),
     [({"optim": "sgd"}, 0), ({"optim": "adamw_torch"}, 8), ({"l2l_optimizer": "lamb"}, 8), ({"optim": "adagrad"}, 4)],
@@ -150,7 +151,7 @@ WAV2VEC2: dict[str, Any] = {"conv_dim": (16,) * 7, "num_conv_pos_embeddings": 16
     ("config", "model_class"),
     [
         (hf.BertConfig(**SMALL), "BertForMultipleChoice"),
-        (hf.Wav2Vec2Config(**SMALL, **WAV2VEC2), "Wav2Vec2ForCTC"),
+        pytest.param(hf.Wav2Vec2Config(**SMALL, **WAV2VEC2), "Wav2Vec2ForCTC", marks=pytest.mark.slow),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

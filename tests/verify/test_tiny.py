@@ -114,6 +114,7 @@ def test_exact_is_the_same_bits():
 # ---- heads
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("config", "class_name", "family"),
     [
@@ -152,6 +153,7 @@ def test_a_model_without_a_batch():
 # ---- of the config itself
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("config", "class_name"),
     [
