@@ -367,6 +367,7 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter(rows())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", ["compute_loss", "streamed", "label_smoothing_factor"])
 def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, what):
     made = no_plan(tmp_path / "auto", "auto", what)
@@ -410,7 +411,9 @@ def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tm
     (tmp_path / "figures.json").write_text(fast.to_json())
     data = ragged(longest=32, shortest=24)
     options: dict[str, Any] = {"device_memory_budget": "400KiB", "per_device_train_batch_size": 6, "ubatch_size": 2}
-    made = accumulating(tmp_path / "out", model=tiny_llama(layers=3, hidden_size=32), data=data, max_steps=2, **options)
+    made = accumulating(
+        tmp_path / "out", model=tiny_llama(layers=3, hidden_size=32), data=data, max_steps=2, **options
+    )
     assert train(made) == []
     assert plan_of(made).batches == 1
     detach_l2l(made.model)

@@ -73,7 +73,7 @@ def test_trainers_share_a_model(tmp_path):
     """As in a notebook, whose cell with the trainer runs again; each has the plan for its own batches."""
     first = planned(tmp_path, "1MiB")
     first.train()
-    second = planned(tmp_path, "1MiB", model=first.model, per_device_train_batch_size=24)
+    second = planned(tmp_path, "1MiB", model=first.model, per_device_train_batch_size=16)
     eps = second.eps
     second.evaluate()
     assert second.eps is eps
@@ -224,7 +224,9 @@ def test_a_model_in_evaluation_mode_is_planned_for_training():
     peaks = []
     for training in (True, False):
         model = bert(dropout=0.1).train(training)
-        attach_l2l(model, L2LConfig(device="sim", device_memory_budget="560KiB", ubatch_size=2), inputs=batch_for(model))
+        attach_l2l(
+            model, L2LConfig(device="sim", device_memory_budget="560KiB", ubatch_size=2), inputs=batch_for(model)
+        )
         attached = attachment_of(model)
         assert attached is not None and attached.plan is not None
         peaks.append(attached.plan.peak)
@@ -289,7 +291,7 @@ def resumed(folder: Path, caplog: Any, change: dict[str, Any], **options: Any) -
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"batches": 3}, "a step had 3 batches at once, and has 1 now"),
+        pytest.param({"batches": 3}, "a step had 3 batches at once, and has 1 now", marks=pytest.mark.slow),
         pytest.param({"chosen": {"resident_layers": 9}}, "at most the number of layers", marks=pytest.mark.slow),
         pytest.param(
             {"chosen": {"resident": "all", "kept_graphs": 6}}, "it needs more than 1.0 MiB", marks=pytest.mark.slow

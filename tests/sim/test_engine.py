@@ -112,6 +112,7 @@ def peak_of_step(layers: int, **options: object) -> int:
     return torch.sim.max_memory_allocated() - before
 
 
+@pytest.mark.slow
 def test_device_memory_does_not_grow_with_depth_when_the_stash_is_on_the_host():
     shallow, deep = peak_of_step(3, stash="host", ubatch_size=4), peak_of_step(8, stash="host", ubatch_size=4)
     assert deep <= shallow * 1.01

@@ -83,7 +83,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("make", "kind", "batch", "expected"), MASKS)
 @pytest.mark.parametrize("options", [{"stash": "device"}, {"stash": "host", "boundary": "host"}], ids=str)
 def test_a_dense_mask_is_a_line_of_the_report(make, kind, batch, expected, options):
@@ -136,6 +136,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(("make", "kind", "batch", "num_bytes", "rows"), REFUSED)
 def test_a_mask_that_the_device_cannot_hold_is_refused(make, kind, batch, num_bytes, rows, grad, monkeypatch):

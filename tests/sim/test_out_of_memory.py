@@ -35,7 +35,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "index"), cases())
 def test_the_step_can_be_made_again(name, index):
     """As after any other exception; see `test_faults.py`."""

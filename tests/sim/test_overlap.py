@@ -85,7 +85,7 @@ LANDING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("options", LANDING.values(), ids=LANDING)
 def test_when_copies_land_changes_no_bit(seed, options):

@@ -116,19 +116,16 @@ def test_rows_that_a_slow_link_carries(name):
 
 @pytest.mark.parametrize(
     ("given", "share"),
-    [
-        pytest.param(given, share, marks=() if (given, share) == (HOST, 1.5) else pytest.mark.slow)
-        for given in (COMPUTE, HOST, BALANCED)
-        for share in (1.0, 1.5, 2.5)
-    ],
+    [(given, share) for given in (COMPUTE, HOST, BALANCED) for share in (1.0, 1.5, 2.5)],
 )
+@pytest.mark.slow
 def test_no_other_options_are_faster_on_the_clock(given, share):
     """The plan, among options that fit: here those of one size of micro-batch."""
     base = L2LConfig(stash="device", ubatch_size=2)
     run = run_shapes(llama(3), base, 4)
     some = [
         replace(base, resident=shell, resident_layers=resident, kept_graphs=graphs, gradient_slots=slots)
-        for shell, resident, graphs, slots in product(("none", "shell"), (0, 3), (0, 1, 3), (1, 2))
+        for shell, resident, graphs, slots in product(("none", "shell"), (0, 1, 3), (0, 1, 3), (1, 2))
     ]
     sizes = [needed(run, each) for each in some]
     budget = int(share * min(sizes))

@@ -41,7 +41,7 @@ def places(model: nn.Module) -> dict[str, torch.device]:
     return {name: p.device for name, p in model.named_parameters()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("optimizer", "mode", "accumulation"), combined(OPTIMIZERS, CLIPS, [1, 2], one_in=3))
 def test_they_train_as_streamed_ones(optimizer, mode, accumulation):
     same = {"steps": 4, "accumulation": accumulation, "max_norm": CLIPS[mode]}
@@ -299,7 +299,7 @@ def test_a_parameter_that_a_graph_has_saved_stays_there_with_a_warning():
     del penalty
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "mode"), [("AdamW", "deferred"), ("LAMB", "eager"), ("SGD", "serial")])
 def test_the_trainer_trains_as_with_streamed_ones(tmp_path, optimizer, mode):
     same = {"steps": 3, "max_norm": CLIPS[mode], "accumulation": 2, "ubatch_size": 2}

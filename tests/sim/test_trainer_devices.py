@@ -36,7 +36,12 @@ def run(folder, **options):
 @pytest.mark.parametrize("merges", ["off", "auto"])
 def test_two_devices_run_as_one_with_twice_the_rows(tmp_path, merges):
     """Dropout, evaluation, accumulation."""
-    common = {"max_steps": 2, "eval_steps": 1, "ubatch_size": 2, "gradient_accumulation_steps": 2, "l2l_merge_accumulation": merges}
+    common = {
+        "max_steps": 2,
+        "ubatch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "l2l_merge_accumulation": merges,
+    }
     both = run(tmp_path / "both", per_device_train_batch_size=4, per_device_eval_batch_size=4, **common)
     one = run(tmp_path / "one", l2l_devices="1", **common)
     assert attachment_of(both.model).config.device == (torch.device("sim:0"), torch.device("sim:1"))

@@ -173,6 +173,7 @@ CASES = [(fault, mode) for fault in FAULTS for mode in ("serial", "deferred", "e
 CASES.remove(("update", "serial"))  # there the optimizer's own step raises
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "mode", "index"),
     [
