@@ -5,8 +5,9 @@ A unit is a layer, or the non-layer modules of one call. Other parts of the EPS 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from hf_l2l.eps.pending import Pending, Saving, Update, can_hold, let_go, let_go
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
-from hf_l2l.model.units import LayerUnit
+from hf_l2l.model.units import InModel, LayerUnit, parameters_in
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
@@ -51,9 +52,9 @@ class Master(Pending):
         self.parameter = parameter
         self.parts = parts_of(parameter)
         """The tensors that it consists of: itself, unless it is quantized."""
-        self.name = "a parameter"
-        self.layer_number = 0
-        """The number of its layer in the order of the model, from 1; 0 for one in no layer. Tied: its first layer."""
+        self.name, self.layer_number = "a parameter", 0
+        self.place, self.layers_before = sys.maxsize, 0
+        """See `InModel`; the first is greater than those of all that the model has."""
         self.first_use = 0.0
         """For a large one in no layer: how many layers the last forward had called at its first use; else inf."""
         self.can_be_held = can_hold(parameter)
@@ -109,9 +110,10 @@ class Master(Pending):
         would tell its first use."""
         return self.gradient_like.numel() >= LARGE and self.can_be_held
 
-    def found_in_model(self, name: str, layer_number: int, precision: Precision) -> None:
-        """The model has the parameter under this name; its shape, dtype or strides may have changed."""
-        self.name, self.layer_number, self.dtype = name, layer_number, self.parameter.dtype
+    def found_in_model(self, found: InModel, precision: Precision) -> None:
+        """The model has the parameter here; its shape, dtype or strides may have changed."""
+        self.name, self.place, self.layer_number, self.layers_before = found
+        self.dtype = self.parameter.dtype
         parts = parts_of(self.parameter)
         if len(parts) != len(self.parts) or any(new is not old for new, old in zip(parts, self.parts, strict=True)):
             self.parts, self.upload_parts, self.address = parts, [None] * len(parts), None
@@ -243,6 +245,8 @@ class Masters:
         """Counts changes of the model found by `refresh`: parameters, their shapes, or which of them are trained."""
         self.parameters: list[torch.Tensor] = []
         """The parameters, in the order of the model."""
+        self.in_order_of_model = False
+        """Whether updates have the order of the model, which all ranks know, and not that of the last forward."""
         self.has_resident, self.has_streamed = False, True
         """Whether parameters are on the device, and whether some are on the host."""
         self.runs_plainly = False
@@ -297,13 +301,8 @@ class Masters:
         modules = {module: name for name, module in self.model.named_modules()}
         self.layer_names = {layer: modules.get(layer, type(layer).__name__) for layer in self.layers}
         self.parameters = list(self.model.parameters())
-        names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        numbers: dict[torch.Tensor, int] = {}
-        for number, layer in enumerate(self.layers, start=1):
-            for p in layer.parameters():
-                numbers.setdefault(p, number)  # a tied parameter belongs to its first layer
-        for parameter, name in names.items():
-            self.of(parameter).found_in_model(name, numbers.get(parameter, 0), self.precision)
+        for parameter, found in parameters_in(self.model, self.layers).items():
+            self.of(parameter).found_in_model(found, self.precision)
         residency = {master.is_resident for master in self.all()}
         self.has_resident, self.has_streamed = True in residency, residency != {True}
         self._drop_unused()
@@ -372,17 +371,19 @@ class Masters:
         return [master for master in self.all() if not master.is_resident]
 
     def parts(self, masters: Iterable[Master]) -> list[tuple[str, list[Master]]]:
-        """Group `masters` in the order in which the next forward needs them, with names.
+        """Group `masters` in the order in which the next forward needs them, with names; in a group, in the order of
+        the model.
 
         First the small parameters of non-layer modules, then their large ones (an embedding, a head), each alone, and
-        layers, in the order of their first use.
+        layers, in the order of their first use (see `in_order_of_model`).
         """
         found: dict[tuple[float, str], list[Master]] = {}
-        for master in masters:
+        for master in sorted(masters, key=attrgetter("place")):
             number: float = master.layer_number
             alone = ""
             if number == 0 and master.is_large:
-                number, alone = master.first_use + 0.5, master.name
+                number = (master.layers_before if self.in_order_of_model else master.first_use) + 0.5
+                alone = master.name
             found.setdefault((number, alone), []).append(master)
         names = [NON_LAYER, *self.layer_names.values()]
         in_order = sorted(found, key=itemgetter(0))

@@ -89,7 +89,7 @@ class Updates:
         self._gradients = gradients
         self._timeline = timeline
         self._copies = copies
-        self._entries: WeakKeyDictionary[torch.optim.Optimizer, OptimizerEntry] = WeakKeyDictionary()
+        self._entries = WeakKeyDictionary[torch.optim.Optimizer, OptimizerEntry]()
         self._begun: list[Task] = []
         """Updates of the last step, and of earlier ones that had not finished when it began."""
         self.eager = EagerStep(self.worker, is_accumulating)
@@ -234,8 +234,12 @@ class Updates:
                 for master, _ in sums:
                     master.parameter.grad = None  # only the update refers to it; `step()` itself skips the parameter
             self._begin(optimizer, sums)
+            self.begin_last(optimizer)
         if self.mode == "serial":
             self.synchronize()
+
+    def begin_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin what else belongs to a step, after the updates of the layers."""
 
     @staticmethod
     def _wait_for(masters: Any) -> None:
@@ -307,11 +311,8 @@ class Updates:
         return Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
 
     def _update_on_device(self, step: SplitStep, gradients: Mapping[Master, torch.Tensor]) -> None:
-        """Update resident masters, on the current stream.
-
-        Raises:
-            NonFiniteError: with eager updates, for which nothing has checked these gradients.
-        """
+        """Update resident masters, on the current stream. Raises NonFiniteError with eager updates, for which nothing
+        has checked these gradients."""
         if self.mode == "eager":
             with without_interception():
                 norms = downloaded([current_norm(gradient, m.dtype) for m, gradient in gradients.items()])

@@ -33,6 +33,33 @@ class ParameterPlace(NamedTuple):
     """Of the parameter, in the unit."""
 
 
+class InModel(NamedTuple):
+    """What a parameter is in a model."""
+
+    name: str
+    place: int
+    """In the order of the model's parameters, from 0."""
+    layer_number: int
+    """From 1, in the order of the layers; 0 for one in no layer. Tied: the first one."""
+    layers_before: int
+    """The highest number of a layer of parameters up to this one."""
+
+
+def parameters_in(model: nn.Module, layers: Iterable[nn.Module]) -> dict[torch.Tensor, InModel]:
+    """The parameters of a model, in their order."""
+    numbers: dict[torch.Tensor, int] = {}
+    for number, layer in enumerate(layers, start=1):
+        for p in layer.parameters():
+            numbers.setdefault(p, number)  # a tied parameter belongs to its first layer
+    found: dict[torch.Tensor, InModel] = {}
+    highest = 0
+    for place, (name, p) in enumerate(model.named_parameters()):
+        number = numbers.get(p, 0)
+        highest = max(highest, number)
+        found[p] = InModel(name, place, number, highest)
+    return found
+
+
 class LayerUnit:
     """One layer, or the non-layer modules that one call uses."""
 

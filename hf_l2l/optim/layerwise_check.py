@@ -11,7 +11,7 @@ import copy
 import random
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -96,16 +96,16 @@ def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, 
     return False
 
 
-def can_step_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether rows of a matrix that are updated apart have the bits of a whole update, as with AdamW, and not with
-    Adafactor. The first step, which makes the state, is one of whole parameters.
+def can_step_rows(optimizer: torch.optim.Optimizer, matrices: Set[torch.Tensor]) -> bool:
+    """Whether rows of these matrices that are updated apart have the bits of a whole update, as with AdamW, and not
+    with Adafactor. The first step, which makes the state, is one of whole parameters.
 
     Rows are divided at multiples of 64 elements: a kernel that computes several elements at once, as that of the fused
     AdamW, rounds those that are left over at the end of a tensor in another way.
     """
     try:
         with _generators_restored():
-            whole, divided = (_Trial(optimizer, with_state=False, sparse=False, matrix=_MATRIX) for _ in range(2))
+            whole, divided = (_Trial(optimizer, with_state=False, sparse=False, matrices=matrices) for _ in range(2))
             for number, scale in enumerate(_SCALES):
                 whole.step(number, scale)
                 divided.step_rows(number, scale)
@@ -150,17 +150,19 @@ class _Trial:
         optimizer: torch.optim.Optimizer,
         with_state: bool,
         sparse: bool,
-        matrix: tuple[int, int] | None = None,
+        matrices: Set[torch.Tensor] | None = None,
     ) -> None:
-        """With `matrix`, there are those with two dimensions alone, of this size."""
+        """With `matrices`, the groups that have some of these alone, with two matrices of their dtype (trained or
+        not)."""
         self.sparse = sparse
         pairs = [
-            (group, _two_of([p for p in group["params"] if matrix is None or p.dim() == 2]))
+            (group, _two_of(group["params"]) if matrices is None else [p for p in group["params"] if p in matrices])
             for group in optimizer.param_groups
         ]
-        pairs = [(group, two) for group, two in pairs if two]
+        pairs = [(group, (two * 2)[:2]) for group, two in pairs if two]
         meant = [p for _, two in pairs for p in two]
-        self.parameters = [_tiny(p, number, matrix) for number, p in enumerate(meant)]
+        shape = None if matrices is None else _MATRIX
+        self.parameters = [_tiny(p, number, shape) for number, p in enumerate(meant)]
         self.optimizer, state, memo = _bare_copy(optimizer, dict(zip(meant, self.parameters, strict=True)))
         groups = [_group_of(group, self.parameters[2 * n : 2 * n + 2], memo) for n, (group, _) in enumerate(pairs)]
         _give(self.optimizer, groups, state)

@@ -36,7 +36,16 @@ class _Call:
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function
         self.is_over = False
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Whatever the error is, the thread that waits for the call raises it, and not this one."""
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
 
 
 class Counterparts:
@@ -176,10 +185,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _run(calls: queue.SimpleQueue[_Call | None], changed: threading.Condition) -> None:
     while (call := calls.get()) is not None:
-        try:
+        with call:
             call.function()
-        except RuntimeError as error:
-            call.error = error
         with changed:
             call.is_over = True
             changed.notify_all()

@@ -284,7 +284,8 @@ def receive(state: State, rank: int) -> None:
         handler = state.handlers.get(kind)
         if handler is None and kind not in _OWN_KINDS:
             state.waiting[kind, rank].append((number, content))
-        state.changed.notify_all()
+        if kind != HEARTBEAT:  # else a wait would never be a long one, which is logged
+            state.changed.notify_all()
     if handler is not None:
         handler(rank, number, content)
         with state.changed:

@@ -105,6 +105,8 @@ class _State:
         self._lock = threading.Lock()
         self.at_failure: Callable[[BaseException], None] | None = None
         """Called with the first failure."""
+        self.at_raise: Callable[[], None] | None = None
+        """Called when the program gets a failure."""
 
     def fail(self, failure: BaseException) -> None:
         """Keep the first failure."""
@@ -179,9 +181,10 @@ class Worker:
             self._own_work = None
         return self._state.failure is not None
 
-    def call_at_failure(self, call: Callable[[BaseException], None]) -> None:
-        """Call this with the first failure, in the thread that has it; it must not refer to the worker."""
-        self._state.at_failure = call
+    def call_at_failure(self, call: Callable[[BaseException], None], raised: Callable[[], None]) -> None:
+        """Call `call` with the first failure, in the thread that has it, and `raised` whenever a thread of the program
+        gets a failure, in that thread. They must not refer to the worker."""
+        self._state.at_failure, self._state.at_raise = call, raised
 
     def begin_own_work(self, work: OwnWork) -> None:
         """The program does work itself, in the place of tasks; unless `end_own_work` follows, it has failed."""
@@ -217,6 +220,7 @@ class Worker:
         """
         if not self.has_failed:
             return
+        self._is_raised()
         unraised = self._state.take_unraised()
         try:
             if unraised is not None:
@@ -232,6 +236,11 @@ class Worker:
         """Run no more tasks; the caller raises `failure`."""
         self._state.fail(failure)
         self._state.take_unraised()
+        self._is_raised()
+
+    def _is_raised(self) -> None:
+        if self._state.at_raise is not None and not self.is_current:
+            self._state.at_raise()
 
     @contextmanager
     def failing_with_errors(self) -> Iterator[None]:

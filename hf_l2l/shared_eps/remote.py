@@ -5,18 +5,30 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from operator import attrgetter
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
-from hf_l2l.eps.pending import Update
+from hf_l2l.eps.pending import Update, hold_all, secure, taken_factors
+from hf_l2l.eps.updates import OptimizerEntry
+from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.optim.layerwise_check import can_step_rows
+from hf_l2l.optim.layerwise_step import places_of
+from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.ranks.messages import UPDATED
+from hf_l2l.ranks.owners import shares_of_rows
 from hf_l2l.ranks.peers import RankFailedError
 from hf_l2l.ranks.team import Team
 from hf_l2l.ranks.watch import LARGEST
-from hf_l2l.runtime.worker import Task, Worker
+from hf_l2l.report.timeline import Timeline
+from hf_l2l.runtime.stall_log import StallLog
+from hf_l2l.runtime.worker import Modes, Task, Worker
 
 _POLL_S = 0.5
 ROWS = b"rows"
@@ -43,9 +55,11 @@ class RemoteTask(Task):
             EngineFailedError: if an update of this rank has failed.
         """
         assert why, "a wait has a reason"
-        while not self._over.wait(_POLL_S):
-            self.check()  # first: a failure of this rank is the cause of what the others are told
-            self._team.peers.check(f"{self.what} by another rank", self._ranks)
+        where = f"waiting for {self.what} by another rank, {{seconds}} so far"
+        with nullcontext() if self.done else StallLog().inside(where):
+            while not self._over.wait(_POLL_S):
+                self.check()  # first: a failure of this rank is the cause of what the others are told
+                self._team.peers.check(f"{self.what} by another rank", self._ranks)
         self.check()
 
     def check(self) -> None:
@@ -103,9 +117,9 @@ class RemoteUpdate:
                 if master.copy is not None:  # the owner has renewed it
                     master.copy_version, master.copy_is_right = master.parameter._version, True
         self.update.made = True
-        self.task.end()
         if not self.update.in_step:
             Master.end_update(self.masters)
+        self.task.end()  # last: whoever waits for it may begin the next update of these masters
 
 
 class Remote:
@@ -178,3 +192,104 @@ class Remote:
                 self.team.peers.send(UPDATED, number, mark + message[start : start + _PART])
         except RankFailedError:
             self.team.peers.error_is_kept()
+
+
+class RowUpdates:
+    """Updates of large matrices in no layer (an embedding, a head), of which each rank makes its rows."""
+
+    def __init__(self, team: Team, remote: Remote, worker: Worker, copies: Copies, timeline: Timeline) -> None:
+        self._team, self._remote, self._worker, self._copies, self._timeline = team, remote, worker, copies, timeline
+        self._divided: WeakSet[Master] = WeakSet()
+        """Masters whose rows an optimizer can step: the same in all ranks."""
+        self._numbers: WeakKeyDictionary[torch.optim.Optimizer, set[Master]] = WeakKeyDictionary()
+        """Optimizer -> the masters of whose state this rank has numbers of its own."""
+
+    def add(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> None:
+        """Try whether an optimizer can step rows of those of its masters that are large matrices in no layer."""
+        matrices = [m for m in masters if self._shares(m) is not None]
+        if matrices and can_step_rows(optimizer, {m.parameter for m in matrices}):
+            self._divided.update(matrices)
+            self._numbers[optimizer] = set()
+
+    def of(self, master: Master) -> list[slice] | None:
+        """The rows of a master that each rank updates, by place; None if one rank updates all of them."""
+        return self._shares(master) if master in self._divided else None
+
+    def _shares(self, master: Master) -> list[slice] | None:
+        like = master.gradient_like
+        if master.layer_number or not master.is_large or like.dim() != 2 or not like.is_contiguous():
+            return None
+        return shares_of_rows(like.shape[0], like.shape[1], self._team.size)
+
+    def forget_numbers(self, optimizer: torch.optim.Optimizer) -> None:
+        """The state of an optimizer has been loaded: all ranks have the numbers of the owners."""
+        if optimizer in self._numbers:
+            self._numbers[optimizer] = set()
+
+    def divided(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> dict[Master, torch.Tensor]:
+        """Those of `masters`, which have gradients, of which each rank updates rows in this step, with the gradients:
+        the same in all ranks, in the order of the model. Their earlier updates are done."""
+        own = self._numbers.get(optimizer)
+        if own is None:
+            return {}
+        found = sorted((m for m in masters if self.of(m) is not None), key=attrgetter("place"))
+        whole = {m for m in found if not optimizer.state.get(m.parameter)}
+        own -= whole  # a program may have dropped their state: the owner counts again
+        return {m: m.parameter.grad for m in found if m not in whole and m.parameter.grad is not None}
+
+    def begin(
+        self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, gradients: Mapping[Master, torch.Tensor]
+    ) -> list[Task]:
+        """Begin updates of which this rank makes its rows, and expect those of the others; returns their tasks."""
+        begun: list[Task] = []
+        for master, gradient in gradients.items():
+            with without_interception():
+                self._take_numbers(optimizer, master)
+                entry.places = places = entry.places or places_of(optimizer)
+                rows = (self.of(master) or [])[self._team.place]
+                step = RowsStep(optimizer, master.parameter, gradient, places, rows)
+                factor = taken_factors([(master.parameter, gradient)]).get(master.parameter)
+                task = RemoteTask(f"the update of {master.name}", self._team, self._worker, self._team.near)
+                update = Update(task, self._timeline, in_step=False)
+                made = RemoteUpdate(update, task, [master], parts=len(self._team.near))
+                master.update, master.guards_grad = update, False
+                master.is_changing()
+                hold_all([(master.parameter, master)])
+                number = self._remote.next_number(self._team.rank)
+                for rank in self._team.near:
+                    if rank != self._team.rank:
+                        self._remote.expect(rank, made)
+                own = Task(f"the update of rows of {master.name}")
+                run = partial(self._make, own.what, step, master, rows, factor, number, made)
+                self._worker.submit(own, run, Modes.current())
+                begun += [own, task]
+        return begun
+
+    def _take_numbers(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
+        """Give this rank its own numbers in the state of a master, as that of its steps: until now, its owner counted
+        for all."""
+        own, p = self._numbers[optimizer], master.parameter
+        if master in own:
+            return
+        own.add(master)
+        state = optimizer.state[p]
+        numbers = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape != p.shape}
+        state.update({key: value.clone() for key, value in numbers.items()})
+
+    def _make(
+        self,
+        what: str,
+        step: RowsStep,
+        master: Master,
+        rows: slice,
+        factor: torch.Tensor | None,
+        number: int,
+        made: RemoteUpdate,
+    ) -> None:
+        """Update the rows of this rank, on a thread of the worker, and tell the others."""
+        secure([master])
+        with self._timeline.host_works(what):
+            step.run(factor)
+            self._copies.renew_rows(master, rows)
+        self._remote.tell(number, ROWS)
+        made.end(ROWS)

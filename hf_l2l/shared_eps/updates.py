@@ -5,12 +5,12 @@ The others wait for an update as they wait for their own, at the next use of the
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,20 +20,19 @@ from hf_l2l.compat import has_later_step_hook, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER
 from hf_l2l.eps.masters import Master, Masters
-from hf_l2l.eps.pending import Update, hold_all, secure, taken_factors
+from hf_l2l.eps.pending import Update, hold_all
 from hf_l2l.eps.updates import OptimizerEntry, Updates
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.optim.layerwise_check import can_step_rows, why_not_layer_local
+from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import parameters_of, places_of
-from hf_l2l.optim.rows_step import RowsStep
-from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores, shares_of_rows
+from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores
 from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
-from hf_l2l.runtime.worker import Modes, Task, Worker, cores_of_process
+from hf_l2l.runtime.worker import Worker, cores_of_process
 from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.host_memory import refuse_changed_sum
-from hf_l2l.shared_eps.remote import ROWS, Remote, RemoteTask, RemoteUpdate
+from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate, RowUpdates
 from hf_l2l.shared_eps.state import SharedState
 
 
@@ -61,7 +60,8 @@ class SharedUpdates(Updates):
         cores = share_of_cores([int(told[rank]) for rank in team.near], team.place)
         gradients.threads = max(1, cores - 1) if config.num_threads is None else config.num_threads
         self.worker = self.eager.worker = Worker(gradients.threads, finishes=True)
-        self.worker.call_at_failure(partial(_tell_failure, team.peers))
+        self.worker.call_at_failure(partial(_tell_failure, team.peers), raised=team.peers.error_is_raised)
+        masters.in_order_of_model = True
         self._remote = Remote(team)
         self._far = None if team.counterparts is None else FarWeights(team.counterparts, team.peers)
         self._state: SharedState | None = None
@@ -71,8 +71,9 @@ class SharedUpdates(Updates):
         self._dealt_at = 0
         """`masters.changes` when the parameters were dealt to the ranks."""
         self._owned: dict[Master, int] = {}
-        self._steps_rows: WeakKeyDictionary[torch.optim.Optimizer, set[Master]] = WeakKeyDictionary()
-        """Optimizers that can step rows -> the masters of whose state this rank has numbers of its own."""
+        self._rows = RowUpdates(team, self._remote, self.worker, copies, timeline)
+        self._last_rows: dict[Master, torch.Tensor] = {}
+        """Masters whose rows are updated after the layers in this step, and their gradients."""
 
     def deal(self) -> None:
         """Give each trained parameter an owner, if that has not been done: the same in all ranks."""
@@ -83,9 +84,10 @@ class SharedUpdates(Updates):
         known = {m: owner for m, owner in self._owned.items() if m in set(trained)}
         loads = [0] * self.team.size
         for master, owner in known.items():
-            loads[owner] += master.gradient_like.numel()
+            if self._rows.of(master) is None:
+                loads[owner] += master.gradient_like.numel()
         new = [m for _, part in self.masters.parts(trained) for m in part if m not in known]
-        divided = [place for place, m in enumerate(new) if self._steps_rows and self._rows_of(m)]
+        divided = [place for place, m in enumerate(new) if self._rows.of(m) is not None]
         owners = dealt([m.gradient_like.numel() for m in new], loads, divided)
         for master, owner in zip(new, owners, strict=True):
             known[master] = master.owner = owner
@@ -104,9 +106,8 @@ class SharedUpdates(Updates):
                 f"without the others ({reason}); use torch.optim.AdamW, or train in one process"
             )
         entry = super().add(optimizer)
-        divides = self._far is None and not self.rounds and self.mode != "eager"
-        if entry is not None and divides and can_step_rows(optimizer):
-            self._steps_rows[optimizer] = set()
+        if entry is not None and self._far is None and not self.rounds and self.mode != "eager":
+            self._rows.add(optimizer, self.masters.of_all(parameters_of(optimizer)))
         self.deal()
         if self._state is None:
             self._state = SharedState(self.team, self.masters.on_host())
@@ -119,12 +120,19 @@ class SharedUpdates(Updates):
         return entry
 
     def _share_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Share a state that every rank has loaded: each keeps that of its own share."""
+        """Share a state that every rank has loaded: each keeps that of its own share.
+
+        Raises:
+            OtherCallsError: if other ranks do something else, or have loaded the state of other parameters.
+        """
         masters = [m for m in self.masters.of_all(parameters_of(optimizer)) if m.parameter in optimizer.state]
+        told = self.team.tell(_digest(masters), "all ranks load the optimizer's state")
+        other = next((rank for rank, each in enumerate(told) if each != told[self.team.rank]), None)
+        if other is not None:
+            self.team.peers.refuse(f"rank {self.team.rank} and rank {other} have loaded state of other parameters")
         if self._far_state is not None:
             self._far_state.drop(optimizer)
-        if optimizer in self._steps_rows:
-            self._steps_rows[optimizer] = set()
+        self._rows.forget_numbers(optimizer)
         for master in masters:
             if master.owner != self.team.rank:
                 optimizer.state[master.parameter] = {}
@@ -162,17 +170,24 @@ class SharedUpdates(Updates):
         with without_interception():
             for master in masters:
                 refuse_changed_sum(master)
-            divided = self._divided(optimizer, masters)
-            others = [m for m in masters if m.owner != self.team.rank and m not in divided]
-            others = [m for m in others if m.parameter.grad is not None]
-            self._wait_for(others)
+            given = [m for m in masters if m.parameter.grad is not None]
+            self._wait_for(m for m in given if m.owner != self.team.rank or self._rows.of(m) is not None)
+            divided = self._rows.divided(optimizer, given)
+            others = [m for m in given if m.owner != self.team.rank and m not in divided]
+        first = {m: gradient for m, gradient in divided.items() if not m.layers_before}
+        self._last_rows = {m: gradient for m, gradient in divided.items() if m.layers_before}
         with self.worker.failing_with_errors():  # half a step must not pass for a whole one
             with without_interception():
                 for master in (*others, *divided):
                     master.parameter.grad = None  # its owner uses it, or all do
-            self._update_rows(optimizer, divided)
-        self._expect(optimizer, others, in_step=False)
+            self._begun += self._rows.begin(optimizer, self._entries[optimizer], first)
+            self._expect(optimizer, others, in_step=False)
         super().begin_step(optimizer, has_closure=has_closure, step=step)
+
+    def begin_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the updates of rows that the next forward needs after the layers."""
+        last, self._last_rows = self._last_rows, {}
+        self._begun += self._rows.begin(optimizer, self._entries[optimizer], last)
 
     def arrived(self, masters: list[Master]) -> None:
         """With eager updates, begin those of the layers whose sums over ranks are complete."""
@@ -225,86 +240,14 @@ class SharedUpdates(Updates):
                     assert self._far is not None, "a rank makes its updates itself on one host"
                     self._far.expect(team.host_of[owner], masters, partial(self._received, masters, number))
 
-    def _rows_of(self, master: Master) -> list[slice] | None:
-        """The rows of a master that each rank updates; None if it is no large matrix in no layer."""
-        like = master.gradient_like
-        if master.layer_number or not master.is_large or like.dim() != 2 or not like.is_contiguous():
-            return None
-        return shares_of_rows(like.shape[0], like.shape[1], self.team.size)
-
     @property
     def own_elements(self) -> int:
         """Elements of parameters that this rank updates."""
         trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
-        rows = {m: shares[self.team.place] for m in trained if self._steps_rows and (shares := self._rows_of(m))}
-        divided: int = sum((each.stop - each.start) * m.gradient_like.shape[1] for m, each in rows.items())
-        return divided + sum(m.parameter.numel() for m in trained if m.owner == self.team.rank and m not in rows)
-
-    def _divided(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> dict[Master, torch.Tensor]:
-        """Masters of which each rank updates rows in this step, which are those that have state, and their gradients:
-        the same in all ranks. Waits until the updates before are done."""
-        if optimizer not in self._steps_rows:
-            return {}
-        found = {m: m.parameter.grad for m in masters if m.parameter.grad is not None and self._rows_of(m)}
-        self._wait_for(found)
-        whole = {m for m in found if not optimizer.state.get(m.parameter)}
-        self._steps_rows[optimizer] -= whole  # a program may have dropped their state: the owner counts again
-        return {m: g for m, g in found.items() if g is not None and m not in whole}
-
-    def _update_rows(self, optimizer: torch.optim.Optimizer, gradients: Mapping[Master, torch.Tensor]) -> None:
-        """Begin updates of which each rank makes its rows, and expect those of the others."""
-        entry, team = self._entries[optimizer], self.team
-        for master, gradient in gradients.items():
-            with without_interception():
-                self._take_numbers(optimizer, master)
-                entry.places = places = entry.places or places_of(optimizer)
-                rows = (self._rows_of(master) or [])[team.place]
-                step = RowsStep(optimizer, master.parameter, gradient, places, rows)
-                factor = taken_factors([(master.parameter, gradient)]).get(master.parameter)
-                task = RemoteTask(f"the update of {master.name}", team, self.worker, team.near)
-                update = Update(task, self._timeline, in_step=False)
-                made = RemoteUpdate(update, task, [master], parts=len(team.near))
-                master.update, master.guards_grad = update, False
-                master.is_changing()
-                hold_all([(master.parameter, master)])
-                number = self._remote.next_number(team.rank)
-                for rank in team.near:
-                    if rank != team.rank:
-                        self._remote.expect(rank, made)
-                own = Task(f"the update of rows of {master.name}")
-                run = partial(self._make_rows, own.what, step, master, rows, factor, number, made)
-                self.worker.submit(own, run, Modes.current())
-                self._begun += [own, task]
-
-    def _take_numbers(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
-        """Give this rank its own numbers in the state of a master, as that of its steps: until now, its owner counted
-        for all."""
-        own, p = self._steps_rows[optimizer], master.parameter
-        if master in own:
-            return
-        own.add(master)
-        with without_interception():
-            state = optimizer.state[p]
-            numbers = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape != p.shape}
-            state.update({key: value.clone() for key, value in numbers.items()})
-
-    def _make_rows(
-        self,
-        what: str,
-        step: RowsStep,
-        master: Master,
-        rows: slice,
-        factor: torch.Tensor | None,
-        number: int,
-        made: RemoteUpdate,
-    ) -> None:
-        """Update the rows of this rank, on a thread of the worker, and tell the others."""
-        secure([master])
-        with self._timeline.host_works(what):
-            step.run(factor)
-            self._copies.renew_rows(master, rows)
-        self._remote.tell(number, ROWS)
-        made.end(ROWS)
+        own = [m for m in trained if m.owner == self.team.rank and self._rows.of(m) is None]
+        rows = [(m, each[self.team.place]) for m in trained if (each := self._rows.of(m)) is not None]
+        divided: int = sum((each.stop - each.start) * m.gradient_like.shape[1] for m, each in rows)
+        return divided + sum(m.gradient_like.numel() for m in own)
 
     def _received(self, masters: list[Master], number: int) -> None:
         """The owner of masters, on another host, has updated them, and they are in the memory of this one."""
@@ -390,6 +333,11 @@ class SharedUpdates(Updates):
         for p in parameters_of(optimizer):  # as one process has them, whoever was first
             if p in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(p)
+
+
+def _digest(masters: Sequence[Master]) -> str:
+    """Equal for the same parameters, in any order."""
+    return hashlib.sha256(repr(sorted(m.name for m in masters)).encode()).hexdigest()
 
 
 def _tell_failure(peers: Peers, error: BaseException) -> None:

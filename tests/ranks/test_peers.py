@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import queue
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, until
-from hf_l2l.ranks.messages import BARRIER, LANDED, LATE, MEMORY, STEP, UPDATED
+from hf_l2l.ranks import counterparts, peers
+from hf_l2l.ranks.messages import BARRIER, HEARTBEAT, LANDED, LATE, MEMORY, STEP, UPDATED
 from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
+from hf_l2l.ranks.watch import HEADER
+from hf_l2l.runtime.stall_log import StallLog
 
 # ---- messages
 
@@ -149,3 +154,34 @@ def test_a_rank_that_has_gone_on_is_not_waited_for(waits_for, other):
     assert any(isinstance(error, OtherCallsError) for error in found)
     for error in found:
         assert isinstance(error, RuntimeError) and "must run the same" in str(error)
+
+
+def test_a_wait_is_logged_though_heartbeats_come(monkeypatch):
+    """Several in each interval in which a wait looks around."""
+    monkeypatch.setattr(peers, "_POLL_S", 0.2)
+    began = threading.Event()
+    monkeypatch.setattr(StallLog, "set_phase", lambda *_: began.set())
+    with one_and_raw(1.0) as (rank, raw):
+        beats = threading.Event()
+
+        def beat() -> None:
+            while not beats.wait(0.02):
+                raw.send(HEADER.pack(HEARTBEAT, 0))
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            ends = time.monotonic() + TIMEOUT_S
+            rank.wait(lambda: began.is_set() or time.monotonic() > ends, "test")
+        finally:
+            beats.set()
+            thread.join()
+    assert began.is_set()
+
+
+def test_any_error_of_a_call_to_another_host_is_told():
+    calls, changed, call = queue.SimpleQueue[Any](), threading.Condition(), counterparts._Call(lambda: 1 / 0)
+    calls.put(call)
+    calls.put(None)
+    counterparts._run(calls, changed)
+    assert call.is_over and isinstance(call.error, ZeroDivisionError)
