@@ -47,9 +47,9 @@ def test_larger_batches_of_evaluations_are_warned_of(tmp_path, caplog):
     hf.utils.logging.enable_propagation()
     try:
         with caplog.at_level(logging.WARNING):
-            planned(tmp_path, "1MiB", eval_strategy="epoch", per_device_eval_batch_size=8).train()
+            planned(tmp_path, "1MiB", max_steps=1, eval_strategy="epoch", per_device_eval_batch_size=8).train()
             assert "evaluations" not in caplog.text
-            planned(tmp_path, "1MiB", eval_strategy="epoch", per_device_eval_batch_size=16).train()
+            planned(tmp_path, "1MiB", max_steps=1, eval_strategy="epoch", per_device_eval_batch_size=16).train()
     finally:
         hf.utils.logging.disable_propagation()
     assert "per_device_eval_batch_size=16, and per_device_train_batch_size=8): they may need more" in caplog.text

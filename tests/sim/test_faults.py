@@ -47,7 +47,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "mode", "index", "at"), cases())
 def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(name, mode, index, at, tmp_path):
     options = PLACES[name].options

@@ -52,7 +52,7 @@ def on_one(family: str, mode: str, steps: int) -> Trained:
 
 
 QUICK = {
-    *(("fp16", "gpt2", 4), ("kept", "bert", 2), ("whole batch", "albert", 2)),
+    *(("fp16", "gpt2", 2), ("kept", "bert", 2), ("whole batch", "albert", 2)),
 }
 """What there is of a mode that tests of waits, faults and heads on several devices do not have."""
 

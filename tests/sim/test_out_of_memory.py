@@ -44,7 +44,7 @@ def test_the_step_can_be_made_again(name, index):
     assert PLACES[name].is_update is False
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("stash", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_memory_is_given_back_at_once(stash, monkeypatch):
     training = fault_cases._Training("sim", "deferred", {"stash": stash})
     for _ in range(2):

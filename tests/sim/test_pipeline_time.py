@@ -136,7 +136,7 @@ def test_known_models_take_the_time_of_the_formula(shape, count):
     assert bound <= 1.001 * sweeps_s(launched) <= 1.05 * 1.001 * bound
 
 
-@pytest.mark.parametrize("update", ["serial", "deferred"])
+@pytest.mark.parametrize("update", [pytest.param("serial", marks=pytest.mark.slow), "deferred"])
 def test_the_trace_has_the_times_of_all_devices(update, tmp_path):
     """The clocks of the devices begin together: a layer ends one micro-batch after the layer before. While masters are
     updated, the first layers of all devices travel at once all the same."""

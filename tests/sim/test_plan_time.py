@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Rates, dict[str, Any]]] = {
     "bf16": (BALANCED, {"cmp": "bf16"}),
     "whole batch": (BALANCED, {"ubatch_size": None}),
 }
-FAST = ("kept weights", "resident layers, host", "boundary on the host")
+FAST = ("kept weights", "resident layers, host")
 
 
 def llama(layers: int) -> nn.Module:

@@ -37,7 +37,7 @@ def test_they_train_as_streamed_ones(updates, options):
         assert_same(raw_loop("sim", mode, optimizer, **same, **where), streamed)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_update_is_seen(fused):
     """Also one that writes without a change of the version, as a fused optimizer may."""
     found = []

@@ -54,14 +54,19 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"boundary": "host", "prefetch": False, "accumulation": 2},
 )
 RUNS = [
-    # Each of them once in the normal tier.
-    pytest.param(mode, options, id=f"{mode}-{options}", marks=() if (i - j) % 3 == 0 else pytest.mark.slow)
+    # One of those without a precision of its own is in the normal tier.
+    pytest.param(
+        mode,
+        options,
+        id=f"{mode}-{options}",
+        marks=() if (i - j) % 3 == 0 and "cmp" not in options else pytest.mark.slow,
+    )
     for i, options in enumerate(OPTIONS)
     for j, mode in enumerate(MODES)
 ]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("mode", "options"), RUNS)
 def test_weights_have_the_bits_of_a_stash_in_host_memory(mode, options, tmp_path):
     """With an uneven last micro-batch."""
