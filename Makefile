@@ -46,8 +46,8 @@ test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(HOST_TESTS)
 
 test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not gpu" $(HOST_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not soak and not gpu" $(SIM_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not soak and not gpu" $(HOST_TESTS)
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)

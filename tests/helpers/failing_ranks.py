@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ def nothing_is_left(pids: list[int]) -> None:
         assert not maps.exists() or "memfd:hf_l2l" not in maps.read_text()
 
 
-def ended_by(pool: RankPool, action: Any, *args: Any) -> list[tuple[bool, Any]]:
+def ended_by(pool: RankPool, action: Any, *args: Any, run: Any = training) -> list[tuple[bool, Any]]:
     """Results of a training in which `action` is done to the processes; they are gone afterwards."""
     pool.start()
     pids = [process.pid for process in pool.processes]
-    pool.begin(training, *args)
+    pool.begin(run, *args)
     action(pids)
     found = pool.results()
     pool.close()
@@ -61,9 +62,19 @@ def ended_by(pool: RankPool, action: Any, *args: Any) -> list[tuple[bool, Any]]:
 
 
 def hurt(number: signal.Signals, after_s: float) -> Any:
+    """Send a signal to rank 1. One that it stops is killed when the others must have ended, and SIGUSR1 is sent until
+    its program has got the error that it stands for: Python ignores those in some places."""
+
     def action(pids: list[int]) -> None:
         time.sleep(after_s)
         os.kill(pids[1], number)
+        if number == signal.SIGSTOP:
+            time.sleep(1.5 * LIMIT_S)
+            os.kill(pids[1], signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended
+            while number == signal.SIGUSR1:
+                time.sleep(0.1)
+                os.kill(pids[1], number)
 
     return action
 
@@ -75,8 +86,13 @@ def check_others(found: list[tuple[bool, Any]], text: str) -> None:
             assert not is_right and f"rank 1 has failed: {text}" in what, what
 
 
-def raising(steps: int, place: str, options: dict[str, Any] | None = None) -> str:
-    """As a script: an exception ends the process."""
+def raising(steps: int, place: str | None = None, options: dict[str, Any] | None = None) -> str:
+    """As a script: an exception ends the process. SIGUSR1 raises one anywhere."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    signal.signal(signal.SIGUSR1, fail)
     try:
         return training(steps, place, options)
     except torch.OutOfMemoryError:

@@ -51,16 +51,25 @@ def test_an_exception_in_one_rank_ends_the_others(place, sim):
     check_others(found, "")
 
 
+KINDS = {
+    signal.SIGKILL: "its process has ended",
+    signal.SIGSTOP: "it has not answered",
+    signal.SIGUSR1: "",  # raises out of memory
+}
+
+
 @pytest.mark.slow
+@pytest.mark.at_most(75)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(50))
-def test_a_rank_may_die_at_any_time(seed):
+def test_a_rank_may_die_at_any_time(kind, seed):
     draw = random.Random(seed)
     pool = RankPool(draw.choice([2, 3]), sim=draw.random() < 0.5, within_s=60)
     pool.run(training, 1)
-    found = ended_by(pool, hurt(signal.SIGKILL, draw.random()), 10**6)
+    found = ended_by(pool, hurt(kind, draw.random()), 10**6, run=raising)
     if any("all_gather_object" in str(what) or what == "rank 0 has ended" for _, what in found):
         # Until ranks have met, torch alone knows of the end of one, and raises an error that names none. Or it waits,
         # and what watched over the ranks of the model before ends the process.
         assert not any(is_right for is_right, _ in found)
         return
-    check_others(found, "its process has ended")
+    check_others(found, KINDS[kind])
