@@ -294,7 +294,7 @@ def resumed(folder: Path, caplog: Any, change: dict[str, Any], **options: Any) -
         pytest.param({"batches": 3}, "a step had 3 batches at once, and has 1 now", marks=pytest.mark.slow),
         pytest.param({"chosen": {"resident_layers": 9}}, "at most the number of layers", marks=pytest.mark.slow),
         pytest.param(
-            {"chosen": {"resident": "all", "kept_graphs": 6}}, "it needs more than 1.0 MiB", marks=pytest.mark.slow
+            {"chosen": {"resident": "all", "kept_graphs": 3}}, "it needs more than 1.0 MiB", marks=pytest.mark.slow
         ),
         ({"asked": {"device_memory_budget": "2MiB", "ubatch_size": 2}}, r"for other options (device_memory_budget)"),
     ],
