@@ -24,12 +24,18 @@ from benchmarks import gpu, gpu_bench, gpu_report, gpu_rows, gpu_tests
 RUNNER = Path(gpu.__file__)
 
 
-def rehearsed(part: str, folder: Path) -> list[gpu_rows.Row]:
-    """The rows of a part that ended by itself and well."""
-    asked = [sys.executable, str(RUNNER), part, "--rehearse", "--out", str(folder)]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1].startswith(f"{part}: ended by itself, status 0, ")
+def rehearsed(part: str, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> list[gpu_rows.Row]:
+    """The rows of a part that ended by itself and well; with `capsys`, the runner is this process."""
+    words = [part, "--rehearse", "--out", str(folder)]
+    if capsys is None:
+        asked = [sys.executable, str(RUNNER), *words]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        printed = done.stdout
+    else:
+        assert gpu.main(words) == 0
+        printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith(f"{part}: ended by itself, status 0, ")
     rows = gpu_rows.read(folder / f"{part}.jsonl")
     kinds = Counter(row["kind"] for row in rows)
     assert kinds["environment"] >= 1 and (kinds["start"], kinds["end"]) == (1, 1)
@@ -40,8 +46,8 @@ def rehearsed(part: str, folder: Path) -> list[gpu_rows.Row]:
     return [row for row in rows if row["kind"] == "row"]
 
 
-def test_the_probe_is_rehearsed(tmp_path):
-    rows = rehearsed("probe", tmp_path)
+def test_the_probe_is_rehearsed(tmp_path, capsys):
+    rows = rehearsed("probe", tmp_path, capsys)
     assert [row["name"] for row in rows if "failure" in row] == []
     by_name = {row["name"]: row for row in rows}
     assert by_name["page-locking"] | {"seconds": 0} == {

@@ -48,7 +48,7 @@ def measured(make, folder, **options) -> dict[str, int]:
 # ---- MemoryCallback
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [{"max_steps": 1}, {"max_steps": 3}, {"gradient_accumulation_steps": 2}], ids=str)
 @pytest.mark.parametrize("make", TRAINERS)
 @pytest.mark.filterwarnings("ignore:batch 8 x accumulation 2:UserWarning")

@@ -62,7 +62,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: str({k: v for k, v in o.items() if k != "data"}))
 def test_a_step_is_that_of_its_batches(tmp_path, options):
     folded, apart = pair(tmp_path, **options)
@@ -77,7 +77,7 @@ def test_a_step_is_that_of_its_batches(tmp_path, options):
     assert_same(folded, plain)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("options", "rel", "weights"),
     [
@@ -442,7 +442,7 @@ class OutOfRoom:
             out.register_hook(fail)  # after the gradients of the layers above have arrived
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("mode", ["serial", "deferred"])

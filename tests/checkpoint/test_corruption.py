@@ -70,7 +70,7 @@ def swapped(path: Path, *others: Path) -> Iterator[None]:
     path.write_bytes(content)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", OURS)
 def test_each_file_is_checked(run, trained, name):
     """Cut, with flipped bits, from another step, from another training at the same step, and gone."""
@@ -110,7 +110,7 @@ SAME = {("config.json", "swapped"), (MANIFEST, "missing")}
 CASES = [(name, how) for name in OURS for how in ("missing", "cut", "flipped", "swapped") if (name, how) not in SAME]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_nothing_has_changed_when_a_damaged_one_is_refused(run, trained, caplog, name, how):
     """By its folder, it is refused; as the last one, the one before it is taken, with one warning."""

@@ -79,7 +79,14 @@ def changed_before(calls: list[str]) -> list[Fault]:
     return [Fault(at) for at in range(1, len(calls) + 1) if at == 1 or not calls[at - 2].startswith("fsync")]
 
 
-@pytest.mark.parametrize("every", [30, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "every",
+    [
+        60,
+        pytest.param(30, marks=pytest.mark.slow),
+        pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "background"])
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, every, background):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
@@ -100,7 +107,7 @@ def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, ev
     assert killed >= len(kills) - 2
 
 
-@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.slow), 30])
 def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path, every):
     """At calls by which it puts back what was about to be replaced, and removes the rest."""
     shutil.copytree(before, tmp_path / "calls")
@@ -162,8 +169,17 @@ def test_a_training_in_the_folder_of_another_one_is_killed(tmp_path, which):
     assert ended == {True, False}
 
 
-@pytest.mark.parametrize("every", ["100", pytest.param("45", marks=pytest.mark.slow)])
-def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, every):
+def counted_only(training: Training) -> Ended:
+    """In place of a training: it is killed if it is to be, else ends well, and leaves an empty checkpoint."""
+    (Path(training.folder) / "checkpoint-6").mkdir(parents=True, exist_ok=True)
+    killed_by = None if training.fault is None else signal.SIGKILL
+    return Ended(killed_by, calls=["fsync ."] * 100, digest="the same")
+
+
+@pytest.mark.parametrize("every", ["40", *(pytest.param(every, marks=pytest.mark.slow) for every in ("60", "45"))])
+def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, monkeypatch, every):
+    if every == "40":
+        monkeypatch.setattr(kills, "end_of", counted_only)
     result = kills.main(["--scenes", "calls", "--every", every, "--out", str(tmp_path / "kills.md")])
     rows = result["scenes"]["calls"]
     theirs, *both = rows.values()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
@@ -89,21 +88,22 @@ def test_nobody_else_can_read_what_is_written(tmp_path):
         assert each.parent.stat().st_mode & 0o077 == 0
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from hf_l2l.checkpoint.staging import Staging
-def save(run, at):
+def save(run: Path, at: int) -> None:
+    """A program that saves, and ends at its call of the system of this number, if it makes as many."""
     calls = 0
-    def counted(name):
+
+    def counted(name: str) -> Any:
         made = getattr(os, name)
-        def call(*args, **kwargs):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == at:
                 os._exit(9)
             return made(*args, **kwargs)
+
         return call
+
     for name in ("mkdir", "open", "fsync", "rename", "unlink", "rmdir", "close"):
         setattr(os, name, counted(name))
     each = Staging(run / "checkpoint-2")
@@ -111,20 +111,23 @@ def save(run, at):
     (each.folder / "weights").write_text("new")
     each.commit()
     os._exit(0)
-for at, run in enumerate(sys.argv[1:], 1):
-    child = os.fork()
-    if child == 0:
-        try:
-            save(Path(run), at)
-        finally:
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(status)
-    if status == 0:
-        break
-"""
-"""A program for each folder, forked from one that has imported the package: the first ends at its first call, the
-second at its second, until one comes to its end."""
+
+
+def killed(runs: list[Path]) -> list[int]:
+    """The statuses of a program for each folder, forked from this process: the first ends at its first call, the
+    second at its second, until one comes to its end."""
+    found = []
+    for at, run in enumerate(runs, 1):
+        child = os.fork()
+        if child == 0:
+            try:
+                save(run, at)
+            finally:
+                os._exit(1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if found[-1] == 0:
+            break
+    return found
 
 
 @pytest.mark.parametrize("before", [pytest.param(None, marks=pytest.mark.slow), "old"])
@@ -135,12 +138,12 @@ def test_it_is_whole_or_absent_wherever_the_program_is_killed(tmp_path, before):
         run.mkdir()
         if before:
             write(run / "checkpoint-2", before)
-    command = [sys.executable, "-c", KILLED, *map(str, runs)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    *killed, ended = map(int, done.stdout.split())
+    pool = RankPool(1)
+    [[*statuses, ended]] = pool.run(killed, runs)
+    pool.close()
     assert ended == 0, "the program never came to its end"
-    assert set(killed) == {9} and len(killed) >= 8
-    for run in runs[: len(killed) + 1]:
+    assert set(statuses) == {9} and len(statuses) >= 8
+    for run in runs[: len(statuses) + 1]:
         remove_interrupted(run)
         found = (run / "checkpoint-2" / "weights").read_text() if (run / "checkpoint-2").exists() else None
         assert names(run) == (["checkpoint-2"] if found else []) and found in (before, "new")

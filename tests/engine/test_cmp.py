@@ -38,7 +38,7 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("rows", [ROWS, 2])
 @pytest.mark.parametrize(("cmp", "mode"), CASES)  # the scale of fp16 begins so large that steps are skipped
@@ -66,7 +66,7 @@ def test_gradients_in_16_bits_are_rounded_once_and_used_in_fp32(cmp, mode):
     assert_as_by_hand(expected, found)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("fused", [True, False])
@@ -123,7 +123,7 @@ class Overflowing(Block):
         return super().forward(x)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 @pytest.mark.parametrize("ubatch", range(4))
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -225,6 +225,7 @@ def test_running_statistics_move_once_per_forward(copies):
         assert torch.equal(ours(x), plain(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"ubatch_size": 3, "stash": "host"}], ids=str)
 def test_training_after_evaluation_in_inference_mode(options, copies):
     model = bert().double()

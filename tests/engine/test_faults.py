@@ -40,7 +40,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "mode", "index"), cases())
 def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(name, mode, index, tmp_path, monkeypatch):
     monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)

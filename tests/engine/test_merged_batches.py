@@ -72,7 +72,7 @@ def rows_seen(model: nn.Module) -> list[int]:
     return seen
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("merged", [(1, 3, 2, 2), (5, 3), (2, 6)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"stash": "host"}, {"stash": "host", "boundary": "host"}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "bert", "t5", "gpt2"])

@@ -18,6 +18,7 @@ from training import tiny_bert
 MEMORY = pytest.mark.parametrize("memory", [nullcontext, forced_copies], ids=["views", "copies"])
 
 
+@pytest.mark.one_in(2)
 @MEMORY
 @pytest.mark.parametrize("nested", [False, True])
 def test_gradients_have_the_bits_of_plain_torch(nested, memory):
@@ -33,6 +34,7 @@ def test_gradients_have_the_bits_of_plain_torch(nested, memory):
         assert all((p.grad is not None) == p.requires_grad for p in plain.bert.encoder.parameters())
 
 
+@pytest.mark.one_in(2)
 @MEMORY
 @pytest.mark.parametrize("cmp", [None, "bf16"])
 def test_micro_batches_differ_by_rounding(cmp, memory):

@@ -226,6 +226,7 @@ OWN = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("how", OWN)
 def test_gradients_of_own_parameters_are_not_to_be_asked_for_by_name(how, later):

@@ -31,7 +31,7 @@ def _copies(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("steps", "optimizer", "accumulation", "mode"), CASES)
 def test_the_trainer_trains_as_the_plain_one(tmp_path, steps, optimizer, accumulation, mode):
     """Weights, moments, and logged losses, norms and learning rates."""
@@ -42,6 +42,7 @@ def test_the_trainer_trains_as_the_plain_one(tmp_path, steps, optimizer, accumul
     assert_same(trainer_loop(tmp_path / "l2l", mode, optimizer, **same, l2l_num_threads=2), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("steps", "optimizer", "accumulation", "mode"), CASES)
 def test_a_loop_with_accelerate_trains_as_a_plain_one(steps, optimizer, accumulation, mode):
     same = {"steps": steps, "accumulation": accumulation, "max_norm": CLIPS[mode]}
@@ -49,7 +50,7 @@ def test_a_loop_with_accelerate_trains_as_a_plain_one(steps, optimizer, accumula
     assert_same(accelerate_loop("cpu", mode, optimizer, **same, **AT_ONCE), expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("mode", CLIPS)
 @pytest.mark.parametrize(("stash", "accumulation"), [("device", 3), ("host", 1)])

@@ -257,6 +257,7 @@ class Broken(torch.optim.AdamW):
         super().step(closure)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 @pytest.mark.parametrize(("index", "num_threads"), [(0, 1), (0, 2), (1, 2), (2, 2)])
 def test_a_failed_update_is_told_with_its_layer_and_stops_the_engine(index, num_threads, mode):
@@ -365,6 +366,7 @@ def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hf_l2l worker"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_no_thread_is_left(num_threads):
     gc.collect()

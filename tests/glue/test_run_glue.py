@@ -46,7 +46,7 @@ CASES = [{**row, "label": ("Yes", "yes")[row["label"]]} for row in ROWS]
 # ---- Training and evaluation
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @needs_datasets
 @pytest.mark.parametrize("extension", ["csv", "json"])
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", hub)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("_hub")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_is_trained_evaluated_and_predicted(tiny_model: str, tmp_path: Path, task: str) -> None:

@@ -147,10 +147,12 @@ def main(kind: str, size: str, folder: str, options: str) -> None:
 
     torch.set_num_threads(1)
     enable_simulated_accelerator()
+    gc.freeze()
     with quiet():
         # What libraries allocate once is there before the watch begins.
         run(kind, TINY, f"{folder}/tiny", json.loads(options))
         gc.collect()
+        gc.freeze()  # what was imported is not looked at again and again
         watch = Watch()
         run(kind, SIZES[size], f"{folder}/real", json.loads(options), watch)
     print(json.dumps(watch.found))

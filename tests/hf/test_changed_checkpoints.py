@@ -140,7 +140,7 @@ def test_a_save_that_is_asked_for_while_another_one_ends_is_made(tmp_path, in_ba
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5"]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step"])
 @pytest.mark.parametrize("mode", ["eager", "deferred", "serial"])
 def test_a_save_within_a_step_is_of_whole_steps_or_refused(tmp_path, mode, event):

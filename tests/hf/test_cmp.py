@@ -132,7 +132,7 @@ HELD = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cmp", ["bf16", "fp16"])
 @pytest.mark.parametrize("per_parameter", HELD)
 @pytest.mark.parametrize("mode", ["serial", "deferred"])

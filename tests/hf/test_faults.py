@@ -215,7 +215,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(("place", "kind", "is_same_trainer", "options"), cases())
 def test_an_exception_leaves_a_training_that_is_resumed(tmp_path, whole, place, kind, is_same_trainer, options):
     """By a new trainer, or by the one that was left, whose weights and moments are no longer those of a checkpoint."""

@@ -83,6 +83,7 @@ def test_a_checkpoint_goes_to_the_other_trainer_and_back(tmp_path):
             assert_equal_content(loaded(found / name), loaded(theirs / name), name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -141,6 +142,7 @@ def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
     assert said in caplog.text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("named", [False, True], ids=["the last one", "by its folder"])
 def test_what_was_interrupted_takes_no_place_among_the_checkpoints_that_are_kept(tmp_path, named):
     checkpoint = stopped_at_two(l2l_trainer, tmp_path)

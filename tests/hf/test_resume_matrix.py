@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from functools import partial
 from pathlib import Path
@@ -261,10 +262,12 @@ def test_generators_of_a_collator_are_told(tmp_path, caplog):
     assert said.startswith("the workers of the data loader make the first 4 batches of the epoch again")
 
 
-def test_workers_that_live_on_are_told(tmp_path, caplog):
+def test_workers_that_live_on_are_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long it waits for their end
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     said = said_at(tmp_path, caplog, 8, before=options, after=options)
     assert said[0].startswith("dataloader_persistent_workers=True: workers that live longer than an epoch begin anew")
+    gc.collect()
 
 
 def test_an_order_that_depends_on_the_draws_of_the_training_is_told(tmp_path, caplog):

@@ -255,6 +255,7 @@ def test_arguments_with_a_field_of_the_same_name_are_refused():
 # ---- the callback
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"ubatch_size": 8, "stash": "host"}])
 def test_a_callback_attaches_the_model_of_any_trainer(tmp_path, options):
     def trained(folder, callbacks):

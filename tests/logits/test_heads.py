@@ -87,7 +87,7 @@ def run(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     return found, gradients(model)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("ubatch_size", [None, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loss_in_chunks(name, ubatch_size, caplog):

@@ -51,6 +51,7 @@ def routers(model: nn.Module) -> list[torch.Tensor]:
     return [p for name, p in model.named_parameters() if "gate.weight" in name or "router" in name]
 
 
+@pytest.mark.one_in(2)
 @UBATCH_SIZES
 @pytest.mark.parametrize("only", [False, True], ids=["loss", "auxiliary"])
 def test_the_auxiliary_loss_trains_the_router(ubatch_size, only):
@@ -96,6 +97,7 @@ def test_dense_layers_among_those_with_routers(ubatch_size, dense):
     assert all(p.grad.abs().max() > 0 for p in routers(model))
 
 
+@pytest.mark.one_in(2)
 @UBATCH_SIZES
 @pytest.mark.parametrize("make", [bert, llama], ids=lambda make: make.__name__)
 def test_attentions_and_hidden_states(make, ubatch_size):

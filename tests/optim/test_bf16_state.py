@@ -82,7 +82,7 @@ def by_hand(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_bits_are_those_of_a_whole_step_in_fp32_that_is_rounded(mode, name):

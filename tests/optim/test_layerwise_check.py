@@ -36,6 +36,7 @@ def test_every_optimizer_of_torch_is(case):
     assert why_not_layer_local(CASES[case](parameters_for(case))) is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_so_it_is_in_the_middle_of_training(case):
     parameters = parameters_for(case)

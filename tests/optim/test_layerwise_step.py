@@ -80,7 +80,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
     return [order[start:end] for start, end in zip([0, *cuts], [*cuts, len(order)], strict=True)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=10, deadline=None)
 @given(

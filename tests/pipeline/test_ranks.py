@@ -93,7 +93,7 @@ MOST = 0.07
 MANY = [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (16, 32, 64))]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("ranks", [1, 2, 8, *MANY])

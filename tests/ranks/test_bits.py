@@ -48,7 +48,7 @@ def test_a_layer_that_is_called_several_times(pool, sim):
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("sim", [False, True])
 @pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("name", ["bert", "skipping", "tied", "large"])
+@pytest.mark.parametrize("name", ["bert", "skipping", "tied", pytest.param("large", marks=pytest.mark.slow)])
 def test_eager_updates(pool, name, accumulated, sim):
     given = name, {"eps_update": "eager"}, 2, 3, accumulated, None
     assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])

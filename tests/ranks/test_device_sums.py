@@ -65,20 +65,20 @@ def assert_same_bits(pool: Any, size: int, name: str, options: dict[str, Any], *
 @pytest.mark.one_in(84)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "tied", "skipping", "large"])
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_the_bits_are_those_of_one_process(pool, size, name, mode):
     assert_same_bits(pool, size, name, MODES[mode])
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bert", "skipping", "large"])
 def test_micro_steps_are_added_to_one_sum(pool, name, size):
     assert_same_bits(pool, size, name, {"eps_update": "deferred"}, 2, 2)
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bert", "skipping", "tied"])
 def test_eager_updates(pool, name, accumulated):
     assert_same_bits(pool, 2, name, {"eps_update": "eager"}, 3, accumulated, None)

@@ -58,7 +58,7 @@ def test_eager_updates(pool, name, accumulated):
     assert_same(found, pool(1).run(trained, *given)[0], on_one_host=False)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow  # with eager updates: `test_eager_updates`, of which a case with two of them is drawn
 @pytest.mark.parametrize("name", ["bert", "skipping", "large"])
 def test_micro_steps_are_added_to_one_sum(pool, name):
     given = name, {"eps_update": "deferred"}, 2, 2, 3
@@ -66,7 +66,7 @@ def test_micro_steps_are_added_to_one_sum(pool, name):
     assert_same(found, pool(1).run(trained, *given)[0], on_one_host=False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow  # with a plain sum in torch beside it: `test_hosts_are_added_in_their_order_each_as_a_whole`
 @pytest.mark.parametrize("name", ["bert", "skipping"])
 def test_two_hosts_with_two_ranks_each(pool, name):
     """Each host adds its ranks, and then the hosts are added: the same to rounding, and to the bit in all ranks."""

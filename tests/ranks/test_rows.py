@@ -156,7 +156,7 @@ def rows_of_steps(size: int, kind: str, cmp: str | None) -> dict[str, Any]:
     [
         pytest.param(3, "adamw", None, marks=pytest.mark.slow),
         (2, "fused", "bf16"),
-        (2, "adafactor", None),
+        pytest.param(2, "adafactor", None, marks=pytest.mark.slow),
         pytest.param(4, "fused", None, marks=pytest.mark.slow),
         pytest.param(3, "foreach", "bf16", marks=pytest.mark.slow),
         pytest.param(3, "sgd", None, marks=pytest.mark.slow),
@@ -240,7 +240,7 @@ def test_a_state_that_one_rank_has_dropped_ends_the_training():
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("mode", [{"eps_update": "serial"}, {"cmp": "fp16"}, {"cmp": "bf16", "grad_dtype": "16bit"}])
-@pytest.mark.parametrize("sim", [False, True])
+@pytest.mark.parametrize("sim", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_in_other_modes(pool, mode, sim):
     given = "large", mode, 2
     assert_same(pool(2, sim=sim).run(trained, *given), pool(1, sim=sim).run(trained, *given)[0])

@@ -188,7 +188,7 @@ def test_the_gradient_of_a_slice_is_made_a_few_rows_at_a_time(uploads):
 # ---- models
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"gradient_slots": 1}], ids=str)
 @pytest.mark.parametrize("ubatch_size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -153,7 +153,7 @@ def test_a_model_without_a_batch():
 # ---- of the config itself
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("config", "class_name"),
     [
