@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from glue_script import ROWS, Row, command, needs_datasets, refused, write
 from hf_l2l.glue import compare, options
 from hf_l2l.glue.compare import run_apart
 from hf_l2l.glue.messages import NO_MEMORY
+from rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -43,22 +45,37 @@ def in_this_process(words: list[str], **_: Any) -> Any:
     return subprocess.CompletedProcess(words, stopped.value.code)
 
 
+def script(words: list[str], env: dict[str, str], said: str, dies: bool) -> int:
+    """Run the script in this process, which writes what it says into a file."""
+    with open(said, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(env)
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(env["HF_DATASETS_CACHE"])
+    status = 0
+    try:
+        run_glue_l2l.main(words)
+    except SystemExit as stopped:
+        status = stopped.code if isinstance(stopped.code, int) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return status
+
+
 def forked(words: list[str], env: dict[str, str] | None = None, check: bool = False, dies: bool = False) -> Any:
-    """In place of `subprocess.run`: the script runs in a copy of this process, which has imported all it needs."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.environ.update(env or {})
-            run_glue_l2l.main(words[2:])
-            status = 0
-        except SystemExit as stopped:
-            status = stopped.code if isinstance(stopped.code, int) else 1
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL) if dies else os._exit(status)
-    return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """In place of `subprocess.run`: a process that was forked when transformers was there runs the script."""
+    pool = RankPool(1)
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as said:
+        pool.begin(script, words[2:], {**os.environ, **(env or {})}, said.name, dies)
+        [(returned, status)] = pool.results()
+        pool.close()
+        sys.stderr.write(said.read())
+    assert returned or dies, status
+    return subprocess.CompletedProcess(words, status if returned else -signal.SIGKILL)
 
 
 @needs_datasets
