@@ -11,7 +11,7 @@ import copy
 import random
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -96,9 +96,9 @@ def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, 
     return False
 
 
-def can_step_rows(optimizer: torch.optim.Optimizer, matrices: Set[torch.Tensor]) -> bool:
-    """Whether rows of these matrices that are updated apart have the bits of a whole update, as with AdamW, and not
-    with Adafactor. The first step, which makes the state, is one of whole parameters.
+def can_step_rows(optimizer: torch.optim.Optimizer, matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether rows of these matrices, of floating point, that are updated apart have the bits of a whole update, as
+    with AdamW, and not with Adafactor. The first step, which makes the state, is one of whole parameters.
 
     Rows are divided at multiples of 64 elements: a kernel that computes several elements at once, as that of the fused
     AdamW, rounds those that are left over at the end of a tensor in another way.
@@ -150,16 +150,16 @@ class _Trial:
         optimizer: torch.optim.Optimizer,
         with_state: bool,
         sparse: bool,
-        matrices: Set[torch.Tensor] | None = None,
+        matrices: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """With `matrices`, the groups that have some of these alone, with two matrices of their dtype (trained or
-        not)."""
+        """With `matrices`, the groups that have some of these alone, with two matrices of their dtypes (trained
+        or not)."""
         self.sparse = sparse
         pairs = [
-            (group, _two_of(group["params"]) if matrices is None else [p for p in group["params"] if p in matrices])
+            (group, _two_of(group["params"]) if matrices is None else _two_matrices(group["params"], matrices))
             for group in optimizer.param_groups
         ]
-        pairs = [(group, (two * 2)[:2]) for group, two in pairs if two]
+        pairs = [(group, two) for group, two in pairs if two]
         meant = [p for _, two in pairs for p in two]
         shape = None if matrices is None else _MATRIX
         self.parameters = [_tiny(p, number, shape) for number, p in enumerate(meant)]
@@ -236,6 +236,14 @@ def _two_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     trained = [p for p in parameters if p.requires_grad]
     others = [p for p in trained if p.dim() != trained[0].dim()] or trained[1:] or trained
     return [trained[0], others[0]] if trained else []
+
+
+def _two_matrices(parameters: list[torch.Tensor], matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first of `matrices` that a group has, and one of another dtype, or any other one; it may be the same."""
+    of_group = set(parameters)
+    found = [p for p in matrices if p in of_group]
+    others = [p for p in found if p.dtype != found[0].dtype] or found[1:] or found
+    return [found[0], others[0]] if found else []
 
 
 def _tiny(parameter: torch.Tensor, number: int, matrix: tuple[int, int] | None) -> torch.nn.Parameter:

@@ -194,7 +194,8 @@ class Peers:
             while not self._knows_end(of) and time.monotonic() < until:
                 state.changed.wait(_POLL_S)
         self.check(why, of)
-        state.fail(self.rank, f"it cannot reach other ranks: {str(error).splitlines()[0]}")
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        state.fail(self.rank, f"it cannot reach other ranks: {text}")
         self.check(why)
         raise AssertionError("a rank has failed") from error
 

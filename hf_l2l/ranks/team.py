@@ -23,7 +23,7 @@ from hf_l2l.ranks.watch import HEADER
 
 _POLL_MS = 500.0  # at which a wait for memory looks whether its rank is alive
 _SIZE = struct.Struct("<I")
-_COUNT = struct.Struct("<q")
+_AT_STEP = struct.Struct("<qQ")
 _LONGEST = 2**14  # bytes of a text
 
 
@@ -188,12 +188,27 @@ class Team:
         self._barriers += 1
         self.peers.gather(BARRIER, self._barriers, b"", why)
 
-    def come_to_step(self, why: str) -> None:
-        """Wait until all ranks have called this, and add up what they have counted since the last time."""
+    def come_to_step(self, why: str, updated: int) -> None:
+        """Wait until all ranks have called this, and add up what they have counted since the last time.
+
+        Args:
+            why: what they wait for.
+            updated: a number that stands for the parameters that the step updates.
+
+        Raises:
+            OtherCallsError: if another rank updates others, so that this one would wait for ever.
+        """
         self._steps += 1
-        found = self.gather(STEP, self._steps, _COUNT.pack(self.counts), why)
+        found = self.gather(STEP, self._steps, _AT_STEP.pack(self.counts, updated), why)
         self.counts = 0
-        self.counted += sum(_COUNT.unpack(each)[0] for each in found.values())
+        for rank, each in found.items():
+            count, theirs = _AT_STEP.unpack(each)
+            self.counted += count
+            if theirs != updated:
+                self.peers.refuse(
+                    f"rank {self.peers.rank} and rank {rank} have gradients of other parameters, or optimizers with "
+                    "other parameters"
+                )
 
     def tell(self, text: str, why: str) -> list[str]:
         """What each rank says, by rank; all of them call this. `why` says what they wait for.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -29,12 +30,15 @@ from hf_l2l.ranks.watch import LARGEST
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime.stall_log import StallLog
 from hf_l2l.runtime.worker import Modes, Task, Worker
+from hf_l2l.shared_eps.state import SharedState
 
 _POLL_S = 0.5
 ROWS = b"rows"
 """What a rank tells of rows that it has updated, where each rank updates some."""
 _PART = LARGEST // 2
 """Bytes of a message at once."""
+_DIVIDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes of matrices whose rows are divided."""
 _GOES_ON, _ENDS = b"+", b"."
 """What a part of a message begins with."""
 
@@ -117,9 +121,12 @@ class RemoteUpdate:
                 if master.copy is not None:  # the owner has renewed it
                     master.copy_version, master.copy_is_right = master.parameter._version, True
         self.update.made = True
-        if not self.update.in_step:
+        in_step = self.update.in_step
+        if not in_step:
             Master.end_update(self.masters)
-        self.task.end()  # last: whoever waits for it may begin the next update of these masters
+        self.task.end()  # after it: whoever waits for this may begin the next update of these masters
+        if in_step and not self.update.in_step:  # the step has ended meanwhile, and has left that to this thread
+            Master.end_update([m for m in self.masters if m.update is self.update])
 
 
 class Remote:
@@ -206,8 +213,8 @@ class RowUpdates:
 
     def add(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> None:
         """Try whether an optimizer can step rows of those of its masters that are large matrices in no layer."""
-        matrices = [m for m in masters if self._shares(m) is not None]
-        if matrices and can_step_rows(optimizer, {m.parameter for m in matrices}):
+        matrices = sorted((m for m in masters if self._shares(m) is not None), key=attrgetter("place"))
+        if matrices and can_step_rows(optimizer, [m.parameter for m in matrices]):
             self._divided.update(matrices)
             self._numbers[optimizer] = set()
 
@@ -217,6 +224,8 @@ class RowUpdates:
 
     def _shares(self, master: Master) -> list[slice] | None:
         like = master.gradient_like
+        if master.dtype not in _DIVIDED:
+            return None
         if master.layer_number or not master.is_large or like.dim() != 2 or not like.is_contiguous():
             return None
         return shares_of_rows(like.shape[0], like.shape[1], self._team.size)
@@ -226,15 +235,18 @@ class RowUpdates:
         if optimizer in self._numbers:
             self._numbers[optimizer] = set()
 
-    def divided(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> dict[Master, torch.Tensor]:
+    def divided(
+        self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], shared: SharedState
+    ) -> dict[Master, torch.Tensor]:
         """Those of `masters`, which have gradients, of which each rank updates rows in this step, with the gradients:
-        the same in all ranks, in the order of the model. Their earlier updates are done."""
+        the same in all ranks, in the order of the model. Their earlier updates are done, and their state is `shared`.
+        """
         own = self._numbers.get(optimizer)
         if own is None:
             return {}
         found = sorted((m for m in masters if self.of(m) is not None), key=attrgetter("place"))
-        whole = {m for m in found if not optimizer.state.get(m.parameter)}
-        own -= whole  # a program may have dropped their state: the owner counts again
+        whole = {m for m in found if not _is_shared(optimizer.state.get(m.parameter), m.parameter, shared)}
+        own -= whole  # a program may have dropped or replaced their state: the owner counts again
         return {m: m.parameter.grad for m in found if m not in whole and m.parameter.grad is not None}
 
     def begin(
@@ -293,3 +305,10 @@ class RowUpdates:
             self._copies.renew_rows(master, rows)
         self._remote.tell(number, ROWS)
         made.end(ROWS)
+
+
+def _is_shared(state: Mapping[str, Any] | None, parameter: torch.Tensor, shared: SharedState) -> bool:
+    """Whether there is state of a parameter, and what has its shape is in the memory of all ranks."""
+    values = (state or {}).values()
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.shape == parameter.shape]
+    return bool(values) and all(map(shared.has, tensors))

@@ -131,7 +131,7 @@ class SharedEagerParamServer(EagerParamServer):
         self.updates.check()
         self.team.peers.check()
         # No rank writes to weights that the program of another one may still read before its step.
-        self.team.come_to_step("all ranks come to optimizer.step()")
+        self.team.come_to_step("all ranks come to optimizer.step()", self.updates.digest_of(optimizer))
         super().before_step(optimizer, args, kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -77,14 +77,18 @@ class SharedState:
                     news.setdefault(place, {})[key] = found
         return json.dumps(news, separators=(",", ":")).encode() if news else b""
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this memory."""
+        first = self.pages.bytes_at(0, 1).data_ptr()
+        return first <= tensor.data_ptr() < first + len(self.pages)
+
     @torch.no_grad()
     def release(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give the optimizers state of their own: what one rank writes to it must not reach the others."""
-        first = self.pages.bytes_at(0, 1).data_ptr()
         with without_interception():
             for state in (each for optimizer in optimizers for each in optimizer.state.values()):
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and first <= value.data_ptr() < first + len(self.pages):
+                    if isinstance(value, torch.Tensor) and self.has(value):
                         state[key] = value.clone()
         self._kept.clear()
 

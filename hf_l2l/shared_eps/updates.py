@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -123,13 +124,17 @@ class SharedUpdates(Updates):
         """Share a state that every rank has loaded: each keeps that of its own share.
 
         Raises:
-            OtherCallsError: if other ranks do something else, or have loaded the state of other parameters.
+            OtherCallsError: if other ranks do something else, or have loaded the state of other parameters, or with
+                parameters in another order, by which a checkpoint numbers them.
         """
         masters = [m for m in self.masters.of_all(parameters_of(optimizer)) if m.parameter in optimizer.state]
-        told = self.team.tell(_digest(masters), "all ranks load the optimizer's state")
-        other = next((rank for rank, each in enumerate(told) if each != told[self.team.rank]), None)
+        digest = hashlib.sha256(repr([m.name for m in masters]).encode()).hexdigest()
+        told = self.team.tell(digest, "all ranks load the optimizer's state")
+        other = next((rank for rank, each in enumerate(told) if each != digest), None)
         if other is not None:
-            self.team.peers.refuse(f"rank {self.team.rank} and rank {other} have loaded state of other parameters")
+            self.team.peers.refuse(
+                f"rank {self.team.rank} and rank {other} have loaded state of other parameters, or in another order"
+            )
         if self._far_state is not None:
             self._far_state.drop(optimizer)
         self._rows.forget_numbers(optimizer)
@@ -141,6 +146,12 @@ class SharedUpdates(Updates):
         for _, part in self.masters.parts(m for m in masters if m.owner == self.team.rank):
             self._tell(optimizer, part, self._remote.next_number(self.team.rank), anew=True)
         self.synchronize()
+
+    def digest_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Equal in ranks whose optimizers have the same parameters, of which the same have a gradient."""
+        with without_interception():
+            masters = self.masters.of_all(parameters_of(optimizer))
+            return zlib.crc32(repr(sorted((m.place, m.parameter.grad is None) for m in masters)).encode())
 
     def start_forward(self) -> None:
         """See `Updates.start_forward`."""
@@ -172,7 +183,8 @@ class SharedUpdates(Updates):
                 refuse_changed_sum(master)
             given = [m for m in masters if m.parameter.grad is not None]
             self._wait_for(m for m in given if m.owner != self.team.rank or self._rows.of(m) is not None)
-            divided = self._rows.divided(optimizer, given)
+            assert self._state is not None, "made with the first optimizer"
+            divided = self._rows.divided(optimizer, given, self._state)
             others = [m for m in given if m.owner != self.team.rank and m not in divided]
         first = {m: gradient for m, gradient in divided.items() if not m.layers_before}
         self._last_rows = {m: gradient for m, gradient in divided.items() if m.layers_before}
@@ -333,11 +345,6 @@ class SharedUpdates(Updates):
         for p in parameters_of(optimizer):  # as one process has them, whoever was first
             if p in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(p)
-
-
-def _digest(masters: Sequence[Master]) -> str:
-    """Equal for the same parameters, in any order."""
-    return hashlib.sha256(repr(sorted(m.name for m in masters)).encode()).hexdigest()
 
 
 def _tell_failure(peers: Peers, error: BaseException) -> None:

@@ -147,20 +147,25 @@ def test_an_update_of_another_rank_is_over_when_its_masters_are_ordinary_again(p
     assert pool(2).run(updates_that_end) == [0, 0]
 
 
-def loads_alone(what: str) -> str:
-    """One rank loads the optimizer's state, or state of fewer parameters than the other one."""
+def does_something_else(what: str) -> str:
+    """Of two ranks, one alone loads the optimizer's state, or loads that of other parameters, or has them in another
+    order; or has no gradient of one that the other has."""
     torch.manual_seed(0)
     model, rank = LargeHead(2), distributed.get_rank()
     eps = attach_l2l(model, L2LConfig(layer_classes=("Wide",), eps_update="deferred", rank_timeout=4))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    parameters = list(model.parameters())
+    parameters = parameters[::-1] if what == "order" and rank else parameters
+    optimizer = eps.wrap(torch.optim.AdamW(parameters, lr=1e-2))
     try:
         for step in range(4):
             model(torch.randn(4, 256), 2)[0].backward()
+            if what == "gradients" and step == 2 and rank == 1:
+                model.head.weight.grad = None
             optimizer.step()
             optimizer.zero_grad()
-            if step == 1 and (rank == 0 or what == "some"):
+            if step == 1 and (what in ("some", "order") or what == "alone" and rank == 0):
                 state = copy.deepcopy(optimizer.state_dict())
-                for number in range(rank):
+                for number in range(rank if what == "some" else 0):
                     del state["state"][number]
                 optimizer.load_state_dict(state)
     except (OtherCallsError, RankFailedError) as error:
@@ -170,14 +175,20 @@ def loads_alone(what: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("alone", "all ranks must run the same forwards"), ("some", "have loaded state of other parameters")],
-)
-def test_a_state_that_all_ranks_do_not_load_is_refused(what, said):
+OTHERS = {
+    "alone": "all ranks must run the same forwards",
+    "some": "have loaded state of other parameters",
+    "order": "or in another order",
+    "gradients": "have gradients of other parameters, or optimizers with other parameters",
+}
+
+
+@pytest.mark.parametrize("what", ["alone", pytest.param("some", marks=pytest.mark.slow), "order", "gradients"])
+def test_ranks_that_do_something_else_are_refused(what):
+    """Instead of other moments, or of a wait without an end."""
     pool = RankPool(2, within_s=60)
-    for text in pool.run(loads_alone, what):
-        assert said in text
+    for text in pool.run(does_something_else, what):
+        assert OTHERS[what] in text
     pool.close()
 
 
