@@ -126,6 +126,7 @@ def wide_mlm() -> nn.Module:
     return hf.BertForMaskedLM(hf.BertConfig(**HEADS, hidden_size=WIDTH, intermediate_size=2 * WIDTH))
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("cmp", [None, "bf16"])
 @pytest.mark.parametrize("make", [wide_bert, wide_llama, wide_gpt2, wide_t5, wide_mlm])

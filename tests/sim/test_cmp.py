@@ -42,6 +42,7 @@ def test_bits_are_those_of_serial_updates(cmp, rows, mode, options):
     check(cmp, rows, mode, 3, **options)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, 2])
 @pytest.mark.parametrize(("cmp", "mode"), CASES)

@@ -44,6 +44,7 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     )
 
 
+@pytest.mark.at_most(2)
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"stash": "host", "ubatch_size": 3, "gradient_slots": 1}, marks=pytest.mark.slow)],

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 FAST = ("streamed weights", "fp16", "rows from a stream")
 
 
+@pytest.mark.at_most(5)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "steps"),

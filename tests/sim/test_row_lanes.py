@@ -192,6 +192,7 @@ def failing_at(number: int, name: str) -> Iterator[list[int]]:
         yield left
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("place", "every"),

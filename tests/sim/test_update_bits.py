@@ -40,6 +40,7 @@ RAW = [
 """Half of them in few steps: each optimizer in each place, with one of the modes."""
 
 
+@pytest.mark.at_most(10)
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(("steps", "optimizer", "stash", "prefetch", "accumulation", "mode"), RAW)
 def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefetch, accumulation, mode):
@@ -48,6 +49,7 @@ def test_a_raw_loop_trains_as_with_serial_updates(steps, optimizer, stash, prefe
     assert_same(found, serial(optimizer, **same))
 
 
+@pytest.mark.at_most(5)
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("mode", CLIPS)
 @pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 3), ("SGD", 1), ("LAMB", 3)])
@@ -58,6 +60,7 @@ def test_a_loop_with_accelerate_trains_as_with_serial_updates(steps, optimizer, 
     assert_same(accelerate_loop("sim", mode, optimizer, **same, **AT_ONCE, stash="host"), expected)
 
 
+@pytest.mark.at_most(5)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("steps", "optimizer", "accumulation", "mode"),
