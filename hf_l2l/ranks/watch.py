@@ -72,7 +72,7 @@ class State:
         self.far: list[Callable[[bytes, float], None]] = []
         """What sends a last message to each counterpart on another host, until a time of the monotonic clock."""
         self.far_calls: list[Callable[[], None]] = []
-        """What has calls of torch.distributed that other threads wait for raise an error, once this rank leaves."""
+        """What ends waits of other threads, as for calls of torch.distributed, once this rank leaves."""
         self.far_threads: list[threading.Thread] = []
         """Threads that make such calls."""
         self.far_landed: dict[int, tuple[int, int]] = {}

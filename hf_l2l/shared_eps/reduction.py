@@ -85,6 +85,8 @@ class Reducer:
         self._thread = started_with_threads(run, threads, "hf_l2l reduction")
         if team.counterparts is not None or devices is not None:
             team.peers.state.far_threads.append(self._thread)
+            # It may wait for work, and not for a call.
+            team.peers.state.far_calls.append(partial(self._jobs.put, None))
 
     # ---- for the thread that runs the backward
 

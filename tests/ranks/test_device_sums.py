@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
-from failing_ranks import LIMIT_S, check_others, ended_by, hurt, raising
+from failing_ranks import check_others, ended_by, hurt, raising
 from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.across_devices import choice
@@ -254,14 +252,7 @@ def test_a_detached_model_leaves_no_process_group(pool):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_ends_the_others(number):
     own = RankPool(3, sim=True, within_s=60.0)
-
-    def action(pids: list[int]) -> None:
-        hurt(number, 4.0)(pids)
-        if number == signal.SIGSTOP:
-            time.sleep(LIMIT_S + 1)
-            os.kill(pids[1], signal.SIGKILL)
-
-    found = ended_by(own, action, 10**6, None, ON_DEVICE)
+    found = ended_by(own, hurt(number, 4.0), 10**6, None, ON_DEVICE)
     text = "it has not answered" if number == signal.SIGSTOP else "its process has ended"
     for rank in (0, 2):  # a simulated device lets its host wait for a collective: such a rank is ended
         assert not found[rank][0]
