@@ -74,14 +74,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(str(tmp_path_factory.mktemp("tiny_bert")))
 
 
-AT_MOST = 12
+AT_MOST = 8
 """The slow cases of a test that `make test-all` runs, if the test does not say how many (`at_most`)."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is marked `one_in(n)`, one in n of the cases that are not slow stay so; of its slow cases, those
-    beyond the first 12, or n with `at_most(n)`, are for `make soak PART=cases`. They are drawn by their names: every
+    beyond the first 8, or n with `at_most(n)`, are for `make soak PART=cases`. They are drawn by their names: every
     second one would have one value of two all the time."""
     for cases in _drawn(items, slow=False):
         mark = cases[0].get_closest_marker("one_in")

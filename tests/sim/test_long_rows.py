@@ -226,6 +226,7 @@ def test_device_memory_is_linear_in_the_tokens_of_a_row(lengths):
     assert abs(second / first - 1) < 0.01, f"{first:.0f} and {second:.0f} bytes per token"
 
 
+@pytest.mark.at_most(0)
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [(256, (32, 64)), pytest.param(1024, (64, 512), marks=pytest.mark.slow)],

@@ -26,6 +26,7 @@ def slow(*sizes: int) -> Any:
     return pytest.param(sizes, marks=pytest.mark.slow)
 
 
+@pytest.mark.at_most(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 8), (6, 384)], ids=str)
 def test_depth_costs_nothing(sizes):

@@ -71,7 +71,7 @@ def test_layers_in_turn_have_the_bits_of_one_device(family, mode, count):
     assert not found.differences(on_one(family, mode, 3))
 
 
-@pytest.mark.at_most(4)
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("mode", ["device", "bf16 host"])

@@ -114,6 +114,7 @@ def test_rows_that_a_slow_link_carries(name):
     )
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.parametrize(
     ("given", "share"),
     [(given, share) for given in (COMPUTE, HOST, BALANCED) for share in (1.0, 1.5, 2.5)],
