@@ -78,12 +78,14 @@ class Watch:
 
     def _look(self) -> None:
         while True:
-            phase = self.phase
+            phase, before = self.phase, self._simulated()
             process, simulated = self._process() - self._base, self._simulated()
+            if before != simulated:  # what has been freed in between would count as memory of the host
+                continue
             now = {"process": process, "host": process - simulated, "simulated": simulated}
             if phase and phase == self.phase:  # another one may have begun meanwhile
-                before = self.found.setdefault(phase, now)
-                self.found[phase] = {name: max(value, before[name]) for name, value in now.items()}
+                most = self.found.setdefault(phase, now)
+                self.found[phase] = {name: max(value, most[name]) for name, value in now.items()}
             time.sleep(0.0005)
 
 
