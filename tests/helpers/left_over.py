@@ -59,9 +59,11 @@ def children() -> int:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that this user owns, but for those that other programs have mapped."""
+    """Names in /dev/shm that this user owns, but for those that other programs have mapped, and for semaphores of
+    `multiprocessing`: these are mapped under other names, and the package makes none."""
     folder = Path("/dev/shm")
     names = {e.name for e in os.scandir(folder) if e.stat().st_uid == os.getuid()} if folder.is_dir() else set()
+    names = {name for name in names if not name.startswith("sem.mp-")}
     return names - _mapped_by_others() if names else names
 
 

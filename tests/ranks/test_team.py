@@ -150,7 +150,7 @@ def test_a_team_shares_memory_and_leaves_nothing(count):
         for _ in range(2):
             for each in ranks:
                 each.counts += each.rank + 1
-            at_once([lambda each=each: each.come_to_step("test") for each in ranks])
+            at_once([lambda each=each: each.come_to_step("test", 0) for each in ranks])
         assert [(each.counts, each.counted) for each in ranks] == [(0, count * (count + 1))] * count
     del pages
     assert (opened(), mapped()) == before
