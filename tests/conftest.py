@@ -8,6 +8,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # The tests never look for a Hub.
@@ -41,17 +42,33 @@ def _nothing_of_other_modules() -> Iterator[None]:
     yield
 
 
+LOGGERS = [logging.getLogger(name) for name in ("transformers", "transformers.hf_l2l", "hf_l2l")]
+"""Those whose levels the script, the command line, and `log_level` of a Trainer's arguments set."""
+
+
+@contextmanager
+def _levels_kept() -> Iterator[None]:
+    levels = [logger.level for logger in LOGGERS]
+    yield
+    for logger, level in zip(LOGGERS, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _levels_of_other_modules() -> Iterator[None]:
+    """What fixtures of a module set ends with it."""
+    with _levels_kept():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """A seed for every test, and nothing chosen or watched by an earlier one: accelerate keeps its state for the
     process, transformers how much it tells, and a model that has not been collected its trace."""
     torch.manual_seed(0)
     OBSERVERS.clear()
-    loggers = [logging.getLogger(name) for name in ("transformers", "transformers.hf_l2l", "hf_l2l")]
-    levels = [logger.level for logger in loggers]  # which the script, and `log_level` of a Trainer's arguments, set
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    with _levels_kept():
+        yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

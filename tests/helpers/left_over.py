@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ def sockets() -> int:
 
 def children() -> int:
     """Child processes; those that have ended and were not waited for are among them."""
-    tasks = Path("/proc/self/task")
-    return sum(len((task / "children").read_text().split()) for task in tasks.iterdir()) if HAS_PROC else 0
+    found = 0
+    for task in Path("/proc/self/task").iterdir() if HAS_PROC else ():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found += len((task / "children").read_text().split())
+    return found
 
 
 def shared_memory() -> set[str]:
