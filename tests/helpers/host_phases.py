@@ -39,8 +39,10 @@ def measured(kind: str, size: str, folder: Path, **options: Any) -> dict[str, di
         folder: for the checkpoints.
         options: of `L2LTrainingArguments`.
     """
-    # Freed memory goes back to the system at once, so that it is not counted.
-    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "HF_HUB_OFFLINE": "1"}
+    # Freed memory goes back to the system at once, so that it is not counted: that of glibc, which keeps less in one
+    # arena than in one of each thread, and that of MKL, whose buffers grow with the largest product so far.
+    freed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    env = {**freed, "MKL_DISABLE_FAST_MM": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, kind, size, str(folder), json.dumps(options)]
     paths = {**os.environ, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300)
