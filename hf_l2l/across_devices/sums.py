@@ -52,7 +52,8 @@ class DeviceSums:
         self._group.set_timeout(NO_LIMIT)
         self._others = [rank for rank in team.near if rank != team.rank]
         self._adding, self._leaving = stream.Lane(device, stream.PEER), stream.Lane(device, "download")
-        team.peers.state.far_calls.append(partial(_end_calls, self._group))
+        self._ends = partial(_end_calls, self._group)
+        team.peers.state.far_calls.append(self._ends)
 
     @torch.no_grad()
     def add(self, given: torch.Tensor, at: stream.Point | None, parts: Sequence[Gradients], why: str) -> None:
@@ -112,6 +113,7 @@ class DeviceSums:
 
     def close(self) -> None:
         """End the process group."""
+        self._team.peers.state.forget(None, self._ends)
         with suppress(RuntimeError, ValueError, AssertionError):  # it has been ended, with all groups of the program
             distributed.destroy_process_group(self._group)
 

@@ -100,6 +100,8 @@ def can_step_rows(optimizer: torch.optim.Optimizer, matrices: Sequence[torch.Ten
     """Whether rows of these matrices, of floating point, that are updated apart have the bits of a whole update, as
     with AdamW, and not with Adafactor. The first step, which makes the state, is one of whole parameters.
 
+    An optimizer without state has nothing of which the ranks could tell that a first step was made.
+
     Rows are divided at multiples of 64 elements: a kernel that computes several elements at once, as that of the fused
     AdamW, rounds those that are left over at the end of a tensor in another way.
     """
@@ -115,6 +117,7 @@ def can_step_rows(optimizer: torch.optim.Optimizer, matrices: Sequence[torch.Ten
     states = [(whole.optimizer.state[p], divided.optimizer.state[q]) for p, q in pairs]
     return (
         bool(pairs)
+        and all(one for one, _ in states)
         and all(map(are_equal, *zip(*pairs, strict=True)))
         and all(
             one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one) for one, other in states

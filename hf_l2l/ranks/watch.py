@@ -88,6 +88,13 @@ class State:
                 self.failure, self.failed_at = (rank, text), time.monotonic()
                 self.changed.notify_all()
 
+    def forget(self, thread: threading.Thread | None, end: Callable[[], None]) -> None:
+        """A thread has ended, and `end` is not to be called any more."""
+        if thread in self.far_threads:
+            self.far_threads.remove(thread)
+        if end in self.far_calls:
+            self.far_calls.remove(end)
+
     def close(self) -> None:
         """Close all sockets."""
         for each in (*self.sockets.values(), *self.others):
@@ -133,7 +140,7 @@ def leave(state: State) -> None:
         state.wakes.send(b"w")
     with state.changed:
         state.changed.notify_all()
-    for end in state.far_calls:
+    for end in [*state.far_calls]:
         end()
     # A thread that comes back from torch while Python ends would end the process with an error.
     until = time.monotonic() + _LEAVES_WITHIN * state.timeout_s

@@ -106,7 +106,9 @@ class SharedGradients(Gradients):
             )
 
     def _make_items(self) -> None:
-        self.release()
+        self._sums.forget_changed(self.masters.on_host())
+        norms, old = self.norms, {} if self._reducer is None else self._reducer.numbers
+        self._close()
         self._items = Items(self.masters)
         slot_bytes = self._items.slot_bytes
         sums = None if self.reduction is None else self.reduction.sums(slot_bytes)
@@ -117,11 +119,13 @@ class SharedGradients(Gradients):
         pages = self.team.share(8 * count, "norms of gradients")
         self.norms = pages.bytes_at(0, 8 * count).view(torch.float64)
         numbers = {master: number for number, master in enumerate(self.masters.all())}
+        for master in (m for m in self._sums if m.owner == self.team.rank and m in old):
+            assert norms is not None, "made with the items"
+            self.norms[numbers[master]] = norms[old[master]]  # sums of earlier backwards of this step stay
         works = partial(self._timeline.host_works, row=SUMS)
         self._reducer = Reducer(
-            self.team, self._landing, self._sum_of, numbers, self.norms, works, sums, threads=self.threads
+            self.team, self._landing, self._sums.of, numbers, self.norms, works, sums, threads=self.threads
         )
-        self._sums = Totals()
 
     def expect(self, unit: MasterUnit) -> None:
         """A call of `unit` is in a graph, from which its masters may get gradients."""
@@ -132,15 +136,6 @@ class SharedGradients(Gradients):
     def _found(self) -> tuple[Items, Reducer]:
         assert self._items is not None and self._reducer is not None, "made before the first forward"
         return self._items, self._reducer
-
-    def _sum_of(self, master: Master) -> torch.Tensor:
-        """The shared sum of a master: the same tensor each time."""
-        total = self._sums.get(master)
-        if total is None:
-            part, room = master.gradient_part, master.gradient_room
-            assert part is not None and room is not None, "allocated before the first forward"
-            total = self._sums[master] = room.tensor_of(part.piece)
-        return total
 
     # ---- in a backward
 
@@ -286,7 +281,7 @@ class SharedGradients(Gradients):
             with without_interception():
                 for master in masters:
                     master.parameter.grad = None
-            yield masters, {m: self._sum_of(m) for m in masters}
+            yield masters, {m: self._sums.of(m) for m in masters}
 
     def norm_of(self, master: Master) -> torch.Tensor:
         """The norm of the sum of a master that this rank owns (0-dim, host), once it has added its share."""
@@ -364,7 +359,7 @@ class SharedGradients(Gradients):
                 master.taken_norm = norms[reducer.numbers[master]].to(master.dtype)
             for master in (reducer.has_sum | self._continuing) - self._taken:
                 norm = norms[reducer.numbers[master]].to(master.dtype)
-                put_sum(master, self._sum_of(master), norm, self._sums, self.team)
+                put_sum(master, self._sums.of(master), norm, self._sums, self.team)
 
     def _end(self) -> None:
         items, reducer = self._found
@@ -392,9 +387,12 @@ class SharedGradients(Gradients):
 
     def release(self) -> None:
         """End the thread, and give back the memory of the slots."""
+        self._close()
+        self._sums.clear()
+
+    def _close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
         if self._landing is not None:
             self._landing.release()
-        self._sums.clear()
         self._items = self._landing = self._reducer = None

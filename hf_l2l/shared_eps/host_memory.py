@@ -200,6 +200,28 @@ class SharedMemory(HostMemory):
 class Totals(dict[Master, torch.Tensor]):
     """The tensor in which the sum of each master is, made once. (A plain dict cannot be referred to weakly.)"""
 
+    def of(self, master: Master) -> torch.Tensor:
+        """The shared sum of a master: the same tensor each time."""
+        total = self.get(master)
+        if total is None:
+            total = self[master] = _sum_in_its_room(master)
+        return total
+
+    def forget_changed(self, masters: Sequence[Master]) -> None:
+        """Forget the sums of all but these masters, and of those that have other memory for it now."""
+        for master in {*self} - {*masters}:
+            del self[master]
+        with without_interception():
+            for master, total in [*self.items()]:
+                if master.gradient_room is None or _sum_in_its_room(master).data_ptr() != total.data_ptr():
+                    del self[master]
+
+
+def _sum_in_its_room(master: Master) -> torch.Tensor:
+    part, room = master.gradient_part, master.gradient_room
+    assert part is not None and room is not None, "allocated before the first forward"
+    return room.tensor_of(part.piece)
+
 
 class SharedSum(PendingSum):
     """The norm of a sum in `p.grad`, and a factor to multiply it by before it is used. The program cannot write to it:

@@ -83,10 +83,10 @@ class Reducer:
         run = partial(_run, self._jobs, weakref.ref(self))
         weakref.finalize(self, self._jobs.put, None)
         self._thread = started_with_threads(run, threads, "hf_l2l reduction")
+        self._ends = partial(self._jobs.put, None)
         if team.counterparts is not None or devices is not None:
             team.peers.state.far_threads.append(self._thread)
-            # It may wait for work, and not for a call.
-            team.peers.state.far_calls.append(partial(self._jobs.put, None))
+            team.peers.state.far_calls.append(self._ends)  # it may wait for work, and not for a call
 
     # ---- for the thread that runs the backward
 
@@ -127,6 +127,8 @@ class Reducer:
         self._jobs.put(None)
         if threading.current_thread() is not self._thread and not self.team.peers.has_failed:
             self._thread.join(self.team.peers.timeout_s)
+        if not self._thread.is_alive():
+            self.team.peers.state.forget(self._thread, self._ends)
         self._failure = None  # whose traceback refers to graphs
 
     # ---- the thread

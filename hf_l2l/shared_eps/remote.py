@@ -44,15 +44,17 @@ _GOES_ON, _ENDS = b"+", b"."
 
 
 class RemoteTask(Task):
-    """An update that other ranks make."""
+    """An update that other ranks make, or of which each rank makes a part."""
 
     def __init__(self, what: str, team: Team, worker: Worker, ranks: Collection[int]) -> None:
+        """`ranks` make it."""
         super().__init__(what)
-        self._team, self._ranks = team, ranks
+        self._team, self._missing = team, set(ranks)
+        self._lock = threading.Lock()
         self._worker = worker
 
     def wait(self, why: str) -> None:
-        """Wait until those ranks have made the update.
+        """Wait until those ranks have made the update. One that has made its part may leave.
 
         Raises:
             RankFailedError: if a rank has failed.
@@ -63,7 +65,7 @@ class RemoteTask(Task):
         with nullcontext() if self.done else StallLog().inside(where):
             while not self._over.wait(_POLL_S):
                 self.check()  # first: a failure of this rank is the cause of what the others are told
-                self._team.peers.check(f"{self.what} by another rank", self._ranks)
+                self._team.peers.check(f"{self.what} by another rank", self._missing)
         self.check()
 
     def check(self) -> None:
@@ -71,13 +73,15 @@ class RemoteTask(Task):
         assert self._worker is not None, "given when it is made"
         self._worker.check()
 
+    def has_made(self, rank: int) -> bool:
+        """A rank has made its part; returns whether it was the last one."""
+        with self._lock:
+            self._missing.discard(rank)
+            return not self._missing
+
     def end(self) -> None:
         """The update has been made."""
         self._over.set()
-
-
-def _nothing(message: bytes) -> None:
-    """Take nothing of a message."""
 
 
 class RemoteUpdate:
@@ -88,33 +92,26 @@ class RemoteUpdate:
         update: Update,
         task: RemoteTask,
         masters: list[Master],
-        taken: Callable[[bytes], None] = _nothing,
-        *,
-        parts: int = 1,
+        taken: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`taken` is called with what a message says of the optimizer's state. The update has so many `parts`, one for
-        each rank."""
+        """`taken` is called with what a message says of the optimizer's state; None of an update of rows."""
         self.update, self.task, self.masters, self.taken = update, task, masters, taken
-        self._parts, self._lock = parts, threading.Lock()
-        self._is_of_rows = parts > 1
 
-    def end(self, message: bytes) -> None:
-        """A part has been made. With the last one, the values of the masters are those after the update, in the memory
-        that all ranks share.
+    def end(self, rank: int, message: bytes) -> None:
+        """A rank has made its part. With the last one, the values of the masters are those after the update, in the
+        memory that all ranks share.
 
         Raises:
             RuntimeError: if another rank has made another update: a program has changed the optimizer's state in some.
         """
-        if self._is_of_rows != (message == ROWS):
+        if (self.taken is None) != (message == ROWS):
             raise RuntimeError(
                 "all ranks must have the same optimizer state (got some of a parameter in one rank alone)"
             )
-        if not self._is_of_rows:
+        if self.taken is not None:
             self.taken(message)
-        with self._lock:
-            self._parts -= 1
-            if self._parts:
-                return
+        if not self.task.has_made(rank):
+            return
         with without_interception():
             for master in self.masters:
                 torch.autograd.graph.increment_version(master.parameter)
@@ -167,7 +164,7 @@ class Remote:
             if message is None:
                 self._expected[rank, number] = update
         if message is not None:
-            update.end(message)
+            update.end(rank, message)
         return number
 
     def end(self, number: int) -> None:
@@ -186,7 +183,7 @@ class Remote:
             if update is None:
                 self._made[rank, number] = message
         if update is not None:
-            update.end(message)
+            update.end(rank, message)
 
     def tell(self, number: int, message: bytes) -> None:
         """Tell the others that this rank has made its update of this number.
@@ -217,6 +214,8 @@ class RowUpdates:
         if matrices and can_step_rows(optimizer, [m.parameter for m in matrices]):
             self._divided.update(matrices)
             self._numbers[optimizer] = set()
+        else:
+            self._divided.difference_update(matrices)  # an optimizer before this one could
 
     def of(self, master: Master) -> list[slice] | None:
         """The rows of a master that each rank updates, by place; None if one rank updates all of them."""
@@ -263,7 +262,7 @@ class RowUpdates:
                 factor = taken_factors([(master.parameter, gradient)]).get(master.parameter)
                 task = RemoteTask(f"the update of {master.name}", self._team, self._worker, self._team.near)
                 update = Update(task, self._timeline, in_step=False)
-                made = RemoteUpdate(update, task, [master], parts=len(self._team.near))
+                made = RemoteUpdate(update, task, [master])
                 master.update, master.guards_grad = update, False
                 master.is_changing()
                 hold_all([(master.parameter, master)])
@@ -304,7 +303,7 @@ class RowUpdates:
             step.run(factor)
             self._copies.renew_rows(master, rows)
         self._remote.tell(number, ROWS)
-        made.end(ROWS)
+        made.end(self._team.rank, ROWS)
 
 
 def _is_shared(state: Mapping[str, Any] | None, parameter: torch.Tensor, shared: SharedState) -> bool:

@@ -131,7 +131,8 @@ class SharedEagerParamServer(EagerParamServer):
         self.updates.check()
         self.team.peers.check()
         # No rank writes to weights that the program of another one may still read before its step.
-        self.team.come_to_step("all ranks come to optimizer.step()", self.updates.digest_of(optimizer))
+        if not self.team.come_to_step("all ranks come to optimizer.step()", self.updates.digest_of(optimizer)):
+            self.updates.refuse_other_gradients(optimizer)
         super().before_step(optimizer, args, kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
@@ -35,6 +36,9 @@ from hf_l2l.shared_eps.gradients import SharedGradients
 from hf_l2l.shared_eps.host_memory import refuse_changed_sum
 from hf_l2l.shared_eps.remote import Remote, RemoteTask, RemoteUpdate, RowUpdates
 from hf_l2l.shared_eps.state import SharedState
+
+_KINDS = {"-": "is in no such optimizer", "0": "has no gradient", "1": "has a gradient"}
+"""What a rank tells of a parameter, and what an error says of it."""
 
 
 class SharedUpdates(Updates):
@@ -77,17 +81,21 @@ class SharedUpdates(Updates):
         """Masters whose rows are updated after the layers in this step, and their gradients."""
 
     def deal(self) -> None:
-        """Give each trained parameter an owner, if that has not been done: the same in all ranks."""
+        """Give each parameter an owner, if that has not been done: the same in all ranks."""
         if self._dealt_at == self.masters.changes:
             return
         self._dealt_at = self.masters.changes
-        trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
-        known = {m: owner for m, owner in self._owned.items() if m in set(trained)}
+        here = self.masters.on_host()
+        known = {m: self._owned[m] for m in here if m in self._owned}
         loads = [0] * self.team.size
         for master, owner in known.items():
             if self._rows.of(master) is None:
                 loads[owner] += master.gradient_like.numel()
-        new = [m for _, part in self.masters.parts(trained) for m in part if m not in known]
+        # Frozen ones, too, and for good: an owner on another host would not have the state of earlier steps, or of a
+        # checkpoint, when they are trained again.
+        trained = [m for m in here if m.parameter.requires_grad]
+        frozen = [m for m in here if not m.parameter.requires_grad]
+        new = [m for of in (trained, frozen) for _, part in self.masters.parts(of) for m in part if m not in known]
         divided = [place for place, m in enumerate(new) if self._rows.of(m) is not None]
         owners = dealt([m.gradient_like.numel() for m in new], loads, divided)
         for master, owner in zip(new, owners, strict=True):
@@ -152,6 +160,20 @@ class SharedUpdates(Updates):
         with without_interception():
             masters = self.masters.of_all(parameters_of(optimizer))
             return zlib.crc32(repr(sorted((m.place, m.parameter.grad is None) for m in masters)).encode())
+
+    def refuse_other_gradients(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Raise OtherCallsError that names the first parameter of which not all ranks have a gradient, or which not
+        all of their optimizers have. All ranks call this when their digests differ."""
+        own, masters = set(self.masters.of_all(parameters_of(optimizer))), self.masters.all()
+        with without_interception():
+            kinds = ["-" if m not in own else str(int(m.parameter.grad is not None)) for m in masters]
+        told = self.team.tell("".join(kinds), "ranks compare their gradients")  # of so many as a text has room for
+        for master, found in zip(masters, zip(*told, strict=True), strict=False):
+            other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+            if other is not None:
+                texts = [f"{_KINDS[found[rank]]} on rank {rank}" for rank in (0, other)]
+                self.team.peers.refuse(f"{master.name} {' and '.join(texts)}")
+        self.team.peers.refuse("not all have gradients of the same parameters")
 
     def start_forward(self) -> None:
         """See `Updates.start_forward`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.layerwise_step import places_of
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.ranks.owners import dealt, shares_of_rows
+from hf_l2l.shared_eps import remote
+from host_cases import on_hosts
 from rank_cases import MODELS, assert_same, trained
 from rank_pool import RankPool, digest
 
@@ -25,6 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
     "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "without state": lambda p: torch.optim.SGD(p, lr=1e-2),
     "adafactor": lambda p: hf.Adafactor(p, lr=1e-3, relative_step=False, scale_parameter=False),
     "lamb": lambda p: Lamb(p, lr=1e-3),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
@@ -175,7 +179,8 @@ def test_rows_that_ranks_update_have_the_bits_of_one_process(pool, size, kind, c
 
 
 def changed(what: str) -> tuple[str, str]:
-    """Steps, of which some parameters are frozen, or have another size, or lose their state, in between."""
+    """Steps, of which some parameters are frozen, or have another size, or lose their state, in between; "later" is
+    for some that are frozen when a state of all is loaded, and are trained again after it."""
     numbers = [distributed.get_rank()] if distributed.is_initialized() else [0, 1]
     share = 1 if distributed.is_initialized() else 2
     torch.manual_seed(0)
@@ -187,6 +192,16 @@ def changed(what: str) -> tuple[str, str]:
         if what == "frozen":
             for number, p in enumerate(parameters):
                 p.requires_grad_((number + step) % 3 != 0)
+        if what == "later" and step == 3:
+            state = copy.deepcopy(optimizer.state_dict())
+            detach_l2l(model)
+            for p in parameters[::2]:
+                p.requires_grad_(False)
+            eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+            optimizer = eps.wrap(torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5))
+            optimizer.load_state_dict(state)
+        if what == "later" and step == 5:
+            model.requires_grad_(True)
         if what == "cleared" and step in (2, 5):
             eps.synchronize()  # else updates that are under way write to it
             optimizer.state.clear()
@@ -210,11 +225,91 @@ def changed(what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "what", ["replaced", *(pytest.param(w, marks=pytest.mark.slow) for w in ("frozen", "cleared")), "resized"]
+    "what", ["replaced", "resized", *(pytest.param(w, marks=pytest.mark.slow) for w in ("frozen", "cleared", "later"))]
 )
 def test_parameters_and_state_that_a_program_changes(pool, what):
     alone = pool(1).run(changed, what)[0]
     assert pool(2).run(changed, what) == [alone, alone]
+
+
+@pytest.mark.parametrize("what", ["frozen", "later", pytest.param("cleared", marks=pytest.mark.slow)])
+def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
+    """What is frozen keeps its owner, which has its state."""
+    alone = pool(1).run(changed, what)[0]
+    assert pool(2).run(on_hosts, 2, changed, what) == [alone, alone]
+
+
+def frozen_in_accumulation() -> tuple[str, list[float], list[int]]:
+    """Steps of two micro-batches, in the second of which the embeddings are frozen: digest of the weights, norms of
+    the gradients, and how many calls wait for the end of this rank after each step."""
+    is_rank = distributed.is_initialized()
+    numbers = [distributed.get_rank()] if is_rank else [0, 1]
+    torch.manual_seed(0)
+    model, norms, waiting = MODELS["bert"](), [], []
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(3):
+        for micro in range(2):
+            model.bert.embeddings.requires_grad_(micro == 0)
+            for number in numbers:
+                batch = batch_for(model, seed=100 * step + 10 * micro + number)
+                (model(**batch).loss / (1 if is_rank else 2)).backward()
+        norms.append(float(eps.clip_grad_norm_(0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        waiting.append(len(eps.team.peers.state.far_calls) if is_rank else 0)
+    detach_l2l(model)
+    return digest(*model.parameters()), norms, waiting
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_is_frozen_within_an_accumulation_keeps_its_sum(pool, hosts):
+    alone = pool(1).run(frozen_in_accumulation)[0]
+    for *found, waiting in pool(2).run(on_hosts, hosts, frozen_in_accumulation):
+        assert found == [*alone[:2]]
+        assert waiting == waiting[:1] * 3
+
+
+def one_leaves(late: int) -> str:
+    """Rank 1 ends as soon as it has updated its rows, before rank `late` has updated its own."""
+    torch.manual_seed(0)
+    model, rank = MODELS["large"](), distributed.get_rank()
+    eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    run = RowsStep.run
+
+    def after_it(step: RowsStep, *args: Any) -> None:
+        while rank == late and 1 not in eps.team.peers.state.left:
+            time.sleep(0.01)
+        time.sleep(2 * remote._POLL_S)
+        run(step, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(3):
+            if step == 2 and rank == late:
+                eps.synchronize()
+                patch.setattr(RowsStep, "run", after_it)
+            model(**batch_for(model, rows=2, seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 1:
+            for task in (t for t in eps.updates._begun if not isinstance(t, remote.RemoteTask)):
+                task.wait("test")
+            eps.team.peers.close()
+            return ""
+        eps.synchronize()
+    return digest(*model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "late"), [(2, 0), pytest.param(3, 0, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
+def test_a_rank_that_has_updated_its_rows_may_end(size, late):
+    """Others wait for those that have not."""
+    pool = RankPool(size, within_s=60)
+    found = pool.run(one_leaves, late)
+    assert len({each for each in found if each}) == 1
+    pool.close()
 
 
 def state_of_one_rank() -> str:
