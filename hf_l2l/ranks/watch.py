@@ -144,7 +144,7 @@ def leave(state: State) -> None:
         end()
     # A thread that comes back from torch while Python ends would end the process with an error.
     until = time.monotonic() + _LEAVES_WITHIN * state.timeout_s
-    for thread in state.far_threads:
+    for thread in [*state.far_threads]:
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
 

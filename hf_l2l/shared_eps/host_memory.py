@@ -16,7 +16,7 @@ from hf_l2l.eps.pending import SCALING, PendingSum, hold, pending_of
 from hf_l2l.ranks.shared_pages import SharedPages, return_freed_memory
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, block_of, placed
+from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Room, block_of, placed
 from hf_l2l.runtime.tensors import is_plain, is_quantized, sharing_memory
 
 
@@ -200,27 +200,26 @@ class SharedMemory(HostMemory):
 class Totals(dict[Master, torch.Tensor]):
     """The tensor in which the sum of each master is, made once. (A plain dict cannot be referred to weakly.)"""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: dict[Master, Room] = {}
+
     def of(self, master: Master) -> torch.Tensor:
         """The shared sum of a master: the same tensor each time."""
         total = self.get(master)
         if total is None:
-            total = self[master] = _sum_in_its_room(master)
+            part, room = master.gradient_part, master.gradient_room
+            assert part is not None and room is not None, "allocated before the first forward"
+            total = self[master] = room.tensor_of(part.piece)
+            self._rooms[master] = room
         return total
 
     def forget_changed(self, masters: Sequence[Master]) -> None:
         """Forget the sums of all but these masters, and of those that have other memory for it now."""
-        for master in {*self} - {*masters}:
-            del self[master]
-        with without_interception():
-            for master, total in [*self.items()]:
-                if master.gradient_room is None or _sum_in_its_room(master).data_ptr() != total.data_ptr():
-                    del self[master]
-
-
-def _sum_in_its_room(master: Master) -> torch.Tensor:
-    part, room = master.gradient_part, master.gradient_room
-    assert part is not None and room is not None, "allocated before the first forward"
-    return room.tensor_of(part.piece)
+        kept = {m for m in masters if m.gradient_room is not None and self._rooms.get(m) is m.gradient_room}
+        for master in {*self._rooms} - kept:
+            del self._rooms[master]
+            self.pop(master, None)
 
 
 class SharedSum(PendingSum):

@@ -66,7 +66,8 @@ class Reducer:
         self._hosts = None
         if team.counterparts is not None:
             self._hosts = HostSums(team.counterparts, team.peers, len(team.near) * (1 + len(numbers)))
-        self._numbers = 0
+        # Counterparts compare these with what they heard of the last backward, perhaps one of the reducer before.
+        self._numbers = 0 if team.counterparts is None else team.counterparts.landing
         self._free = [threading.Semaphore(1) for _ in range(SLOTS)]
         self._jobs: queue.SimpleQueue[Landed | threading.Event | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None

@@ -28,7 +28,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import parameters_of, places_of
 from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores
-from hf_l2l.ranks.peers import Peers, RankFailedError
+from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
 from hf_l2l.ranks.team import Team
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime.worker import Worker, cores_of_process
@@ -86,21 +86,23 @@ class SharedUpdates(Updates):
             return
         self._dealt_at = self.masters.changes
         here = self.masters.on_host()
-        known = {m: self._owned[m] for m in here if m in self._owned}
-        loads = [0] * self.team.size
-        for master, owner in known.items():
-            if self._rows.of(master) is None:
-                loads[owner] += master.gradient_like.numel()
+        self._owned = {m: self._owned[m] for m in here if m in self._owned}
         # Frozen ones, too, and for good: an owner on another host would not have the state of earlier steps, or of a
-        # checkpoint, when they are trained again.
+        # checkpoint, when they are trained again. They are no work for those that are trained now.
         trained = [m for m in here if m.parameter.requires_grad]
-        frozen = [m for m in here if not m.parameter.requires_grad]
-        new = [m for of in (trained, frozen) for _, part in self.masters.parts(of) for m in part if m not in known]
+        self._deal_among(trained, trained)
+        self._deal_among([m for m in here if not m.parameter.requires_grad], here)
+
+    def _deal_among(self, masters: Sequence[Master], work: Sequence[Master]) -> None:
+        """Give those of `masters` that have none an owner, so that the ranks share all of the `work`."""
+        loads = [0] * self.team.size
+        for master in (m for m in work if m in self._owned and self._rows.of(m) is None):
+            loads[self._owned[master]] += master.gradient_like.numel()
+        new = [m for _, part in self.masters.parts(masters) for m in part if m not in self._owned]
         divided = [place for place, m in enumerate(new) if self._rows.of(m) is not None]
         owners = dealt([m.gradient_like.numel() for m in new], loads, divided)
         for master, owner in zip(new, owners, strict=True):
-            known[master] = master.owner = owner
-        self._owned = known
+            self._owned[master] = master.owner = owner
 
     def add(self, optimizer: torch.optim.Optimizer) -> OptimizerEntry | None:
         """See `Updates.add`.
@@ -144,6 +146,12 @@ class SharedUpdates(Updates):
                 f"rank {self.team.rank} and rank {other} have loaded state of other parameters, or in another order"
             )
         if self._far_state is not None:
+            new = next((m.name for m in masters if m not in self._owned), None)
+            if new is not None:
+                raise ValueError(
+                    "with several hosts, state is loaded for parameters whose owner is known (got some of a parameter "
+                    f"that no forward has used yet, {new}); run a forward, and load the state then"
+                )
             self._far_state.drop(optimizer)
         self._rows.forget_numbers(optimizer)
         for master in masters:
@@ -338,6 +346,10 @@ class SharedUpdates(Updates):
         if self._far_state is not None and not self.worker.has_failed and not self.team.peers.has_failed:
             self.synchronize()
             self._take_all_state(self._far_state)
+        with without_interception():  # of sums that another host has
+            for p in self.masters.parameters:
+                if p.grad is not None and self.masters.of(p).owner not in self.team.near:
+                    p.grad = None
         optimizers = super().release()
         if self._far is not None:
             self._far.close()
@@ -346,14 +358,13 @@ class SharedUpdates(Updates):
         with without_interception():
             for p in self.masters.parameters:
                 if p.grad is not None:
-                    is_here = self.masters.of(p).owner in self.team.near
-                    p.grad = p.grad.clone() if is_here else None
+                    p.grad = p.grad.clone()
         return optimizers
 
     def _take_all_state(self, far_state: FarState) -> None:
         try:
             far_state.release(self.optimizers)
-        except RankFailedError as error:
+        except (RankFailedError, OtherCallsError) as error:
             warnings.warn(
                 "the optimizer has only the state of the parameters that this host updates "
                 f"({error}); call detach_l2l in all ranks, or load a checkpoint",

@@ -15,6 +15,7 @@ from hf_l2l.eps.masters import Master
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.ranks.peers import OtherCallsError, RankFailedError
 from hf_l2l.shared_eps.remote import RemoteTask
+from host_cases import on_hosts
 from rank_pool import RankPool, digest
 
 
@@ -186,14 +187,62 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    "what", ["alone", "order", "gradients", *(pytest.param(w, marks=pytest.mark.slow) for w in ("some", "optimizers"))]
+    ("what", "hosts"),
+    [
+        *(("alone", 1), ("order", 1), ("gradients", 2)),
+        *(
+            pytest.param(what, hosts, marks=pytest.mark.slow)
+            for what, hosts in [("some", 1), ("optimizers", 1), ("gradients", 1), ("alone", 2), ("optimizers", 2)]
+        ),
+    ],
 )
-def test_ranks_that_do_something_else_are_refused(what):
+def test_ranks_that_do_something_else_are_refused(what, hosts):
     """Instead of other moments, or of a wait without an end."""
     pool = RankPool(2, within_s=60)
-    for text in pool.run(does_something_else, what):
+    for text in pool.run(on_hosts, hosts, does_something_else, what):
         assert OTHERS[what] in text
     pool.close()
+
+
+class Adapted(LargeHead):
+    """With further modules before the head."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.adapters = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+
+    def forward(self, rows: torch.Tensor, count: int) -> Any:
+        for layer in self.layers[:count]:
+            rows = layer(rows)
+        for adapter in self.adapters:
+            rows = adapter(rows)
+        return (self.head(rows).square().mean(),)
+
+
+def owners_of_adapters() -> list[int]:
+    """Of those that are there when the model is attached, over a frozen model, and of those that come later."""
+    torch.manual_seed(0)
+    model = Adapted()
+    for module in (model.layers, model.head):
+        module.requires_grad_(False)
+    eps = attach_l2l(model, L2LConfig(layer_classes=("Wide",)))
+    optimizer = eps.wrap(torch.optim.AdamW(model.adapters.parameters(), lr=1e-2))
+    for step in range(2):
+        if step == 1:
+            model.adapters.extend(nn.Linear(256, 256, bias=False) for _ in range(4))
+            optimizer.add_param_group({"params": list(model.adapters[4:].parameters())})
+        model(torch.randn(4, 256), 4)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [eps.masters.of(p).owner for p in model.adapters.parameters()]
+    detach_l2l(model)
+    return found
+
+
+def test_work_is_shared_among_what_is_trained(pool):
+    """Frozen parameters, which have owners, too, are no work."""
+    for owners in pool(2).run(owners_of_adapters):
+        assert sorted(owners[:4]) == sorted(owners[4:]) == [0, 0, 1, 1]
 
 
 class Failing(torch.optim.AdamW):

@@ -192,6 +192,9 @@ def changed(what: str) -> tuple[str, str]:
         if what == "frozen":
             for number, p in enumerate(parameters):
                 p.requires_grad_((number + step) % 3 != 0)
+        if what == "head":  # alone, after some steps
+            for p in parameters:
+                p.requires_grad_(step < 4 or p is model.lm_head.weight)
         if what == "later" and step == 3:
             state = copy.deepcopy(optimizer.state_dict())
             detach_l2l(model)
@@ -232,16 +235,16 @@ def test_parameters_and_state_that_a_program_changes(pool, what):
     assert pool(2).run(changed, what) == [alone, alone]
 
 
-@pytest.mark.parametrize("what", ["frozen", "later", pytest.param("cleared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["frozen", "later", "head", pytest.param("cleared", marks=pytest.mark.slow)])
 def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
-    """What is frozen keeps its owner, which has its state."""
+    """What is frozen keeps its owner, which has its state; hosts do not take another backward for the last one."""
     alone = pool(1).run(changed, what)[0]
     assert pool(2).run(on_hosts, 2, changed, what) == [alone, alone]
 
 
-def frozen_in_accumulation() -> tuple[str, list[float], list[int]]:
+def frozen_in_accumulation() -> tuple[str, list[float], list[tuple[int, int]]]:
     """Steps of two micro-batches, in the second of which the embeddings are frozen: digest of the weights, norms of
-    the gradients, and how many calls wait for the end of this rank after each step."""
+    the gradients, and, after each backward, how many calls wait for the end of this rank and the bytes of its sums."""
     is_rank = distributed.is_initialized()
     numbers = [distributed.get_rank()] if is_rank else [0, 1]
     torch.manual_seed(0)
@@ -254,10 +257,11 @@ def frozen_in_accumulation() -> tuple[str, list[float], list[int]]:
             for number in numbers:
                 batch = batch_for(model, seed=100 * step + 10 * micro + number)
                 (model(**batch).loss / (1 if is_rank else 2)).backward()
+            if is_rank:
+                waiting.append((len(eps.team.peers.state.far_calls), eps._gradient_bytes()))
         norms.append(float(eps.clip_grad_norm_(0.1)))
         optimizer.step()
         optimizer.zero_grad()
-        waiting.append(len(eps.team.peers.state.far_calls) if is_rank else 0)
     detach_l2l(model)
     return digest(*model.parameters()), norms, waiting
 
@@ -267,7 +271,7 @@ def test_what_is_frozen_within_an_accumulation_keeps_its_sum(pool, hosts):
     alone = pool(1).run(frozen_in_accumulation)[0]
     for *found, waiting in pool(2).run(on_hosts, hosts, frozen_in_accumulation):
         assert found == [*alone[:2]]
-        assert waiting == waiting[:1] * 3
+        assert waiting == waiting[:1] * 6
 
 
 def one_leaves(late: int) -> str:
