@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from typing import Any
 
@@ -17,6 +18,8 @@ from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.layerwise_step import places_of
 from hf_l2l.optim.rows_step import RowsStep
+from hf_l2l.ranks import far_ranks
+from hf_l2l.ranks.messages import LANDED
 from hf_l2l.ranks.owners import dealt, shares_of_rows
 from hf_l2l.shared_eps import remote
 from host_cases import on_hosts
@@ -192,9 +195,6 @@ def changed(what: str) -> tuple[str, str]:
         if what == "frozen":
             for number, p in enumerate(parameters):
                 p.requires_grad_((number + step) % 3 != 0)
-        if what == "head":  # alone, after some steps
-            for p in parameters:
-                p.requires_grad_(step < 4 or p is model.lm_head.weight)
         if what == "later" and step == 3:
             state = copy.deepcopy(optimizer.state_dict())
             detach_l2l(model)
@@ -235,11 +235,43 @@ def test_parameters_and_state_that_a_program_changes(pool, what):
     assert pool(2).run(changed, what) == [alone, alone]
 
 
-@pytest.mark.parametrize("what", ["frozen", "later", "head", pytest.param("cleared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["frozen", "later", pytest.param("cleared", marks=pytest.mark.slow)])
 def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
-    """What is frozen keeps its owner, which has its state; hosts do not take another backward for the last one."""
+    """What is frozen keeps its owner, which has its state."""
     alone = pool(1).run(changed, what)[0]
     assert pool(2).run(on_hosts, 2, changed, what) == [alone, alone]
+
+
+def head_alone() -> int:
+    """How many steps are made, of which the last ones train the head alone, while the other host hears late of what
+    has landed."""
+    send = far_ranks._Last.__call__
+
+    def late(last: Any, message: bytes, until: float) -> None:
+        if message[0] == LANDED:
+            threading.Timer(0.05, send, (last, message, 0.0)).start()
+        else:
+            send(last, message, until)
+
+    torch.manual_seed(0)
+    model = MODELS["bert"]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(far_ranks._Last, "__call__", late)
+        eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
+        optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(6):
+            for name, p in model.named_parameters():
+                p.requires_grad_(step < 4 or name.startswith("classifier"))
+            model(**batch_for(model, seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        detach_l2l(model)
+    return step + 1
+
+
+def test_a_backward_of_fewer_layers_is_not_taken_for_another_one(pool):
+    """What hosts count goes on when what is trained changes."""
+    assert pool(2).run(on_hosts, 2, head_alone) == [6, 6]
 
 
 def frozen_in_accumulation() -> tuple[str, list[float], list[tuple[int, int]]]:
