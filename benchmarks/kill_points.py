@@ -139,7 +139,8 @@ def _run(training: Training, look: Callable[[hf.Trainer], Any] | None, there: Co
 
 
 def _resumed(training: Training) -> bool:
-    return training.resumes and get_last_checkpoint(training.folder) is not None
+    folders = (training.folder, training.options.get("l2l_realtime_checkpoint", training.folder))
+    return training.resumes and any(os.path.isdir(each) and get_last_checkpoint(each) for each in folders)
 
 
 def trainer_of(training: Training) -> hf.Trainer:
@@ -231,8 +232,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 def cuts(calls: list[str], checkpoint: Path) -> list[Fault]:
     """Within each file that is written: at its first byte, and in its middle. `checkpoint` is a whole one."""
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    named = [(at, call.split(" ")) for at, call in enumerate(calls, 1)]
-    opened = [(at, Path(path).name) for at, (name, path) in named if name in WRITERS]
+    named = [(at, call.split(" ", 1)) for at, call in enumerate(calls, 1)]
+    opened = [(at, Path(path).name) for at, (name, path) in named if name in WRITERS and Path(path).name in sizes]
     return [Fault(at, cut=cut) for at, name in opened for cut in (0, sizes[name] // 2)]
 
 

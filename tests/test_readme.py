@@ -101,7 +101,10 @@ def test_the_table_of_options_is_what_their_fields_say():
 def test_the_options_are_all_in_the_table():
     rows = table_rows("| `L2LConfig` |")
     # What `eps.wrap` and `copy_as` take, and what the Trainer logs, needs no option elsewhere.
-    names = ("devices", "optimizer", "save_dtype", "async_save", "merge_accumulation", "log_times")
+    names = (
+        *("devices", "optimizer", "save_dtype", "async_save"),
+        *("realtime_checkpoint", "realtime_every", "realtime_errors", "merge_accumulation", "log_times"),
+    )
     of_the_trainer = [f"`l2l_{name}`" for name in names]
     assert [row[1] for row in rows if not row[0]] == of_the_trainer
     in_both = [row for row in rows if row[1] not in of_the_trainer]

@@ -30,6 +30,14 @@ _LAYERS = 2
 """How many layers are copied at most."""
 
 
+class WithoutState:
+    """Stands for an optimizer whose state is saved by other means."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
 class ReservedFiles:
     """The files of a checkpoint whose values are written later."""
 
@@ -70,6 +78,9 @@ class ReservedFiles:
 class BackgroundSave:
     """One checkpoint that is being written."""
 
+    is_generation = False
+    """Whether it is one of `l2l_realtime_checkpoint`."""
+
     def __init__(
         self, eps: EagerParamServer, regions: Iterable[Region], finish: Callable[[], None], held: ExitStack
     ) -> None:
@@ -93,6 +104,8 @@ class BackgroundSave:
         ]
         Snapshot([others], room=0).write()
         self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0))
+        self.num_bytes = sum(region.values.numel() for found in (others, *regions_of) for region in found)
+        """Bytes of weights and optimizer state."""
         self._eps = eps
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()

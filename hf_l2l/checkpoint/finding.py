@@ -120,6 +120,27 @@ def newest_whole(run: Path, check: Callable[[Path], object] = check_whole) -> tu
     return None, passed_over
 
 
+def newest_of(folders: Sequence[Path]) -> tuple[Path | None, list[PassedOver]]:
+    """The newest whole checkpoint in several folders, as `newest_whole` finds that of each: of one training the one of
+    the later step, of others the one that was saved later."""
+    found: Path | None = None
+    passed_over: list[PassedOver] = []
+    for folder in folders:
+        newest, passed = newest_whole(folder)
+        passed_over += passed
+        if newest is not None and (found is None or _is_later(newest, found)):
+            found = newest
+    return found, passed_over
+
+
+def _is_later(checkpoint: Path, other: Path) -> bool:
+    one, two = read_manifest(checkpoint), read_manifest(other)
+    if one is not None and two is not None and one.run == two.run:
+        return one.step > two.step
+    at = [_written_at(c) if m is None else m.saved_at for c, m in ((checkpoint, one), (other, two))]
+    return at[0] > at[1]
+
+
 def _newest_first(run: Path) -> list[tuple[Path, Manifest | None, str | None]]:
     """The checkpoints in `run`, their manifests, and why one that has no readable manifest is not to be looked at."""
     links = [path for path in run.glob("checkpoint-*") if path.is_symlink() and _NAME.fullmatch(path.name)]
@@ -196,10 +217,11 @@ def _ours(run: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda each: (each[1].saved_at, each[1].step))
 
 
-def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | None:
+def checkpoint_to_resume(asked: str | bool | None, args: Any, others: Sequence[Path] = ()) -> str | bool | None:
     """What to resume from, `asked` as in `Trainer.train` with training arguments `args`: for True, the newest whole
-    checkpoint. Newer ones that are not whole are told in a warning; those of a Trainer that was interrupted are set
-    aside, if this process saves checkpoints.
+    checkpoint there and in `others`, folders with further ones; a folder of checkpoints stands for its newest one.
+    Newer ones that are not whole are told in a warning; those of a Trainer that was interrupted are set aside, if this
+    process saves checkpoints.
 
     Returns:
         A folder, whose files are those of its manifest, if it has one; True if there is no checkpoint, which
@@ -214,10 +236,11 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
     if not asked:
         return asked
     folder = Path(args.output_dir)
-    if args.should_save:
-        remove_interrupted(folder)
+    folders = [folder, *others]
+    for run in folders if args.should_save else ():
+        remove_interrupted(run)
     if asked is True:
-        found, passed_over = newest_whole(folder)
+        found, passed_over = newest_of(folders)
         if found is None and passed_over:
             raise ValueError(
                 f"resume_from_checkpoint=True needs a whole checkpoint in output_dir (got {folder}, where "
@@ -231,6 +254,8 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any) -> str | bool | No
                 logger.warning(f"{each.folder} is not resumed from, but {found} is: {each.reason}")
     else:
         found = Path(asked)
+        if not (found / STATE).exists() and checkpoints_in(found):  # a folder of real-time checkpoints
+            found = newest_whole(found)[0] or found
         if not found.is_dir():
             raise ValueError(
                 f"resume_from_checkpoint must be True, or the folder of a checkpoint (got {asked!r}, which is no "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+import hf_l2l
 from hf_l2l.cli.command import GOOD, Command, add_json, count_text, print_json
 
 
@@ -28,11 +30,11 @@ def _run(options: argparse.Namespace) -> int:
             f"--device names the device that --probe measures (got --device {options.device} without --probe); add "
             "--probe, or leave --device out"
         )
-    from hf_l2l.cli import surroundings
+    from hf_l2l import surroundings
 
     parts: dict[str, Callable[[], Any]] = {
         "versions": surroundings.versions,
-        "unsupported": surroundings.unsupported,
+        "unsupported": _unsupported,
         "system": surroundings.system,
         "devices": surroundings.devices,
         "page_locking": surroundings.page_locking,
@@ -46,6 +48,15 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found)))
     return GOOD
+
+
+def _unsupported() -> str | None:
+    """What is wrong with the versions, in one sentence; None if they are supported."""
+    try:
+        hf_l2l._check_versions(hf_l2l._SUPPORTED)
+    except (ImportError, PackageNotFoundError) as error:
+        return str(error)
+    return None
 
 
 def _or_failure(part: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
-from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
+from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles, WithoutState
 from hf_l2l.checkpoint.finding import check_weights, is_last_of_run, keep_only, rotate, run_of
 from hf_l2l.checkpoint.manifest import read_manifest, saved_with, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
@@ -33,6 +33,7 @@ from hf_l2l.checkpoint.staging import (
     JoinedStaging,
     Staging,
     remove_interrupted,
+    save_errors,
     saved_together,
     staged,
 )
@@ -56,13 +57,6 @@ def _log_error(kind: object, error: BaseException | None, traceback: object) -> 
     if isinstance(error, Exception):
         logger.error(str(error) or type(error).__name__)
     return isinstance(error, Exception)
-
-
-class _WithoutState:
-    """Stands for an optimizer whose state is saved by other means."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
 
 class CheckpointsMixin(ResumingMixin):
@@ -89,6 +83,9 @@ class CheckpointsMixin(ResumingMixin):
     """The files of the checkpoint that is begun now, if it is written in the background."""
     _l2l_saving: tuple[BackgroundSave, Callable[[], None]] | None = None
     """The checkpoint that is written in the background, and what is to be done when it is in its place."""
+    _l2l_is_generation = False
+    """Whether the checkpoint that is begun now is a generation of `l2l_realtime_checkpoint`."""
+    _l2l_saved_at: int | None = None  # the step of the last checkpoint that was begun
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Overridden for `l2l_save_dtype`; checkpoints (internal calls with a folder) keep the fp32 masters, which are
@@ -117,13 +114,17 @@ class CheckpointsMixin(ResumingMixin):
         self._l2l_has_begun = True
         # A training that goes on from a checkpoint is named in its manifest; one that goes back to it is another one.
         manifest = None if checkpoint is None else read_manifest(Path(checkpoint))
-        goes_on = manifest is not None and is_last_of_run(manifest, Path(self._get_output_dir(trial)))
+        goes_on = manifest is not None and all(is_last_of_run(manifest, run) for run in self._folders(trial))
         self._l2l_run = of_rank_0(manifest.run if manifest is not None and goes_on else uuid.uuid4().hex)
         found: tuple[int, int] = super()._init_training_state(
             max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
         )
         self._l2l_resumed = (None if checkpoint is None else run_of(Path(checkpoint))), self.state.global_step
         return found
+
+    def _folders(self, trial: Any) -> list[Path]:
+        """Where this training has its checkpoints."""
+        return [Path(self._get_output_dir(trial))]
 
     def _begin_again(self, checkpoint: str | None) -> None:
         """The device was out of memory, and `auto_find_batch_size` tries again: with the weights of the beginning."""
@@ -171,6 +172,7 @@ class CheckpointsMixin(ResumingMixin):
         if team is None and (not self.args.should_save or self.args.world_size > 1):  # a model without layers
             super()._save_checkpoint(model, trial)
             return
+        self._l2l_saved_at = self.state.global_step
         run = Path(self._get_output_dir(trial))
         target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         about = self.state.global_step, self._l2l_run or "", saved_with(type(self), vars(self._l2l_config()))
@@ -182,11 +184,12 @@ class CheckpointsMixin(ResumingMixin):
             with eps.updates.state_gathered() if isinstance(eps, SharedEagerParamServer) else nullcontext():
                 best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)
             return self._after_saving(target, best)
-        get_ready()
+        with save_errors(target):
+            get_ready()
         with ExitStack() as stack:
             staging = stack.enter_context(staged(target))
-            waits = self._l2l_in_loop and attached is not None and own_option(self.args, "l2l_async_save")
-            reserved = ReservedFiles() if waits else None
+            asked = self._l2l_is_generation or (self._l2l_in_loop and own_option(self.args, "l2l_async_save"))
+            reserved = ReservedFiles() if attached is not None and asked else None
             best = self._write_files(model, trial, staging, reserved)
             saving = None
             if attached is None or reserved is None:
@@ -194,13 +197,15 @@ class CheckpointsMixin(ResumingMixin):
             else:
                 commit = partial(self._commit, staging, about)
                 saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
+                saving.is_generation = self._l2l_is_generation
         if saving is None:
             self._after_saving(target, best)
             return
         state = copy.copy(self.state)  # that of this step, for callbacks
         state.log_history = list(state.log_history)
         self._l2l_saving = saving, partial(self._after_saving, target, best, state)
-        self._let_callbacks_wait()
+        if not self._l2l_is_generation:
+            self._let_callbacks_wait()
 
     def _get_ready(self, run: Path) -> None:
         """What is done before a checkpoint is begun in `run`."""
@@ -214,7 +219,7 @@ class CheckpointsMixin(ResumingMixin):
         """Write the files of a checkpoint, perhaps without values; returns where the best one is, or will be."""
         before: str | None = self.state.best_model_checkpoint
         number = self.state.best_global_step
-        if self.args.world_size > 1:
+        if self.args.world_size > 1 or self._l2l_is_generation:  # which is none of those that may be the best
             self.state.best_global_step = None  # else ranks wait there for each other, and one may have failed
         self._l2l_staging, self._l2l_reserved = staging, reserved
         # What is pushed must be in its place, and stay there.
@@ -223,11 +228,11 @@ class CheckpointsMixin(ResumingMixin):
             super()._save_checkpoint(model, trial)  # there, it finds no other checkpoints
             self.state.best_global_step = number
             best = staging.target.parent / f"{PREFIX_CHECKPOINT_DIR}-{number}"
-            known = bool(number) and (best == staging.target or self._is_ours(best, number))
+            of_run = number and not self._l2l_is_generation
+            known = bool(of_run and (best == staging.target or self._is_ours(best, number)))
             self.state.best_model_checkpoint = str(best) if known else before
-            if (
-                known or self.args.world_size > 1
-            ) and self.args.should_save:  # transformers looks for it beside the one that it writes
+            changed = known or self._l2l_is_generation or self.args.world_size > 1
+            if changed and self.args.should_save:  # transformers looks for it beside the one that it writes
                 self.state.save_to_json(str(staging.folder / TRAINER_STATE_NAME))
             return str(best) if known else before
         finally:
@@ -337,7 +342,7 @@ class CheckpointsMixin(ResumingMixin):
         if reserved is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        self.optimizer = _WithoutState()
+        self.optimizer = WithoutState()
         try:
             super()._save_optimizer_and_scheduler(output_dir)
         finally:

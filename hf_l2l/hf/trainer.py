@@ -55,6 +55,7 @@ from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.option_names import options_of_the_trainer
+from hf_l2l.realtime.trainer_part import RealtimeMixin
 from hf_l2l.report.log_entries import TokenCount, log_entries
 from hf_l2l.report.summary import summary
 from hf_l2l.shared_eps.server import ranks_text
@@ -63,7 +64,7 @@ from hf_l2l.shared_eps.server import ranks_text
 logger = logging.get_logger("transformers.hf_l2l")
 
 
-class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
+class L2LTrainerMixin(RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
     """Makes any subclass of transformers' `Trainer` run layer to layer: `class Mine(L2LTrainerMixin, DPOTrainer)`.
 
     It takes the arguments of that class; `make_l2l_trainer(DPOTrainer)` combines the two without a class statement.
@@ -294,7 +295,7 @@ class L2LTrainerMixin(CheckpointsMixin, AsOneDeviceMixin):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Overridden to finish the last update, to stop recording stall times, and to resume from the newest whole
         checkpoint; see `checkpoint_to_resume` for its errors."""
-        decide = partial(checkpoint_to_resume, resume_from_checkpoint, self.args)
+        decide = partial(checkpoint_to_resume, resume_from_checkpoint, self.args, self._generations())
         resume_from_checkpoint = decided_by_rank_0(decide)
         self._l2l_has_begun = False
         try:

@@ -29,6 +29,7 @@ from hf_l2l.config import (
 from hf_l2l.counts import OptionNames, parsed_devices
 from hf_l2l.option_names import argument, options_of_the_trainer
 from hf_l2l.ranks.team import launched_processes
+from hf_l2l.realtime.options import check_realtime
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -144,6 +145,32 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "for one process, and refused with several ranks (torchrun, `accelerate launch`)."
         },
     )
+    l2l_realtime_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder on a disk for real-time checkpoints: one after another is written in the background, as "
+            "with `l2l_async_save`, and the last whole one is kept, so that a crash loses the steps since then. "
+            "`resume_from_checkpoint=True` goes on from it if it is newer than those of `output_dir`. It has the form "
+            "of any checkpoint (`checkpoint-N`); `on_save` is not called. It is for one process, and refused with "
+            "several ranks, and for one training: what another one has written there is refused."
+        },
+    )
+    l2l_realtime_every: str = field(
+        default="auto",
+        metadata={
+            "help": 'After how many steps the next real-time checkpoint begins: a number, or "auto", which is the '
+            "first step after the one before is on the disk. What that writes in a day, and how many steps a crash "
+            "loses at most, is logged before the first one is there. If the disk needs longer than so many steps, "
+            "they wait for it."
+        },
+    )
+    l2l_realtime_errors: Literal["stop", "warn"] = field(
+        default="stop",
+        metadata={
+            "help": 'What happens when a real-time checkpoint cannot be written, as on a full disk: "stop" ends the '
+            'training with one sentence, "warn" goes on and tries again later. The last whole one is kept either way.'
+        },
+    )
     l2l_merge_accumulation: Literal["auto", "off"] = field(
         default="auto",
         metadata={
@@ -239,6 +266,7 @@ def refuse_conflicts(args: TrainingArguments) -> None:
             "l2l_async_save=True needs a system that writes to places in a file (got one without os.pwrite); leave it "
             "out"
         )
+    check_realtime(args)
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(
@@ -309,12 +337,14 @@ def _refuse_of_ranks(args: Any) -> None:
         )
     for name, remedy in (
         ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
+        ("l2l_realtime_checkpoint", "it writes those of one process; set save_steps"),
         ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),
         ("enable_jit_checkpoint", "a signal comes to ranks at different steps; set save_steps"),
         ("save_on_each_node", "ranks write one checkpoint, to a file system that all hosts share; leave it out"),
     ):
         if count > 1 and getattr(args, name, False):
-            raise ValueError(f"several ranks train without {name} (got {name}=True, and {count} ranks): {remedy}")
+            value = getattr(args, name)
+            raise ValueError(f"several ranks train without {name} (got {name}={value}, and {count} ranks): {remedy}")
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:

@@ -12,6 +12,7 @@ import pytest
 from cli_models import LLAMA, ran, written
 from hf_l2l.cli import verify
 from hf_l2l.cli.main import COMMANDS, _parser
+from training import SAVING, l2l_trainer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -31,8 +32,12 @@ def fields_in(text: str) -> list[str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_fields_are_told(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify, "_checked", lambda family, device: ("green", {}))
-    model = [] if command == "env" else [written(tmp_path, LLAMA)]
-    found = ran(capsys, command, *model, "--json").json
+    given = [] if command == "env" else [written(tmp_path, LLAMA)]
+    if command == "checkpoint":
+        l2l_trainer(tmp_path / "run", **SAVING).train()
+        capsys.readouterr()
+        given = [str(tmp_path / "run"), str(tmp_path / "kept")]
+    found = ran(capsys, command, *given, "--json").json
     assert sorted(fields_in(section(command))) == sorted(found)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import hf_l2l
 from cli_models import ran, refused
-from hf_l2l.cli import env, surroundings
+from hf_l2l import surroundings
+from hf_l2l.cli import env
 from hf_l2l.memory import host_limits
 from hf_l2l.probe import rates
 from hf_l2l.probe.figures import HardwareFigures

@@ -126,11 +126,20 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_optimizer": (["lamb"], ["lars"]),
     "l2l_save_dtype": (["bf16", "fp16"], ["fp8"]),
     "l2l_async_save": ([True], ["yes"]),
+    "l2l_realtime_every": ([], [0, "often"]),
+    "l2l_realtime_errors": ([], ["ignore"]),
     "l2l_merge_accumulation": (["off", "auto"], ["on"]),
     "l2l_log_times": ([False], ["no"]),
 }
 """Our options, likewise."""
-assert {*OURS, "l2l_spill_dir", "l2l_trace", "l2l_loss_scale_growth", "l2l_loss_scale_backoff"} == set(OWN_OPTIONS)
+assert {
+    *OURS,
+    "l2l_spill_dir",
+    "l2l_trace",
+    "l2l_realtime_checkpoint",
+    "l2l_loss_scale_growth",
+    "l2l_loss_scale_backoff",
+} == set(OWN_OPTIONS)
 
 
 def arguments_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -80,6 +80,9 @@ OF_THE_TRAINER: dict[str, Any] = {
     "l2l_merge_accumulation": "on",
     "l2l_log_times": "no",
     "l2l_async_save": "yes",
+    "l2l_realtime_checkpoint": 3,
+    "l2l_realtime_every": 0,
+    "l2l_realtime_errors": "ignore",
 }
 """Options that the Trainer's arguments alone have."""
 
@@ -157,6 +160,10 @@ def _no_places(scene: Scene) -> Act:
     return _with_model(l2l_async_save=True)(scene)
 
 
+def _in_one_folder(scene: Scene) -> Act:
+    return _with_model(output_dir="run", l2l_realtime_checkpoint="run")(scene)
+
+
 def _set(**options: Any) -> Case:
     return Case(shown(options), _with_model(options))
 
@@ -219,6 +226,9 @@ WITH_THE_TRAINER = [
     _trained(optim="lomo"),
     _trained(enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0),
     Case("`l2l_async_save=True`, on Windows", _no_places),
+    _trained(l2l_realtime_checkpoint="now", save_only_model=True),
+    _trained(l2l_realtime_every=5),
+    Case("`output_dir='run', l2l_realtime_checkpoint='run'`", _in_one_folder),
     Case("`accelerate launch --mixed_precision fp16`", _launched("ACCELERATE_MIXED_PRECISION", "fp16")),
     Case(
         "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`",
@@ -227,6 +237,10 @@ WITH_THE_TRAINER = [
     Case("`accelerate launch --dynamo_backend inductor`", _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
     Case("`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`", _each_alone),
     Case("`torchrun --nproc_per_node 4`, with `l2l_async_save=True`", _several("world_size", 4, l2l_async_save=True)),
+    Case(
+        "`torchrun --nproc_per_node 4`, with `l2l_realtime_checkpoint='now'`",
+        _several("world_size", 4, l2l_realtime_checkpoint="now"),
+    ),
     Case(
         "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`",
         _several("world_size", 4, auto_find_batch_size=True),

@@ -235,7 +235,7 @@ def test_parameters_and_state_that_a_program_changes(pool, what):
     assert pool(2).run(changed, what) == [alone, alone]
 
 
-@pytest.mark.parametrize("what", ["frozen", "later", pytest.param("cleared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["frozen", *(pytest.param(w, marks=pytest.mark.slow) for w in ("later", "cleared"))])
 def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
     """What is frozen keeps its owner, which has its state."""
     alone = pool(1).run(changed, what)[0]
@@ -298,7 +298,7 @@ def frozen_in_accumulation() -> tuple[str, list[float], list[tuple[int, int]]]:
     return digest(*model.parameters()), norms, waiting
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_frozen_within_an_accumulation_keeps_its_sum(pool, hosts):
     alone = pool(1).run(frozen_in_accumulation)[0]
     for *found, waiting in pool(2).run(on_hosts, hosts, frozen_in_accumulation):

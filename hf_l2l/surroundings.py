@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-import hf_l2l
 from hf_l2l.memory import host_limits
 from hf_l2l.probe.rates import device_name
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Pages
 from hf_l2l.runtime.worker import usable_cores
+from hf_l2l.version import __version__
 
 PACKAGES = (
     "torch",
@@ -50,8 +50,8 @@ PAGE_LOCK_TRIED = 2**20
 
 def versions() -> dict[str, str | None]:
     """Of the package, Python and what is used, by name."""
-    root = Path(hf_l2l.__file__).parents[1]
-    found: dict[str, str | None] = {"hf_l2l": hf_l2l.__version__, "revision": _revision(root)}
+    root = Path(__file__).resolve().parents[1]
+    found: dict[str, str | None] = {"hf_l2l": __version__, "revision": _revision(root)}
     found["python"] = platform.python_version()
     for package in PACKAGES:
         try:
@@ -59,15 +59,6 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
-
-
-def unsupported() -> str | None:
-    """What is wrong with the versions, in one sentence; None if they are supported."""
-    try:
-        hf_l2l._check_versions(hf_l2l._SUPPORTED)
-    except (ImportError, PackageNotFoundError) as error:
-        return str(error)
-    return None
 
 
 def _revision(root: Path) -> str | None:
