@@ -80,7 +80,8 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         """Only generations of this training are deleted; others would stay, and be taken for its own."""
         others: list[str] = []
         with suppress(OSError):  # it is told when a generation is begun
-            others = [each.name for each in checkpoints_in(folder) if not self._is_own(each)]
+            runs = [(each.name, run_of(each)) for each in checkpoints_in(folder)]
+            others = [name for name, run in runs if run not in (None, self._l2l_run, self._l2l_resumed[0])]
         if others:
             raise ValueError(
                 "l2l_realtime_checkpoint must be a folder of this training (got "
@@ -88,7 +89,9 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             )
 
     def _is_own(self, checkpoint: Path) -> bool:
-        return run_of(checkpoint) in (self._l2l_run, self._l2l_resumed[0])
+        """Whether this training has written it; damaged ones, and those of `Trainer`, are nobody's to delete."""
+        run = run_of(checkpoint)
+        return bool(run) and run in (self._l2l_run, self._l2l_resumed[0])
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any

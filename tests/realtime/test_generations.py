@@ -210,6 +210,16 @@ def test_those_of_another_training_are_refused(tmp_path):
     check_whole(before)
 
 
+def test_a_damaged_one_stays_for_somebody_to_look_at(tmp_path):
+    realtime(tmp_path / "run").train()
+    (before,) = checkpoints_in(tmp_path / "now")
+    (before / manifest.MANIFEST).write_text("damaged")
+    damaged = before.rename(before.with_name("checkpoint-99"))
+    made = realtime(tmp_path / "again")
+    made.train()
+    assert [each.name for each in checkpoints_in(tmp_path / "now")] == ["checkpoint-4", damaged.name]
+
+
 def test_the_newest_one_stays_though_the_clock_goes_back(tmp_path, monkeypatch):
     times = iter(range(10_000, 0, -1))
     monkeypatch.setattr(manifest.time, "time", lambda: float(next(times)))
