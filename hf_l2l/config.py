@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hf_l2l.combinations import check_together
 from hf_l2l.counts import (
     OptionNames,
     check_budget,
@@ -24,6 +25,7 @@ from hf_l2l.counts import (
     check_num_threads,
     check_prefetch,
     check_seconds,
+    check_state_window,
     check_ubatch_size,
     is_whole_number,
 )
@@ -45,6 +47,7 @@ ChunkedLoss = Literal["auto", "off"]
 HeadDevice = Literal["auto", "first"]
 BoundaryPlace = Literal["auto", "device", "host"]
 Reduce = Literal["auto", "host", "device"]
+StateTier = Literal["host", "disk"]
 
 
 def _described(default: Any, help: str) -> Any:
@@ -127,6 +130,23 @@ class L2LConfig(OptionNames):
         "kept",
         'With `cmp`, the 16-bit copies that travel: "kept" on the host (2 bytes per parameter) and made once per '
         'update, or made whenever a layer travels ("per_sweep"), which holds up the thread that drives the device.',
+    )
+    state_tier: StateTier = _described(
+        "host",
+        'Where masters and optimizer state are between their uses: in "host" memory, or on "disk", for models whose '
+        "state host memory does not hold. They are in files without names in `state_dir`, and pass through host "
+        "memory layer by layer, in the order of sweeps and updates. The bits are the same.",
+    )
+    state_dir: str | os.PathLike[str] | None = _described(
+        None,
+        'With `state_tier="disk"`, the folder of the files, on a fast disk of this machine. Nothing is left in it '
+        "when the process has ended, however it ends. None takes the system's folder for temporary files.",
+    )
+    state_window: int = _described(
+        4,
+        'With `state_tier="disk"`, the host memory that masters and state may take, as a number of layers, at least '
+        "2: those of the largest layer, so many times. A large embedding or head takes its own bytes, and those of "
+        "one layer, if that is more.",
     )
     nonfinite: Nonfinite = _described(
         "raise",
@@ -261,7 +281,7 @@ class L2LConfig(OptionNames):
         for name in LAYER_COUNTS:
             check_layer_count(getattr(self, name), option(name))
         self._check_loss_scale()
-        self._check_together()
+        check_together(self)
         check_prefetch(self.prefetch, option("prefetch"))
         check_gradient_slots(self.gradient_slots, option("gradient_slots"))
         if self.trace is not None:
@@ -270,6 +290,10 @@ class L2LConfig(OptionNames):
         if self.spill_dir is not None:
             check_folder_path(self.spill_dir, option("spill_dir"))
             object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
+        check_state_window(self.state_window, option("state_window"))
+        if self.state_dir is not None:
+            check_folder_path(self.state_dir, option("state_dir"))
+            object.__setattr__(self, "state_dir", os.fspath(self.state_dir))
         check_num_threads(self.num_threads, option("num_threads"))
         check_seconds(self.rank_timeout, option("rank_timeout"))
         check_budget(self.device_memory_budget, option("device_memory_budget"))
@@ -296,49 +320,6 @@ class L2LConfig(OptionNames):
                     f"cmp={self.cmp!r}); leave it out, or use cmp='fp16'"
                 )
 
-    def _check_together(self) -> None:
-        if self.cmp == "fp16" and self.eps_update == "eager":
-            raise ValueError(EAGER_FP16)
-        if self.nonfinite == "skip" and self.eps_update == "eager":
-            raise ValueError(
-                "eps_update='eager' updates layers before it is known whether the gradients of others are finite, so "
-                f"no step can be skipped (got {option('nonfinite')}='skip'); use eps_update='deferred', or "
-                f"{option('nonfinite')}='raise'"
-            )
-        if self.boundary == "host" and self.stash == "device":
-            raise ValueError(
-                f"{option('boundary')}='host' passes what is in the stash from layer to layer, so it needs "
-                f"stash='host', 'disk' or 'auto' (got stash={self.stash!r}); set stash='host', or leave "
-                f"{option('boundary')} out"
-            )
-        if self.spill_dir is not None and self.stash not in ("disk", "auto"):
-            raise ValueError(
-                f"{option('spill_dir')} is for layer inputs on disk, so it needs stash='disk' or 'auto' (got "
-                f"{option('spill_dir')}={self.spill_dir!r} with stash={self.stash!r}); set stash='disk', or leave "
-                f"{option('spill_dir')} out"
-            )
-        if self.device_stash and self.stash == "device":
-            raise ValueError(
-                f"{option('device_stash')} is for layers whose inputs stay on the device while those of others leave "
-                f"(got {option('device_stash')}={self.device_stash} with stash='device', where all stay); set "
-                f"stash='host', or leave {option('device_stash')} out"
-            )
-        if self.resident_update == "host" and self.resident == "none" and not self.resident_layers:
-            raise ValueError(
-                f"{option('resident_update')} is for resident weights (got 'host' with {option('resident')}='none'); "
-                f"set {option('resident')} or {option('resident_layers')}, or leave it out"
-            )
-        if self.resident == "all" and self.resident_layers:
-            raise ValueError(
-                f"{option('resident')}='all' has all layers (got {option('resident_layers')}={self.resident_layers} "
-                f"with it); leave {option('resident_layers')} out, or use {option('resident')}='shell'"
-            )
-        if self.host_copies == "per_sweep" and self.cmp is None:
-            raise ValueError(
-                f"{option('host_copies')} is about the 16-bit copies of cmp (got {option('host_copies')}='per_sweep' "
-                "with cmp=None, where the masters themselves travel); leave it out, or set cmp"
-            )
-
 
 LAYER_COUNTS = ("resident_layers", "kept_weights", "kept_graphs", "device_stash")
 """Options that are a number of layers of the model, which has at least as many."""
@@ -355,6 +336,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
     "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
     "head_device": (HeadDevice, "use 'first' for the bits of one device"),
+    "state_tier": (StateTier, "use 'disk' for a model whose state host memory does not hold"),
     "reduce": (Reduce, "leave it at 'auto', which measures"),
     "eps_update": (EpsUpdate, "leave it at 'auto', or use 'serial' to have all updates made in optimizer.step()"),
 }
@@ -367,11 +349,6 @@ _LOSS_SCALE: dict[str, tuple[float, float, str]] = {
     "loss_scale_interval": (0.0, sys.float_info.max, "at least 1"),
 }
 """Option -> what it lies between, and the rule in words. The defaults are torch's values."""
-
-EAGER_FP16 = (
-    "eps_update='eager' updates layers before it is known whether a gradient of another one overflows in fp16 (got "
-    "cmp with fp16); use eps_update='deferred', which knows and gives the same bits as 'serial', or cmp='bf16'"
-)
 
 
 def help_text(options: Iterable[Field[Any]]) -> str:

@@ -19,7 +19,16 @@ from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
-from hf_l2l.runtime.tensors import can_move, is_plain, is_quantized, on_meta, sharing_memory, size_text, tensor_bytes
+from hf_l2l.runtime.tensors import (
+    can_move,
+    is_plain,
+    is_quantized,
+    on_meta,
+    parts_of,
+    sharing_memory,
+    size_text,
+    tensor_bytes,
+)
 
 T = TypeVar("T")
 
@@ -55,6 +64,8 @@ class HostMemory:
         self.masters = masters
         self.progress = progress
         self._pages: WeakSet[Pages] = WeakSet()
+        self.moves_masters = True
+        """Whether masters that are uploaded themselves move to page-locked memory."""
         self._gradients_placed_at = 0
         """`masters.changes` when memory for gradients was allocated."""
         self._is_refused = False
@@ -127,12 +138,11 @@ class HostMemory:
             master.upload_parts = [None] * len(master.parts)
             master.copy_room = master.copy = None
             master.refused_bytes = 0
-            # What a quantized parameter holds are ordinary tensors, which can have other memory behind its back.
-            moves = can_move if is_quantized(p) else is_plain
+            may_move = movable_parts(p, sharing) if self.moves_masters else []
             for number, (part, dtype) in enumerate(precision.of_parts(p)):
                 if dtype != part.dtype:
                     copied.add(master)
-                if precision.keeps_copies if master in copied else moves(part) and part not in sharing:
+                if precision.keeps_copies if master in copied else part in may_move:
                     chosen.append((master, number))
                     with without_interception():
                         likes.append(torch.empty_like(part, dtype=dtype, device="meta", requires_grad=False))
@@ -152,7 +162,7 @@ class HostMemory:
                     master.upload_parts[number], master.copy_room = part, room
                 elif locked:
                     master.upload_parts[number] = part
-                    _move(master.parts[number], room.tensor_of(part.piece))
+                    move(master.parts[number], room.tensor_of(part.piece))
         if not locked:
             for master in masters:
                 master.refused_bytes = tensor_bytes([master.parameter])
@@ -236,14 +246,15 @@ class HostMemory:
     @property
     def is_locked(self) -> bool:
         """Whether uploads do not block the host, since all masters or copies are page-locked."""
-        return stream.can_page_lock(self.device) and not self._is_refused
+        keeps = self.moves_masters or (self.masters.precision.is_mixed and self.masters.precision.keeps_copies)
+        return stream.can_page_lock(self.device) and not self._is_refused and keeps
 
     def release(self) -> None:
         """Release the page-locked memory: masters move to ordinary memory of their own."""
         for master in self.masters.on_host():
             for p, part in zip(master.parts, master.upload_parts, strict=True):
                 if part is not None and p.data_ptr() == part.block.addresses[part.number] != 0:
-                    _move(p, torch.empty_like(p, requires_grad=False))
+                    move(p, torch.empty_like(p, requires_grad=False))
         for pages in list(self._pages):
             pages.unlock()
         stream.forget_refusal(self.device)  # for the next model
@@ -317,7 +328,14 @@ def gradient_layout(masters: Sequence[Master]) -> Layout:
     return Layout((m.gradient_like for m in masters), ALIGNMENT // 2 if halved else ALIGNMENT)
 
 
-def _move(master: torch.Tensor, to: torch.Tensor) -> None:
+def movable_parts(parameter: torch.Tensor, sharing: set[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of a parameter that can be moved to other memory; not those in `sharing`, whose memory others use."""
+    # What a quantized parameter holds are ordinary tensors, which can have other memory behind its back.
+    moves = can_move if is_quantized(parameter) else is_plain
+    return [part for part in parts_of(parameter) if moves(part) and part not in sharing]
+
+
+def move(master: torch.Tensor, to: torch.Tensor) -> None:
     """Move `master` to the memory of `to`, with its own values."""
     # The version stays, so that autograd does not refuse the backward of a graph that uses the master.
     with torch.no_grad(), version_kept(master):

@@ -2,8 +2,7 @@
 
 - "serial" (L2L, arXiv:2002.05645, first text, figure 2b): all layers are updated in `optimizer.step()`.
 - "deferred": `optimizer.step()` takes the gradients and returns; background threads update layer after layer in the
-  order of the next forward, which waits for each layer's update before it uses the layer. The norm is known by then,
-  so clipping is exact; gradients are scaled in the background, too.
+  order of the next forward, which waits for each layer's update. The norm is known by then, so clipping is exact.
 - "eager" (L2L-p, figure 2c): each layer is updated during the backward, when the gradients of all its calls in this
   step have arrived. The norm of all gradients is not known yet, so there is no clipping.
 
@@ -32,33 +31,14 @@ from hf_l2l.eps.nonfinite import check_finite
 from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
-from hf_l2l.optim.layerwise_check import CLOSURE, can_split
-from hf_l2l.optim.layerwise_step import Part, Places, SplitStep, parameters_of, places_of
+from hf_l2l.optim.layerwise_check import can_split, why_in_parts
+from hf_l2l.optim.layerwise_step import Part, SplitStep, parameters_of, places_of
+from hf_l2l.optim.optimizer_entry import OptimizerEntry
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import RaisedIn
 from hf_l2l.runtime.observer import aside
 from hf_l2l.runtime.worker import Modes, OwnWork, Task, Worker
-
-
-class OptimizerEntry:
-    """The record of one optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, splits: bool) -> None:
-        self.splits = splits
-        """True if it updates layer by layer, False if all layers at once."""
-        self.is_retired = False
-        """True if another optimizer updates the masters instead, until this one steps again."""
-        self.shapes = [p.shape for p in parameters_of(optimizer)]
-        """Shapes of its parameters when its state was made."""
-        self.places: Places | None = None
-        """Groups and numbers of its parameters; found once per step, since eager updates need them for every layer."""
-        self.is_widened = False
-        """True while its state is fp32, for a step of all layers at once."""
-        self.step_hook: RemovableHandle
-        """The handle of `EagerParamServer.before_step`."""
-        self.handles: list[RemovableHandle] = []
-        """The handles of all hooks registered on it."""
 
 
 class Updates:
@@ -79,7 +59,13 @@ class Updates:
         self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
         self.always_splits = False
-        """Whether optimizers never update all layers at once."""
+        """Whether optimizers update layer by layer, if they can."""
+        self.must_split = why_in_parts() if self.in_parts else None
+        """Why they must be able to."""
+        self.around = _as_it_is
+        """Makes of an update, its optimizer and its masters what runs instead."""
+        self.stepped_whole = False
+        """Whether the last step was made for all layers at once."""
         self.steps = 0
         """Steps of the first optimizer so far, including skipped ones."""
         self.mode: Mode = update_mode(config.eps_update, gradients.device)
@@ -116,7 +102,7 @@ class Updates:
         is_later = self.mode == "deferred" and self.masters.has_streamed
         in_background = self.in_parts or self.always_splits or is_eager or is_later
         splits = (in_background or is_mixed) and can_split(
-            optimizer, eager=is_eager, in_parts=self.in_parts, has_resident=is_mixed
+            optimizer, eager=is_eager, why=self.must_split, has_resident=is_mixed
         )
         entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits and in_background)
         entry.handles = [
@@ -127,6 +113,10 @@ class Updates:
             entry.handles += keep_loaded_dtypes(optimizer)
         self._retire_others(optimizer)
         return entry
+
+    def add_handle(self, optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
+        """Remove a hook on an optimizer when this is released."""
+        self._entries[optimizer].handles.append(handle)
 
     def _retire_others(self, optimizer: torch.optim.Optimizer) -> None:
         """Retire optimizers whose trainable masters all belong to `optimizer`, too, or that have none of the model.
@@ -201,8 +191,10 @@ class Updates:
                 )
             self._retire_others(optimizer)
         self._refuse_changed()
-        if has_closure and self.in_parts:
-            raise ValueError(CLOSURE)
+        if has_closure and self.must_split is not None:
+            raise ValueError(
+                f"{self.must_split}: optimizer.step() takes no closure (got one); call it after backward()"
+            )
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool, step: FrameType) -> None:
         """Begin the updates of a step of `optimizer` with the present gradients, or leave them to its own `step()`,
@@ -217,7 +209,8 @@ class Updates:
             sums = [(m, gradient) for m in masters if (gradient := m.parameter.grad) is not None]
         for master in masters:
             master.calls, master.arrivals, master.taken_norm = 0, 0, None
-        if not entry.splits or has_closure or has_later_hook:
+        self.stepped_whole = not entry.splits or has_closure or has_later_hook
+        if self.stepped_whole:
             for tensor in (*(gradient for _, gradient in sums), *parameters):
                 settle(tensor)  # makes it an ordinary tensor: some optimizers check the type
             self._timeline.start_update()
@@ -301,7 +294,7 @@ class Updates:
                     if in_step:
                         self.eager.begin(optimizer, masters)
                     run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
-                    self.worker.submit(update.task, run, modes)
+                    self.worker.submit(update.task, self.around(run, optimizer, masters), modes)
                     self._begun.append(update.task)
             if resident:
                 self._update_on_device(step, {master: gradients[master] for master in resident})
@@ -364,6 +357,11 @@ class Updates:
         optimizers, self._entries = list(self._entries), WeakKeyDictionary()
         self.worker.close()
         return optimizers
+
+
+def _as_it_is(run: Callable[[], None], optimizer: torch.optim.Optimizer, masters: list[Master]) -> Callable[[], None]:
+    """The update itself."""
+    return run
 
 
 def carry_out(

@@ -7,7 +7,7 @@ layer, for which the thread that drives the device then waits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,6 +51,16 @@ class Sources(NamedTuple):
     """All of them in one host tensor (uint8, one dimension), in the unit's layout; None if they lie apart."""
 
 
+class Uses(Protocol):
+    """Brings masters to host memory."""
+
+    def use_unit(self, unit: MasterUnit) -> None:
+        """All of `unit` are about to be read."""
+
+    def use_one(self, master: Master) -> None:
+        """One in no layer is about to be read."""
+
+
 class Copies:
     """The 16-bit copies of masters, with the bits of `master.to(dtype)`; if kept, they are made once per update."""
 
@@ -58,6 +68,8 @@ class Copies:
         self.precision = masters.precision
         self._masters = masters
         self._memory = memory
+        self.uses: Uses | None = None
+        """Told of masters that are about to be read: they may be on disk."""
 
     def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> Sources:
         """What is uploaded of `unit`; waits for updates.
@@ -69,13 +81,17 @@ class Copies:
             stage: the memory for copies if none are kept; without it they are new tensors.
         """
         unit.wait()
-        if not self.precision.is_mixed:
+        uses = self._uses()
+        if uses is not None:
+            uses.use_unit(unit)
+        # What is on disk cannot be page-locked: it travels through memory that is.
+        if not self.precision.is_mixed and (stage is None or uses is None):
             with without_interception():
                 return self._together(unit, list(unit.parts))
         # no_grad last: leaving inference mode turns gradients on, and a copy with a graph would keep its master alive.
         with without_interception(), torch.inference_mode(False), torch.no_grad():
-            if not self.precision.keeps_copies:
-                return self._made(unit, stage, self._memory)
+            if uses is not None or not self.precision.keeps_copies:
+                return self._made(unit, stage, self._memory, whole=uses is not None)
             sources: list[torch.Tensor] = []
             for part, owner, dtype in zip(unit.parts, unit.owners, unit.dtypes, strict=True):
                 sources.append(part if dtype == part.dtype else self._current(unit.masters[owner], dtype))
@@ -85,10 +101,17 @@ class Copies:
         """One part of `unit` where it is, in the dtype of the device; waits for the update of its parameter."""
         master, part, dtype = unit.masters[unit.owners[number]], unit.parts[number], unit.dtypes[number]
         master.wait()
+        uses = self._uses()
+        if uses is not None:
+            uses.use_one(master)
         if dtype == part.dtype:
             return part
         with without_interception(), torch.inference_mode(False), torch.no_grad():
             return self._current(master, dtype) if self.precision.keeps_copies else part.to(dtype)
+
+    def _uses(self) -> Uses | None:
+        """What is told of masters that are read; none if their copies are read instead."""
+        return None if self.precision.is_mixed and self.precision.keeps_copies else self.uses
 
     def _current(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """The kept copy of a master for which no update is under way; it is renewed if that is needed.
@@ -111,10 +134,10 @@ class Copies:
         return Sources(sources, block.flat)
 
     @staticmethod
-    def _made(unit: MasterUnit, stage: Stage | None, host: HostMemory) -> Sources:
+    def _made(unit: MasterUnit, stage: Stage | None, host: HostMemory, *, whole: bool) -> Sources:
         if stage is None:
             return Sources([part.to(dtype) for part, dtype in zip(unit.parts, unit.dtypes, strict=True)], None)
-        short = [number for number, part in enumerate(unit.parts) if unit.dtypes[number] != part.dtype]
+        short = [number for number, part in enumerate(unit.parts) if whole or unit.dtypes[number] != part.dtype]
         is_whole = len(short) == len(unit.parts)
         layout = unit.layout if is_whole else Layout(unit.likes[number] for number in short)
         flat, sources = stage.memory(host, layout.num_bytes), list(unit.parts)

@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.budget.watch import PlanWatch
 from hf_l2l.budget.within import budget_bytes, plan_within
-from hf_l2l.config import EAGER_FP16, L2LConfig
+from hf_l2l.combinations import EAGER_FP16
+from hf_l2l.config import L2LConfig
 from hf_l2l.device.layer_device import head_places
 from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.engine.by_rows import ByRows
@@ -59,6 +60,7 @@ from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
 from hf_l2l.runtime import stream
 from hf_l2l.shared_eps.server import eps_type
 from hf_l2l.stash.tiers import Tiers, spill_file
+from hf_l2l.state_tier.server import DiskEagerParamServer, check_state_tier
 
 _ATTRIBUTE = "_l2l"
 logger = logging.getLogger("hf_l2l")
@@ -267,6 +269,7 @@ def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> E
         spilled = spill_file(config, device, len(layers))
         if spilled is not None:
             spilled.check()
+        check_state_tier(model, config)
     move_to_host(model)
     turn_off_activation_checkpointing(model)
     if trains and dtype is None:
@@ -305,7 +308,9 @@ def _attach(
     layers, device = list(places), devices[0]
     timeline = Timeline(device, model, layers, trace_of_rank(config.trace), devices[1:])
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
-    eps = eps_type(met_team(config.rank_timeout))(
+    on_disk = config.state_tier == "disk"
+    make_eps = DiskEagerParamServer if on_disk else eps_type(met_team(config.rank_timeout))
+    eps = make_eps(
         model,
         device,
         config,

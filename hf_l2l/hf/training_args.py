@@ -24,6 +24,7 @@ from hf_l2l.config import (
     Resident,
     ResidentUpdate,
     StashPlace,
+    StateTier,
     help_text,
 )
 from hf_l2l.counts import OptionNames, parsed_devices
@@ -90,6 +91,9 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_grad_dtype: GradDtype = _as_configured("grad_dtype")
     l2l_moment_dtype: MomentDtype = _as_configured("moment_dtype")
     l2l_host_copies: HostCopies = _as_configured("host_copies")
+    l2l_state_tier: StateTier = _as_configured("state_tier")
+    l2l_state_dir: str | None = _as_configured("state_dir")
+    l2l_state_window: int = _as_configured("state_window")
     l2l_nonfinite: Nonfinite = _as_configured("nonfinite")
     l2l_resident: Resident = _as_configured("resident")
     l2l_resident_layers: int = _as_configured("resident_layers")
@@ -337,6 +341,7 @@ def _refuse_of_ranks(args: Any) -> None:
         )
     for name, remedy in (
         ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
+        ("l2l_state_dir", "the state on disk is that of one process; leave it out"),
         ("l2l_realtime_checkpoint", "it writes those of one process; set save_steps"),
         ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),
         ("enable_jit_checkpoint", "a signal comes to ranks at different steps; set save_steps"),

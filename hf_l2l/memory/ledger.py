@@ -17,10 +17,22 @@ from hf_l2l.runtime.tensors import size_text
 
 MASTERS, GRADIENTS, MOMENTS, COPIES = "masters", "gradients", "moments", "copies"
 HOST_STASH, NORMS, TRANSIENTS = "stash", "norm rooms", "optimizer transients"
-BEING_SAVED = "layers being saved"
+BEING_SAVED, STATE_WINDOW = "layers being saved", "window of state on disk"
 SIMULATED, OTHER = "simulated device", "Python, libraries and other"
 
-HOST_NAMES = (MASTERS, GRADIENTS, MOMENTS, COPIES, HOST_STASH, NORMS, TRANSIENTS, BEING_SAVED, SIMULATED, OTHER)
+HOST_NAMES = (
+    MASTERS,
+    GRADIENTS,
+    MOMENTS,
+    COPIES,
+    HOST_STASH,
+    NORMS,
+    TRANSIENTS,
+    BEING_SAVED,
+    STATE_WINDOW,
+    SIMULATED,
+    OTHER,
+)
 """The names of all host memory, in the order in which they are shown."""
 
 

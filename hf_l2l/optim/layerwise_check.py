@@ -59,18 +59,17 @@ def why_not_layer_local(optimizer: torch.optim.Optimizer) -> str | None:
     return f"it cannot be tried on small tensors ({failures[0]})"
 
 
-CLOSURE = (
-    "optimizer.step() takes no closure with grad_dtype='16bit' or moment_dtype='bf16', which are made fp32 a layer at "
-    "a time (got one); call step() after backward()"
-)
+def why_in_parts() -> str:
+    """Why an optimizer must update layer by layer if gradients or state are kept in 16 bits."""
+    return f"{option('grad_dtype')}='16bit' and {option('moment_dtype')}='bf16' are made fp32 a layer at a time"
 
 
-def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, has_resident: bool = False) -> bool:
+def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, why: str | None, has_resident: bool = False) -> bool:
     """Whether `optimizer` can update layer by layer; warns if it must update all layers at once.
 
     Raises:
-        ValueError: if it must, and updates are `eager`, or gradients or state are kept in 16 bits (`in_parts`), or
-            parameters are on the host and on the device (`has_resident`).
+        ValueError: if it must, and updates are `eager`, or there is a reason `why` it may not, or parameters are on
+            the host and on the device (`has_resident`).
     """
     reason = why_not_layer_local(optimizer)
     if reason is None:
@@ -87,11 +86,8 @@ def can_split(optimizer: torch.optim.Optimizer, *, eager: bool, in_parts: bool, 
             f"eps_update='eager' updates a layer as soon as its gradients are there, but {rule}; use "
             "eps_update='serial'"
         )
-    if in_parts:
-        raise ValueError(
-            f"{option('grad_dtype')}='16bit' and {option('moment_dtype')}='bf16' are made fp32 a layer at a time, but "
-            f"{rule}; leave them out, or use torch.optim.AdamW"
-        )
+    if why is not None:
+        raise ValueError(f"{why}, but {rule}; leave them out, or use torch.optim.AdamW")
     warnings.warn(f"{rule}: it updates all of them in optimizer.step(), as eps_update='serial' does", stacklevel=5)
     return False
 

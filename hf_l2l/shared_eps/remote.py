@@ -17,10 +17,10 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import Update, hold_all, secure, taken_factors
-from hf_l2l.eps.updates import OptimizerEntry
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.layerwise_step import places_of
+from hf_l2l.optim.optimizer_entry import OptimizerEntry
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.ranks.messages import UPDATED
 from hf_l2l.ranks.owners import shares_of_rows

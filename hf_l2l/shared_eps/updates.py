@@ -23,10 +23,11 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import Update, hold_all
-from hf_l2l.eps.updates import OptimizerEntry, Updates
+from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import parameters_of, places_of
+from hf_l2l.optim.optimizer_entry import OptimizerEntry
 from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores
 from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
 from hf_l2l.ranks.team import Team

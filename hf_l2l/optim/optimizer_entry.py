@@ -1,0 +1,28 @@
+"""`OptimizerEntry`: what the EPS knows about one optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hf_l2l.optim.layerwise_step import Places, parameters_of
+
+
+class OptimizerEntry:
+    """The record of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, splits: bool) -> None:
+        self.splits = splits
+        """True if it updates layer by layer, False if all layers at once."""
+        self.is_retired = False
+        """True if another optimizer updates the masters instead, until this one steps again."""
+        self.shapes = [p.shape for p in parameters_of(optimizer)]
+        """Shapes of its parameters when its state was made."""
+        self.places: Places | None = None
+        """Groups and numbers of its parameters; found once per step, since eager updates need them for every layer."""
+        self.is_widened = False
+        """True while its state is fp32, for a step of all layers at once."""
+        self.step_hook: RemovableHandle
+        """The handle of `EagerParamServer.before_step`."""
+        self.handles: list[RemovableHandle] = []
+        """The handles of all hooks registered on it."""

@@ -1,0 +1,231 @@
+"""`StateOnDisk`: the masters of a model, and the optimizer's state of them, in mapped files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_l2l.compat import without_interception
+from hf_l2l.eps.host_memory import Progress, movable_parts, move
+from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.optim.layerwise_step import parameters_of
+from hf_l2l.ranks.shared_pages import return_freed_memory
+from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.tensors import sharing_memory
+from hf_l2l.state_tier.disk import Disk
+from hf_l2l.state_tier.files import Segment
+from hf_l2l.state_tier.window import Order, Window
+
+_SMALL = 4096
+"""Bytes up to which a tensor of the optimizer's state stays in memory, such as the number of its steps."""
+
+Kept = dict[tuple[torch.Tensor, str], torch.Tensor]
+"""Parameter and key -> the tensor of an optimizer's state on disk."""
+
+
+@dataclass(eq=False)
+class DiskPart:
+    """Masters that are updated together: those of a layer, a large one by itself, or the small ones in no layer."""
+
+    name: str
+    in_layer: bool
+    masters: list[Master]
+    weights: Segment | None = None
+    """None if none of them could be moved."""
+    state: WeakKeyDictionary[torch.optim.Optimizer, list[Segment]] = field(default_factory=WeakKeyDictionary)
+
+    def weight_segments(self) -> list[Segment]:
+        """What holds the masters."""
+        return [] if self.weights is None else [self.weights]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of masters and state, in whole pages."""
+        segments = [*self.weight_segments(), *(each for of in list(self.state.values()) for each in of)]
+        return sum(segment.num_bytes for segment in segments)
+
+
+class StateOnDisk:
+    """Moves masters and optimizer state to disk, and brings them to memory before they are used."""
+
+    def __init__(self, masters: Masters, folder: str, layers: int, progress: Progress) -> None:
+        """Files are in `folder`; the window has room for so many `layers`."""
+        self._masters = masters
+        self._folder = folder
+        self._layers = layers
+        self._progress = progress
+        self.window = Window(Disk())
+        self.parts: list[DiskPart] = []
+        self._part_of: dict[Master, DiskPart] = {}
+        self._kept: WeakKeyDictionary[torch.optim.Optimizer, Kept] = WeakKeyDictionary()
+        self._adopted_at = 0
+        """`masters.changes` when masters were last moved."""
+        self._parts_of_unit: WeakKeyDictionary[MasterUnit, tuple[DiskPart, ...]] = WeakKeyDictionary()
+        self._sweeps: Order[tuple[DiskPart, ...]] = Order()
+        self._updates: Order[DiskPart] = Order()
+
+    @property
+    def on_disk(self) -> set[torch.Tensor]:
+        """The masters on disk."""
+        return {m.parameter for part in self.parts if part.weights is not None for m in part.masters}
+
+    def kept_of(self, optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+        """The tensors of the optimizer's state that are on disk."""
+        return set(self._kept.get(optimizer, {}).values())
+
+    def adopt(self) -> None:
+        """Move masters to disk that are new, or whose part has become another one; they stay the same objects.
+
+        Raises:
+            OSError: if the disk has no room.
+        """
+        if self._adopted_at == self._masters.changes:
+            return
+        self._adopted_at = self._masters.changes
+        before = {part.name: part for part in self.parts}
+        model = self._masters.model
+        sharing = sharing_memory([*model.parameters(), *model.buffers()])
+        self.parts, new = [], []
+        for name, masters in self._masters.parts(self._masters.on_host()):
+            part = before.get(name)
+            if part is None or part.masters != masters:
+                state = WeakKeyDictionary[torch.optim.Optimizer, list[Segment]]() if part is None else part.state
+                part = DiskPart(name, masters[0].layer_number > 0, masters, state=state)
+                new.append(part)
+            self.parts.append(part)
+        for part in self._progress(new, "Moving master weights to disk"):
+            self._move(part, sharing)
+        self._part_of = {master: part for part in self.parts for master in part.masters}
+        self._parts_of_unit.clear()
+        if new:
+            return_freed_memory()
+
+    def _move(self, part: DiskPart, sharing: set[torch.Tensor]) -> None:
+        tensors = [each for master in part.masters for each in movable_parts(master.parameter, sharing)]
+        layout = Layout(tensors)
+        if not layout.num_bytes:
+            return
+        part.weights = segment = Segment(self._folder, layout.num_bytes, by_rows=not part.in_layer)
+        self._resize()
+        self.window.use([segment], changes=True, is_new=True)
+        with without_interception():
+            for tensor, piece in zip(tensors, layout.pieces, strict=True):
+                move(tensor, segment.room(piece.start, piece.stop).tensor_of(piece))
+
+    def _resize(self) -> None:
+        sizes = [part.num_bytes for part in self.parts]
+        layer = max([part.num_bytes for part in self.parts if part.in_layer], default=0)
+        self.window.resize(*window_bytes(sizes, layer, self._layers))
+
+    # ---- use
+
+    def use_unit(self, unit: MasterUnit) -> None:
+        """The weights of `unit` are about to be read, in a sweep: have them in memory, and read ahead what follows."""
+        parts = self._parts_of_unit.get(unit)
+        if parts is None:
+            parts = tuple(dict.fromkeys(self._part_of[m] for m in unit.masters if m in self._part_of))
+            self._parts_of_unit[unit] = parts
+        self._use(parts)
+
+    def use_one(self, master: Master) -> None:
+        """A master in no layer is about to be read."""
+        part = self._part_of.get(master)
+        self._use(() if part is None else (part,))
+
+    def _use(self, parts: tuple[DiskPart, ...]) -> None:
+        if parts:
+            self.window.use(each for part in parts for each in part.weight_segments())
+            following = self._sweeps.next_after(parts)
+            self.window.read_ahead(each for part in following or () for each in part.weight_segments())
+
+    def around_update(
+        self, run: Callable[[], None], optimizer: torch.optim.Optimizer, masters: Sequence[Master]
+    ) -> Callable[[], None]:
+        """`run`, the update of `masters`, with masters and state in memory; state that it makes is moved to disk.
+
+        To be called when the update is submitted.
+        """
+        part = self._part_of.get(masters[0])
+        if part is None:
+            return run
+        following = self._updates.next_after(part)
+
+        def updated() -> None:
+            self.window.use([*part.weight_segments(), *part.state.get(optimizer, ())], changes=True)
+            if following is not None:
+                self.window.read_ahead([*following.weight_segments(), *following.state.get(optimizer, ())])
+            run()
+            self.keep(optimizer, part, masters)
+
+        return updated
+
+    # ---- state
+
+    def keep_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move all state of an optimizer to disk."""
+        of_optimizer = set(parameters_of(optimizer))
+        for part in self.parts:
+            self.keep(optimizer, part, [m for m in part.masters if m.parameter in of_optimizer])
+        return_freed_memory()
+
+    @torch.no_grad()
+    def keep(self, optimizer: torch.optim.Optimizer, part: DiskPart, masters: Iterable[Master]) -> None:
+        """Move state of `masters` to disk, as far as it is not there.
+
+        Raises:
+            OSError: if the disk has no room.
+        """
+        kept: Kept = self._kept.setdefault(optimizer, {})
+        new: list[tuple[dict[str, Any], tuple[torch.Tensor, str], torch.Tensor]] = []
+        with without_interception():
+            for master in masters:
+                state = optimizer.state.get(master.parameter) or {}
+                for key, value in state.items():
+                    if not _is_large(value):
+                        continue
+                    there = kept.get((master.parameter, key))
+                    if there is value:
+                        continue
+                    if there is not None and (there.dtype, there.shape) == (value.dtype, value.shape):
+                        state[key] = there.copy_(value)  # the step, or the program, has made it anew
+                    else:
+                        new.append((state, (master.parameter, key), value))
+            if not new:
+                return
+            layout = Layout(value for _, _, value in new)
+            segment = Segment(self._folder, layout.num_bytes)
+            part.state.setdefault(optimizer, []).append(segment)
+            self._resize()
+            self.window.use([segment], changes=True, is_new=True)
+            for (state, (parameter, key), value), piece in zip(new, layout.pieces, strict=True):
+                there = segment.room(piece.start, piece.stop).tensor_of(piece)
+                state[key] = kept[parameter, key] = there.copy_(value)
+
+    def release(self) -> None:
+        """End the threads. Tensors on disk stay there as long as they live."""
+        self.window.disk.close()
+        self._part_of, self.parts = {}, []
+
+
+def _is_large(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and value.nbytes > _SMALL
+    )
+
+
+def window_bytes(parts: Sequence[int], layer: int, layers: int) -> tuple[int, int]:
+    """Bytes of the window, and how many of them are for what is being written or read ahead.
+
+    Args:
+        parts: bytes of masters and state of each part.
+        layer: those of the largest layer.
+        layers: how many layers there is room for.
+    """
+    return max(layers * layer, max(parts, default=0) + layer), layer

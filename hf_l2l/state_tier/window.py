@@ -1,0 +1,154 @@
+"""`Window`: which segments are in host memory, of a bounded number of bytes; the others are on disk alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class Recent(Generic[KeyT]):
+    """What is in memory, by its last use: the rule by which the window and its estimate decide."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[KeyT, int] = OrderedDict()
+        self.num_bytes = 0
+
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._sizes
+
+    def touch(self, key: KeyT, num_bytes: int) -> None:
+        """`key`, of so many bytes, is used now."""
+        if key not in self._sizes:
+            self._sizes[key] = num_bytes
+            self.num_bytes += num_bytes
+        self._sizes.move_to_end(key)
+
+    def drop(self, key: KeyT) -> None:
+        """`key` will not be used again."""
+        self.num_bytes -= self._sizes.pop(key, 0)
+
+    def drop_oldest(self, most: int) -> list[KeyT]:
+        """Drop what has not been used for longest until at most so many bytes are left; returns it."""
+        dropped = []
+        while self._sizes and self.num_bytes > most:
+            key, num_bytes = self._sizes.popitem(last=False)
+            self.num_bytes -= num_bytes
+            dropped.append(key)
+        return dropped
+
+
+class Order(Generic[KeyT]):
+    """Tells what follows in a sequence that repeats, such as a sweep forward and one backward: what followed the last
+    time after the same two."""
+
+    def __init__(self) -> None:
+        self._before: tuple[KeyT | None, KeyT | None] = None, None
+        self._followed: dict[tuple[KeyT | None, KeyT | None], KeyT] = {}
+
+    def next_after(self, key: KeyT) -> KeyT | None:
+        """`key` is the next one of the sequence: what is expected after it, None if that is not known."""
+        if key != self._before[1]:
+            self._followed[self._before] = key
+            self._before = self._before[1], key
+        return self._followed.get(self._before)
+
+
+class Window:
+    """Segments in host memory, and those that are being written. What is used last stays longest.
+
+    The bytes are bounded as far as that is possible: what is used is always let in, and waits only for what is being
+    written. It is no lock: a segment that has been freed while somebody uses it is read again by the system, page by
+    page, with the same values.
+    """
+
+    def __init__(self, disk: Any) -> None:
+        """`disk` is a `Disk`, or what takes its place."""
+        self.disk = disk
+        self.limit = self._reserve = 0
+        self.peak = self.bytes_read = self.bytes_written = 0
+        self._lock = threading.Lock()
+        self._here: Recent[Any] = Recent()
+        self._changed: set[Any] = set()
+        self._arriving: dict[Any, Any] = {}
+        """Segment -> the transfer that reads it."""
+        self._leaving: dict[Any, Any] = {}
+        """Segment -> the transfer that writes it; it takes memory until that is over."""
+
+    def resize(self, limit: int, reserve: int) -> None:
+        """Hold at most `limit` bytes; of these, `reserve` are for what is being written or read ahead."""
+        self.limit, self._reserve = limit, reserve
+
+    def num_bytes(self) -> int:
+        """Bytes in memory now, those that are being written included."""
+        with self._lock:
+            return self._count()
+
+    def use(self, segments: Iterable[Any], *, changes: bool = False, is_new: bool = False) -> None:
+        """Have these segments in memory; waits until they have been read.
+
+        Args:
+            segments: what is used now.
+            changes: whether it is written to.
+            is_new: whether it has no values on disk yet.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        for segment in segments:
+            while (transfer := self._entered(segment, is_new=is_new, changes=changes)) is not None:
+                transfer.result()
+            arriving = self._arriving.get(segment)
+            if arriving is not None:
+                arriving.result()
+                self._arriving.pop(segment, None)
+
+    def read_ahead(self, segments: Iterable[Any]) -> None:
+        """Begin to read these segments, as far as there is room without waiting for what is being written."""
+        for segment in segments:
+            if self._entered(segment) is not None:
+                return
+
+    def _entered(self, segment: Any, *, is_new: bool = False, changes: bool = False) -> Any:
+        """Let a segment in, and begin to read it. If something must be written before, returns that transfer."""
+        with self._lock:
+            if segment in self._leaving and not self._leaving[segment].done():
+                return self._leaving[segment]
+            if segment not in self._here:
+                most = max(0, self.limit - self._reserve - segment.num_bytes)
+                for oldest in self._here.drop_oldest(most):
+                    self._begin_to_leave(oldest)
+                if self._count() + segment.num_bytes > self.limit and self._leaving:
+                    return next(iter(self._leaving.values()))
+                if not is_new:
+                    self._arriving[segment] = self.disk.read(segment)
+                    self.bytes_read += segment.num_bytes
+            self._here.touch(segment, segment.num_bytes)
+            if changes:
+                self._changed.add(segment)
+            self.peak = max(self.peak, self._count())
+            return None
+
+    def _begin_to_leave(self, segment: Any) -> None:
+        is_changed = segment in self._changed
+        self._changed.discard(segment)
+        self._arriving.pop(segment, None)
+        self.bytes_written += segment.num_bytes if is_changed else 0
+        self._leaving[segment] = self.disk.leave(segment, is_changed=is_changed)
+
+    def _count(self) -> int:
+        for segment in [each for each, transfer in self._leaving.items() if transfer.done()]:
+            self._leaving.pop(segment).result()  # raises what went wrong
+        leaving: int = sum(segment.num_bytes for segment in self._leaving)
+        return self._here.num_bytes + leaving
+
+    def forget(self, segments: Iterable[Any]) -> None:
+        """Nobody uses these segments any more."""
+        with self._lock:
+            for segment in segments:
+                self._here.drop(segment)
+                self._changed.discard(segment)
+                self._arriving.pop(segment, None)
