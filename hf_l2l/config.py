@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hf_l2l.combinations import EAGER_FP16 as EAGER_FP16
 from hf_l2l.combinations import check_together
 from hf_l2l.counts import (
     OptionNames,
@@ -281,6 +282,7 @@ class L2LConfig(OptionNames):
         for name in LAYER_COUNTS:
             check_layer_count(getattr(self, name), option(name))
         self._check_loss_scale()
+        check_state_window(self.state_window, option("state_window"))
         check_together(self)
         check_prefetch(self.prefetch, option("prefetch"))
         check_gradient_slots(self.gradient_slots, option("gradient_slots"))
@@ -290,7 +292,6 @@ class L2LConfig(OptionNames):
         if self.spill_dir is not None:
             check_folder_path(self.spill_dir, option("spill_dir"))
             object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
-        check_state_window(self.state_window, option("state_window"))
         if self.state_dir is not None:
             check_folder_path(self.state_dir, option("state_dir"))
             object.__setattr__(self, "state_dir", os.fspath(self.state_dir))

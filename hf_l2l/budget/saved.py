@@ -17,7 +17,7 @@ from hf_l2l.plan.planner import CHOSEN, Plan
 logger = logging.getLogger("hf_l2l")
 
 PLAN_FILE = "l2l_plan.json"
-_WITHOUT_EFFECT = ("device", "trace", "spill_dir", "num_threads")
+_WITHOUT_EFFECT = ("device", "trace", "spill_dir", "num_threads", "state_tier", "state_dir", "state_window")
 """Options that change nothing of a plan."""
 
 

@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.budget.watch import PlanWatch
 from hf_l2l.budget.within import budget_bytes, plan_within
-from hf_l2l.combinations import EAGER_FP16
-from hf_l2l.config import L2LConfig
+from hf_l2l.config import EAGER_FP16, L2LConfig
 from hf_l2l.device.layer_device import head_places
 from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.engine.by_rows import ByRows
@@ -54,13 +53,12 @@ from hf_l2l.model.stacks import CONTAINERS, LayerStack, find_stacks, has_weights
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.option_names import option
 from hf_l2l.plan.planner import Plan
-from hf_l2l.ranks.team import met_team, refuse_launcher_without_group, trace_of_rank
+from hf_l2l.ranks.team import refuse_launcher_without_group, trace_of_rank
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.rows.row_modules import input_embeddings, run_by_rows
 from hf_l2l.runtime import stream
-from hf_l2l.shared_eps.server import eps_type
 from hf_l2l.stash.tiers import Tiers, spill_file
-from hf_l2l.state_tier.server import DiskEagerParamServer, check_state_tier
+from hf_l2l.state_tier.server import check_state_tier, eps_of
 
 _ATTRIBUTE = "_l2l"
 logger = logging.getLogger("hf_l2l")
@@ -308,9 +306,7 @@ def _attach(
     layers, device = list(places), devices[0]
     timeline = Timeline(device, model, layers, trace_of_rank(config.trace), devices[1:])
     precision = Precision(model, dtype, gradients=config.grad_dtype, keeps_copies=config.host_copies == "kept")
-    on_disk = config.state_tier == "disk"
-    make_eps = DiskEagerParamServer if on_disk else eps_type(met_team(config.rank_timeout))
-    eps = make_eps(
+    eps = eps_of(config)(
         model,
         device,
         config,
@@ -331,8 +327,7 @@ def _attach(
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    found = (output_embedding(module, outside) for module in outside)
-    heads = {head for head in found if head is not None}
+    heads = {head for module in outside if (head := output_embedding(module, outside)) is not None}
     by_rows = ByRows(relay, input_embeddings(outside, layers) - heads)
     runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, heads.union(layers)), by_rows)
     if heads and config.chunked_loss == "auto" and not stream.shares_host_memory(device):

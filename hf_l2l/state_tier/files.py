@@ -34,12 +34,8 @@ class Segment:
         """
         self.num_bytes = -(-max(num_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
-        try:
-            os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
-            self._pages = mmap.mmap(self._file.fileno(), self.num_bytes)
-        except BaseException:
-            self._file.close()
-            raise
+        os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
+        self._pages = mmap.mmap(self._file.fileno(), self.num_bytes)
         if by_rows:
             self._pages.madvise(mmap.MADV_RANDOM)
 

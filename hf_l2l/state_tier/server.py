@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +19,12 @@ from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.host_limits import is_in_memory
 from hf_l2l.memory.ledger import STATE_WINDOW
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
+from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.option_names import option
-from hf_l2l.ranks.team import launched_processes
+from hf_l2l.ranks.team import launched_processes, met_team
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
+from hf_l2l.shared_eps.server import eps_type
 from hf_l2l.state_tier.files import Segment, can_map
 from hf_l2l.state_tier.state import StateOnDisk
 
@@ -80,6 +82,12 @@ def _check_folder(folder: str, num_bytes: int) -> None:
             f"it as {option('state_tier')}='host'; give a folder on a disk",
             stacklevel=2,
         )
+
+
+def eps_of(config: L2LConfig) -> Callable[..., EagerParamServer]:
+    """What makes the EPS of a model: that of this process, with state in memory or on disk, or of the ranks of a
+    launcher."""
+    return eps_type(met_team(config.rank_timeout)) if config.state_tier == "host" else DiskEagerParamServer
 
 
 class DiskEagerParamServer(EagerParamServer):
@@ -143,6 +151,11 @@ class DiskEagerParamServer(EagerParamServer):
                 for each in list(state.values()):
                     if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each not in on_disk:
                         yield each
+
+    def memory_report(self) -> MemoryReport:
+        """See `EagerParamServer.memory_report`."""
+        self.ledger.saw(STATE_WINDOW, self.state.window.peak)
+        return super().memory_report()
 
     def bytes_of_first_step(self) -> int:
         """See `EagerParamServer.bytes_of_first_step`; state goes to disk."""

@@ -105,6 +105,8 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_grad_dtype": (["16bit", "fp32"], ["fp16"]),
     "l2l_moment_dtype": (["bf16", "fp32"], ["fp8"]),
     "l2l_host_copies": (["per_sweep", "kept"], ["never"]),
+    "l2l_state_tier": (["disk", "host"], ["ssd"]),
+    "l2l_state_window": ([], [1, "2"]),
     "l2l_nonfinite": (["skip", "raise"], ["ignore"]),
     "l2l_resident": (["shell", "all"], ["some"]),
     "l2l_resident_layers": ([1, 3], [-1, 1.5]),
@@ -135,6 +137,7 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
 assert {
     *OURS,
     "l2l_spill_dir",
+    "l2l_state_dir",
     "l2l_trace",
     "l2l_realtime_checkpoint",
     "l2l_loss_scale_growth",

@@ -20,6 +20,7 @@ from hf_l2l.memory import host_limits
 from hf_l2l.model import precision
 from hf_l2l.runtime import stream
 from hf_l2l.stash import spill
+from hf_l2l.state_tier import server as state_server
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit
 from refusals import Act, Case, Prepare, Scene
 from toy_quantized import ToyInt8, quantized
@@ -289,6 +290,10 @@ DEVICES = [
     ),
     Case("`cmp='bf16'`, on a model in 16 bits, with weak references to it", _attached(_short_and_held, cmp="bf16")),
     Case("`stash='disk', spill_dir='nowhere'`", _attached(device="sim", stash="disk", spill_dir="nowhere")),
+    Case("`state_tier='disk', state_dir='nowhere'`", _attached(state_tier="disk", state_dir="nowhere")),
+    Case("`state_tier='disk'`, on Windows", _attached(_no_advice, state_tier="disk"), varies="'/[^']*'"),
+    Case("`state_tier='disk'`, on a full disk", _attached(_full_disk, state_tier="disk"), varies="'/[^']*'"),
+    Case("`state_tier='disk'`, with `torchrun --nproc_per_node 2`", _attached(_launched, state_tier="disk")),
     Case("`stash='disk'`, on Windows", _attached(_no_locks, device="sim", stash="disk")),
     Case("`resident='shell'`, with weak references to parameters", _attached(_held, device="sim", resident="shell")),
     Case("`resident='shell'`, with a gradient hook", _attached(_gradient_hook, device="sim", resident="shell")),
@@ -453,7 +458,20 @@ def _without_layers(scene: Scene) -> Act:
 
 
 def _in_memory(scene: Scene, model: nn.Module) -> None:
-    scene.patch.setattr(spill, "is_in_memory", lambda folder: True)
+    for module in (spill, state_server):
+        scene.patch.setattr(module, "is_in_memory", lambda folder: True)
+
+
+def _no_advice(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setattr(state_server, "can_map", lambda: False)
+
+
+def _full_disk(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setattr(state_server.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+
+
+def _launched(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setattr(state_server, "launched_processes", lambda: 2)
 
 
 def _with_a_cache(scene: Scene) -> Act:
@@ -517,6 +535,15 @@ WARNINGS = [
     ),
     Case("`L2LTrainer(model)`, of a model without a stack of layers", _without_layers),
     Case("`MyOptimizer(parameters)`, whose step draws random numbers", _wrapped(_noisy, eps_update="deferred")),
+    Case(
+        "`state_tier='disk'`, with `state_dir` in host memory",
+        _attached(_in_memory, state_tier="disk"),
+        varies="'/[^']*'",
+    ),
+    Case(
+        "`state_tier='disk'`, `MyOptimizer(parameters)`, whose step draws random numbers",
+        _wrapped(_noisy, state_tier="disk"),
+    ),
     Case(
         "`stash='disk'`, with `spill_dir` in host memory",
         _attached(_in_memory, device="sim", stash="disk"),

@@ -31,6 +31,8 @@ VALUES: dict[str, Any] = {
     "grad_dtype": "bf16",
     "moment_dtype": "fp16",
     "host_copies": "none",
+    "state_tier": "ssd",
+    "state_window": 1,
     "nonfinite": "ignore",
     "resident": "layers",
     "resident_layers": -1,
@@ -54,6 +56,7 @@ VALUES: dict[str, Any] = {
 
 MORE_VALUES: list[dict[str, Any]] = [
     {"spill_dir": 7, "stash": "disk"},
+    {"state_dir": 7, "state_tier": "disk"},
     {"num_threads": 100_000},
     {"trace": "nowhere/trace.json"},
     {"trace": "/dev"},
@@ -65,6 +68,8 @@ TOGETHER: list[dict[str, Any]] = [
     {"nonfinite": "skip", "eps_update": "eager"},
     {"boundary": "host"},
     {"spill_dir": "/mnt/nvme"},
+    {"state_dir": "/mnt/nvme"},
+    {"state_window": 2},
     {"device_stash": 2},
     {"resident_update": "host"},
     {"resident": "all", "resident_layers": 2},

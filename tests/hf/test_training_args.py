@@ -125,6 +125,7 @@ def test_every_option_explains_itself():
 AS_PARSED = {
     "trace": (str | os.PathLike[str] | None, str | None),
     "spill_dir": (str | os.PathLike[str] | None, str | None),
+    "state_dir": (str | os.PathLike[str] | None, str | None),
     "layer_classes": (tuple[str, ...] | None, list[str] | None),
 }
 """Types of `L2LConfig` that a parser cannot make of words, and those of the arguments."""

@@ -65,7 +65,7 @@ def test_options_are_called_as_they_were_typed(settings, tmp_path):
 def test_every_option_has_a_value_that_is_refused():
     of_config = {argument(name) for name in (*VALUES, *(name for each in MORE_VALUES for name in each))}
     assert of_config | set(OF_THE_TRAINER) == set(OWN_OPTIONS)
-    assert {field.name for field in fields(L2LConfig)} == {*VALUES, "spill_dir", "device"}
+    assert {field.name for field in fields(L2LConfig)} == {*VALUES, "spill_dir", "state_dir", "device"}
 
 
 CHECKED = (

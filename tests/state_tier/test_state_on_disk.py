@@ -1,0 +1,218 @@
+"""Masters and optimizer state on disk: the same bits as in memory, a bounded window, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_l2l import L2LConfig, Lamb, attach_l2l, detach_l2l
+from hf_l2l.state_tier import server
+from training import batch_for, tiny_bert
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "lamb": lambda p: Lamb(p, lr=1e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of tests count as such, wherever they are."""
+    monkeypatch.setattr(server, "is_in_memory", lambda folder: False)
+    monkeypatch.setattr("hf_l2l.state_tier.state._SMALL", 64)  # models of tests are small
+
+
+def model_of(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return tiny_bert(layers=4, width=32, **options)
+
+
+def steps(model: nn.Module, eps: Any, optimizer: torch.optim.Optimizer, count: int, *, clips: bool = True) -> None:
+    batch = batch_for(model)
+    model.train()
+    for number in range(count):
+        torch.manual_seed(number)
+        model(**batch).loss.backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    eps.synchronize()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            found[f"{name} {key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def trained(kind: str = "adamw", count: int = 3, **options: Any) -> dict[str, torch.Tensor]:
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(device="cpu", **options))
+    optimizer = eps.wrap(OPTIMIZERS[kind](model.parameters()))
+    steps(model, eps, optimizer, count, clips=options.get("eps_update") != "eager")
+    return everything(model, optimizer)
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_bits_are_those_of_state_in_memory(kind, mode, tmp_path):
+    same = {"eps_update": mode, "ubatch_size": 3}
+    found = trained(kind, state_tier="disk", state_dir=tmp_path, state_window=2, **same)
+    assert_same(found, trained(kind, **same))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cmp": "bf16"},
+        {"cmp": "bf16", "host_copies": "per_sweep"},
+        {"moment_dtype": "bf16", "grad_dtype": "16bit", "eps_update": "deferred"},
+        {"stash": "disk"},
+    ],
+    ids=str,
+)
+def test_with_other_options(options, tmp_path):
+    assert_same(trained(state_tier="disk", state_dir=tmp_path, state_window=2, **options), trained(**options))
+
+
+def test_a_resumed_training_has_the_bits_of_the_unbroken_one(tmp_path):
+    """State that is loaded moves to disk, and what is saved is what a training in memory saves."""
+    expected = trained(count=4)
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 2)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    detach_l2l(model)
+
+    other = model_of()
+    other.load_state_dict(weights)
+    eps = attach_l2l(other, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](other.parameters()))
+    optimizer.load_state_dict(state)
+    on_disk = eps.state.kept_of(optimizer)
+    moments = [value for of in optimizer.state.values() for key, value in of.items() if key != "step"]
+    assert len([value for value in moments if value in on_disk]) >= 0.5 * len(moments)
+    batch = batch_for(other)
+    other.train()
+    for number in (2, 3):
+        torch.manual_seed(number)
+        other(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        optimizer.step()
+    eps.synchronize()
+    assert_same(everything(other, optimizer), expected)
+
+
+def test_what_the_program_changes_counts(tmp_path):
+    """Weights and moments that are written in place, or replaced, between steps."""
+
+    def changed(**options: Any) -> dict[str, torch.Tensor]:
+        model = model_of()
+        eps = attach_l2l(model, L2LConfig(**options))
+        optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+        steps(model, eps, optimizer, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+                optimizer.state[p]["exp_avg"].mul_(0.25)
+                optimizer.state[p]["exp_avg_sq"] = optimizer.state[p]["exp_avg_sq"] * 2
+        steps(model, eps, optimizer, 2)
+        return everything(model, optimizer)
+
+    assert_same(changed(state_tier="disk", state_dir=tmp_path, state_window=2), changed())
+
+
+def test_the_window_holds_its_layers(tmp_path):
+    """Masters and moments of all layers pass through it, and the report names it instead of them."""
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path, state_window=2))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 2)
+    window, parts = eps.state.window, eps.state.parts
+    layer = max(part.num_bytes for part in parts if part.in_layer)
+    assert window.limit == max(2 * layer, max(part.num_bytes for part in parts) + layer)
+    assert 0 < window.peak <= window.limit < sum(part.num_bytes for part in parts)
+    assert window.bytes_read > 0 and window.bytes_written > 0
+    host = eps.memory_report()["host"]
+    assert host["window of state on disk"]["peak"] == window.peak
+    assert host["masters"]["now"] == 0
+
+
+def test_parameters_that_come_later_move_to_disk(tmp_path):
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    model.resize_token_embeddings(64)
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 1)
+    assert model.get_input_embeddings().weight in eps.state.on_disk
+
+
+def test_tied_weights_are_there_once(tmp_path):
+    model = model_of()
+    layers = model.bert.encoder.layer
+    layers[1].output.dense.weight = layers[0].output.dense.weight
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 1)
+    counted = [m.parameter for part in eps.state.parts for m in part.masters]
+    assert len(counted) == len(set(counted)) == len(list(model.parameters()))
+
+
+def test_after_detach_the_model_trains_on(tmp_path):
+    """Its weights stay in their files, which have no names."""
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 1)
+    detach_l2l(model)
+    torch.manual_seed(0)
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_ends_the_training_with_its_error(tmp_path, monkeypatch):
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path, state_window=2))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+
+    def broken(file: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fdatasync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        steps(model, eps, optimizer, 3)
+
+
+def test_an_optimizer_that_needs_all_layers_at_once_is_refused(tmp_path):
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    with pytest.raises(ValueError, match="state_tier='disk' .* layer at a time, but LBFGS|closure"):
+        eps.wrap(torch.optim.LBFGS(model.parameters()))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    with pytest.raises(ValueError, match="state_tier='disk' .* takes no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_folders_of_the_option_are_relative_to_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert server.state_folder("here") == str(Path(tmp_path, "here"))
