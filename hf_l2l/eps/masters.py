@@ -17,7 +17,7 @@ from hf_l2l.eps.pending import Pending, Saving, Update, can_hold, let_go, let_go
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
-from hf_l2l.model.units import InModel, LayerUnit, parameters_in
+from hf_l2l.model.units import LARGE, InModel, LayerUnit, parameters_in
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
@@ -26,10 +26,6 @@ from hf_l2l.runtime.tensors import on_meta, parts_of
 NON_LAYER = "non-layer modules"
 
 _META = torch.device("meta")
-
-LARGE = 2**20
-"""Elements of a parameter from which on it is updated and uploaded by itself, if it is in no layer."""
-
 
 FUNCTIONAL_CALL = (
     "torch.func.functional_call, which replaces them for one call, is for torch.no_grad() only under L2L: write the "

@@ -193,7 +193,7 @@ class Updates:
         self._refuse_changed()
         if has_closure and self.must_split is not None:
             raise ValueError(
-                f"{self.must_split}: optimizer.step() takes no closure (got one); call it after backward()"
+                f"{self.must_split}, so optimizer.step() takes no closure (got one); call step() after backward()"
             )
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool, step: FrameType) -> None:

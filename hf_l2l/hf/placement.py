@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from hf_l2l.model.stacks import find_stacks
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.ranks.team import has_values_that_count, process_group_size
 from hf_l2l.shared_eps.server import SharedEagerParamServer
+from hf_l2l.state_tier.server import DiskEagerParamServer
 
 
 def attach_companion(model: nn.Module, config: L2LConfig) -> EagerParamServer:
@@ -210,9 +211,12 @@ class AsOneDeviceMixin(_Next):  # type: ignore[misc]  # transformers ships no ty
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Overridden because transformers loads the optimizer's state to the device of each of several processes,
         which has no room for it. Each maps the file, and copies what it owns: the host could not hold all of it once
-        for each rank."""
+        for each rank. Nor could it where state is on disk: that is copied a layer at a time."""
+        attached = attachment_of(self.model)
+        maps = attached is not None and isinstance(attached.eps, DiskEagerParamServer)
         if self._eps_of_ranks() is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with _serialization.patch("load.mmap", True) if maps else nullcontext():
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
         args = self.args
         self.args = _OneProcess(args)

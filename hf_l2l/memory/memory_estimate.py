@@ -6,9 +6,11 @@ does not fit fails within a second and not after an hour of swapping.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from hf_l2l.memory import host_limits
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
+from hf_l2l.model.units import LARGE
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
 from hf_l2l.optim.layerwise_step import unwrapped
@@ -56,11 +59,16 @@ class MemoryEstimate:
     """Device: weights, gradients and state of resident layers, or, if these are updated on the host, their copies."""
     kept_weights: int = 0
     """Device: weights that layers keep from their forward to their backward."""
+    on_disk: int = 0
+    """Disk: those of the masters and moments that are there (`state_tier="disk"`)."""
+    state_window: int = 0
+    """Host: the window through which these pass."""
 
     @property
     def host_bytes(self) -> int:
         """Total host memory."""
-        return self.masters + self.gradients + self.moments + self.copies
+        state = self.masters + self.moments - self.on_disk + self.state_window
+        return state + self.gradients + self.copies
 
     def of_one_host(self, hosts: int) -> MemoryEstimate:
         """That of each of several hosts: all have all masters and copies, and the gradients and moments of the
@@ -105,19 +113,20 @@ def estimate(
     trainable = [master for p, master in on_host.items() if p.requires_grad]
     sent = {p: on_meta(p, precision.of(p)) for p in masters}
     short = [sent[p] for p in on_host if sent[p].dtype != masters[p].dtype and precision.keeps_copies]
-    moments = _moments(masters, on_host, optimizer, config.moment_dtype)
     travel = {p: packed[p] if p in packed else [sent[p]] for p in model.parameters()}
     streamed = [layer for layer, place in places.items() if not place.is_resident]
     weights = {layer: Layout(p for each in layer.parameters() for p in travel[each]).num_bytes for layer in streamed}
     copied = [size for layer, size in weights.items() if places[layer].keeps_copy]
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
+    state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype)
+    on_disk = config.state_tier == "disk"
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
     rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
     return MemoryEstimate(
         masters=tensor_bytes([*on_host.values(), *packed]),
         gradients=sum(p.numel() * precision.of_gradient(p).itemsize for p in trainable),
-        moments=moments,
+        moments=state(on_host),
         shell=tensor_bytes(part for p in shell_parameters for part in travel[p])
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers)
@@ -130,6 +139,8 @@ def estimate(
         + sum(copied),
         slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
+        on_disk=tensor_bytes([*on_host.values(), *packed]) + state(on_host) if on_disk else 0,
+        state_window=_window(on_host, layers, state, config.state_window) if on_disk else 0,
         kept_weights=sum(weights.values()) - sum(in_turn) - sum(copied),
     )
 
@@ -158,6 +169,44 @@ def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
     """Shape and dtype of the master of `parameter`; with `cmp`, 16-bit parameters are converted to float32."""
     short = parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize < 4
     return on_meta(parameter, torch.float32 if short and precision.is_mixed else parameter.dtype)
+
+
+def window_bytes(parts: Sequence[int], layer: int, layers: int) -> tuple[int, int]:
+    """Bytes of the window, and how many of them are for what is being written or read ahead.
+
+    Args:
+        parts: bytes of masters and state of each part.
+        layer: those of the largest layer.
+        layers: how many layers there is room for.
+    """
+    return max(layers * layer, max(parts, default=0) + layer), layer
+
+
+def _window(
+    masters: Mapping[nn.Parameter, torch.Tensor],
+    layers: Sequence[nn.Module],
+    moments: Callable[[set[nn.Parameter]], int],
+    count: int,
+) -> int:
+    """Bytes of the window, or of all there is if that is less.
+
+    Args:
+        masters: those on the host, with shape and dtype.
+        layers: of the model, in its order.
+        moments: tells the bytes of the optimizer's state of some of them.
+        count: how many layers there is room for.
+    """
+    left = dict(masters)
+    of_layers = [{p: left.pop(p) for p in list(layer.parameters()) if p in left} for layer in layers]
+    large = [{p: left.pop(p)} for p, master in masters.items() if p in left and master.numel() >= LARGE]
+    sizes = [
+        _pages(Layout(part.values()).num_bytes) + _pages(moments(set(part))) for part in (*of_layers, *large, left)
+    ]
+    return min(window_bytes(sizes, max(sizes[: len(of_layers)], default=0), count)[0], sum(sizes))
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def moment_bytes(
@@ -209,7 +258,7 @@ def check_host_memory(
     """
     if os.environ.get(SKIP_VARIABLE) == "1":
         return
-    there = need.masters + need.copies
+    there = (need.state_window or need.masters) + need.copies
     held = there if is_shared else min(there, host_limits.own_bytes())
     have = host_limits.available_host_bytes() + held
     if need.host_bytes <= have:
@@ -223,5 +272,7 @@ def check_host_memory(
 
 def kinds_text(need: MemoryEstimate, joined_by: str) -> str:
     """The host memory of `need` by kind, as text."""
-    kinds = ("masters", "gradients", "moments", "copies")
-    return joined_by.join(f"{k} {size_text(getattr(need, k))}" for k in kinds if k != "copies" or need.copies)
+    kinds = {name: getattr(need, name) for name in ("masters", "gradients", "moments", "copies")}
+    if need.on_disk:
+        kinds = {"gradients": need.gradients, "window of state on disk": need.state_window, "copies": need.copies}
+    return joined_by.join(f"{k} {size_text(size)}" for k, size in kinds.items() if k != "copies" or size)

@@ -23,6 +23,9 @@ from hf_l2l.runtime.tensors import on_meta
 PARAMETRIZING = ("ParamWrapper",)
 """Modules that register parametrizations of a weight during their forward: PEFT's adapters of experts."""
 
+LARGE = 2**20
+"""Elements of a parameter from which on it is updated and uploaded by itself, if it is in no layer."""
+
 
 class ParameterPlace(NamedTuple):
     """Where a module keeps one parameter: under `name` in its table of parameters."""

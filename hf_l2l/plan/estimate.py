@@ -13,7 +13,18 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.memory import memory_estimate
 from hf_l2l.memory.device_memory import DEVICE_NAMES, KEPT_WEIGHTS, RESIDENT, SHELL, SLOTS
 from hf_l2l.memory.host_limits import process_bytes
-from hf_l2l.memory.ledger import COPIES, GRADIENTS, HOST_NAMES, HOST_STASH, MASTERS, MOMENTS, NORMS, OTHER, TRANSIENTS
+from hf_l2l.memory.ledger import (
+    COPIES,
+    GRADIENTS,
+    HOST_NAMES,
+    HOST_STASH,
+    MASTERS,
+    MOMENTS,
+    NORMS,
+    OTHER,
+    STATE_WINDOW,
+    TRANSIENTS,
+)
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.memory_report import Bytes, MemoryReport
 from hf_l2l.model.stacks import find_stacks
@@ -158,9 +169,10 @@ def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict
         # Two updates run at once, each of a layer, or of a large weight outside the layers.
         transients = 12 * 2 * largest_update(run.model, config)
     found = {
-        MASTERS: state.masters,
+        MASTERS: 0 if state.on_disk else state.masters,
         GRADIENTS: state.gradients,
-        MOMENTS: state.moments,
+        MOMENTS: 0 if state.on_disk else state.moments,
+        STATE_WINDOW: state.state_window,
         COPIES: state.copies,
         HOST_STASH: rooms,
         NORMS: 8 * parameters,

@@ -43,7 +43,10 @@ def phases_of_l2l(run: RunShapes, config: L2LConfig, state: MemoryEstimate, repo
     moments = everything.moments
     mapped = tensor_bytes(run.model.parameters())
     # What travels as it is gets page-locked memory at once; of what is rounded, that has the copies.
-    moved = 0 if run.precision.is_mixed or stream.shares_host_memory(run.device) else state.masters
+    moved = state.state_window or state.masters
+    if run.precision.is_mixed or stream.shares_host_memory(run.device):
+        moved = state.state_window
+    at_resume = state.state_window or state.masters + moments
     held, most = (sum(size[when] for n, size in report["host"].items() if n not in _APART) for when in ("now", "peak"))
     on_device = report["device"][TOTAL]
     return {
@@ -51,7 +54,7 @@ def phases_of_l2l(run: RunShapes, config: L2LConfig, state: MemoryEstimate, repo
         "attach": PhaseBytes(moved + state.copies, mapped, resident),
         "train": PhaseBytes(most, mapped if run.precision.is_mixed else 0, on_device["peak"]),
         "save": PhaseBytes(held + resident, 0, on_device["now"]),
-        "resume": PhaseBytes(state.masters + state.copies + moments, mapped, resident + moments - state.moments),
+        "resume": PhaseBytes(at_resume + state.copies, mapped, resident + moments - state.moments),
     }
 
 

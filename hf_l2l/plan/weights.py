@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hf_l2l.eps.gradients import ROUNDED_AT_ONCE
-from hf_l2l.eps.masters import LARGE
 from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.model.stacks import shell_modules
+from hf_l2l.model.units import LARGE
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
 from hf_l2l.shapes.pieces import Arrived

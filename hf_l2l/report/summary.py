@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 
 import torch
@@ -45,6 +46,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate, ranks: st
         f"  Device = {_devices_text(devices)}",
         f"  Micro-batches = {_ubatch_text(config, len(devices))}",
         f"  Stash = {_stash_text(config, device)}",
+        *([f"  State = {size_text(need.on_disk)} on disk in {_state_dir(config)}"] if need.on_disk else []),
         f"  Update = {_UPDATES[mode]}",
         f"  Precision = {_precision_text(config, device)}",
         f"  Host memory = {kinds_text(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
@@ -54,6 +56,10 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate, ranks: st
         f"  Bound by = what l2l_bound says in the logs: {_bound_text(config, mode)}",
     ]
     return "\n".join(lines)
+
+
+def _state_dir(config: L2LConfig) -> str | os.PathLike[str]:
+    return config.state_dir or tempfile.gettempdir()
 
 
 _UPDATES: dict[Mode, str] = {

@@ -12,6 +12,7 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import Progress, movable_parts, move
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.memory.memory_estimate import window_bytes
 from hf_l2l.optim.layerwise_step import parameters_of
 from hf_l2l.ranks.shared_pages import return_freed_memory
 from hf_l2l.runtime.flat_memory import Layout
@@ -218,14 +219,3 @@ def _is_large(value: object) -> bool:
         and value.layout is torch.strided
         and value.nbytes > _SMALL
     )
-
-
-def window_bytes(parts: Sequence[int], layer: int, layers: int) -> tuple[int, int]:
-    """Bytes of the window, and how many of them are for what is being written or read ahead.
-
-    Args:
-        parts: bytes of masters and state of each part.
-        layer: those of the largest layer.
-        layers: how many layers there is room for.
-    """
-    return max(layers * layer, max(parts, default=0) + layer), layer

@@ -58,6 +58,18 @@ def _placed(scene: Scene, model: nn.Module) -> None:
     setattr(model, "hf_device_map", {"": "disk"})  # noqa: B010  # modules have no such attribute by their type
 
 
+def _no_advice(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setattr(state_server, "can_map", lambda: False)
+
+
+def _full_disk(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setattr(state_server.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+
+
+def _two_processes(scene: Scene, model: nn.Module) -> None:
+    scene.patch.setattr(state_server, "launched_processes", lambda: 2)
+
+
 def _hooked(scene: Scene, model: nn.Module) -> None:
     add_hook_to_module(model.get_submodule("bert.pooler"), AlignDevicesHook())
 
@@ -293,7 +305,7 @@ DEVICES = [
     Case("`state_tier='disk', state_dir='nowhere'`", _attached(state_tier="disk", state_dir="nowhere")),
     Case("`state_tier='disk'`, on Windows", _attached(_no_advice, state_tier="disk"), varies="'/[^']*'"),
     Case("`state_tier='disk'`, on a full disk", _attached(_full_disk, state_tier="disk"), varies="'/[^']*'"),
-    Case("`state_tier='disk'`, with `torchrun --nproc_per_node 2`", _attached(_launched, state_tier="disk")),
+    Case("`state_tier='disk'`, with `torchrun --nproc_per_node 2`", _attached(_two_processes, state_tier="disk")),
     Case("`stash='disk'`, on Windows", _attached(_no_locks, device="sim", stash="disk")),
     Case("`resident='shell'`, with weak references to parameters", _attached(_held, device="sim", resident="shell")),
     Case("`resident='shell'`, with a gradient hook", _attached(_gradient_hook, device="sim", resident="shell")),
@@ -460,18 +472,6 @@ def _without_layers(scene: Scene) -> Act:
 def _in_memory(scene: Scene, model: nn.Module) -> None:
     for module in (spill, state_server):
         scene.patch.setattr(module, "is_in_memory", lambda folder: True)
-
-
-def _no_advice(scene: Scene, model: nn.Module) -> None:
-    scene.patch.setattr(state_server, "can_map", lambda: False)
-
-
-def _full_disk(scene: Scene, model: nn.Module) -> None:
-    scene.patch.setattr(state_server.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-
-
-def _launched(scene: Scene, model: nn.Module) -> None:
-    scene.patch.setattr(state_server, "launched_processes", lambda: 2)
 
 
 def _with_a_cache(scene: Scene) -> Act:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, Lamb, attach_l2l, detach_l2l
+from hf_l2l import L2LConfig, Lamb, attach_l2l, detach_l2l, estimate
 from hf_l2l.state_tier import server
 from training import batch_for, tiny_bert
 
@@ -216,3 +216,18 @@ def test_an_optimizer_that_needs_all_layers_at_once_is_refused(tmp_path):
 def test_folders_of_the_option_are_relative_to_the_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert server.state_folder("here") == str(Path(tmp_path, "here"))
+
+
+@pytest.mark.parametrize("window", [2, 3, 8])
+@pytest.mark.parametrize("kind", ["adamw", "foreach", "sgd"])
+def test_the_estimate_knows_the_window(kind, window, tmp_path):
+    """In pages, before the run; what is allowed is small tensors of the state, which stay in memory."""
+    model = model_of()
+    config = L2LConfig(state_tier="disk", state_dir=tmp_path, state_window=window)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    found = estimate(model, config, optimizer)
+    eps = attach_l2l(model, config)
+    steps(model, eps, eps.wrap(optimizer), 3)
+    assert found.state_window == pytest.approx(eps.state.window.peak, rel=0.1)
+    assert found.on_disk == pytest.approx(sum(part.num_bytes for part in eps.state.parts), rel=0.1)
+    assert found.host_bytes == found.state_window + found.gradients
