@@ -26,7 +26,7 @@ from benchmarks import environment
 from benchmarks.saving import VOCAB, Moments, model_of
 from hf_l2l import L2LTrainer, L2LTrainingArguments
 from hf_l2l.checkpoint.finding import checkpoints_in
-from hf_l2l.realtime.disk import write_rate
+from hf_l2l.probe.disk import write_rate
 
 _WARMUP = 2
 

@@ -146,7 +146,7 @@ class L2LConfig(OptionNames):
     state_window: int = _described(
         4,
         'With `state_tier="disk"`, the host memory that masters and state may take, as a number of layers, at least '
-        "2: those of the largest layer, so many times. A large embedding or head takes its own bytes, and those of "
+        "3: those of the largest layer, so many times. A large embedding or head takes its own bytes, and those of "
         "one layer, if that is more.",
     )
     nonfinite: Nonfinite = _described(

@@ -105,11 +105,11 @@ def check_layer_count(count: int, name: str) -> None:
 
 
 def check_state_window(count: int, name: str) -> None:
-    """Raise ValueError, which calls the option `name`, unless `count` is a whole number of at least 2."""
-    if not is_whole_number(count) or count < 2:
+    """Raise ValueError, which calls the option `name`, unless `count` is a whole number of at least 3."""
+    if not is_whole_number(count) or count < 3:
         raise ValueError(
-            f"{name} must be a whole number of layers, at least 2 (got {count!r}): one is used while another is "
-            "written; use 4"
+            f"{name} must be a whole number of layers, at least 3 (got {count!r}): one is used while another is "
+            "read, and a third is written; use 4"
         )
 
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.memory.host_limits import peak_process_bytes
-from hf_l2l.memory.host_tensors import host_tensors
+from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
 

@@ -72,6 +72,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network", type=float, metavar="N", help="Gbit/s that each of several hosts sends, and receives meanwhile"
     )
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="measure the disk of this folder, for state or real-time checkpoints there"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the device memory by name, beside that of plain training")
     add_json(parser)
     _add(parser, "optim", metavar="NAME", help="the optimizer (default: that of the Trainer)")
@@ -340,6 +343,7 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
+    from hf_l2l.sizing.disk import disk_sentences, measured_rates
     from hf_l2l.sizing.ranks import sentences, together
     from hf_l2l.sizing.several import several_devices
 
@@ -354,6 +358,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         figures, device = _figures(options), _device(options.device_type)
         run = _shapes(options, launch, asked, model, budget or _device_memory(device, figures), device)
+        disk = None if options.disk is None else measured_rates(options.disk)
         rates = None if figures is None else _rates(figures, run, asked.config, measures=options.probe)
         if budget is not None and rates is None:
             raise ValueError(
@@ -376,7 +381,8 @@ def _run(options: argparse.Namespace) -> int:
             dram = None if figures is None else figures.dram
             ranks = together(run, config, launch, rates, dram, batches, found.report["host"])
             notes += sentences(ranks, launch)
-        elif options.devices > 1 and rates is not None:
+        notes += disk_sentences(found, disk, None if time is None else time.seconds)
+        if launch.count == 1 and options.devices > 1 and rates is not None:
             notes += several_devices(run, config, rates)
         show(options, replace(found, notes=tuple(notes)), time, plan, hidden, ranks)
     return GOOD

@@ -48,10 +48,10 @@ def show(
                 "plain_checkpointing": found.plain_checkpointing,
                 "chosen": None if plan is None else plan.chosen,
                 "seconds_per_step": None if time is None else time.seconds,
-                "bound": None if time is None else time.bound,
-                "busy": None if time is None else time.busy,
+                **{name: None if time is None else getattr(time, name) for name in ("bound", "busy")},
                 "tokens_that_hide": hidden,
                 "ranks": None if ranks is None else ranks.as_json(),
+                "state_on_disk": {"bytes": found.on_disk, **found.state_traffic._asdict()} if found.on_disk else None,
                 "largest": {name: vars(each) for name, each in found.largest.items()} or None,
             }
         )

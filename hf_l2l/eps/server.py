@@ -25,7 +25,6 @@ from hf_l2l.eps.pending import Saving, clip, total_norm
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
-from hf_l2l.memory.host_tensors import host_tensors
 from hf_l2l.memory.ledger import BEING_SAVED, COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport, html_table
@@ -35,6 +34,7 @@ from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.ranks.team import Team, refuse_other_group
+from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn

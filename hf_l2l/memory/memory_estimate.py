@@ -6,7 +6,6 @@ does not fit fails within a second and not after an hour of swapping.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +18,14 @@ from torch import nn
 from hf_l2l.config import L2LConfig, MomentDtype
 from hf_l2l.devices import execution_device
 from hf_l2l.memory import host_limits
+from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_parts, state_traffic
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
-from hf_l2l.model.units import LARGE
 from hf_l2l.optim.bf16_state import is_rounded
 from hf_l2l.optim.layerwise_check import state_after_one_step
 from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, on_meta, parts_of, size_text, tensor_bytes
 
@@ -61,8 +61,13 @@ class MemoryEstimate:
     """Device: weights that layers keep from their forward to their backward."""
     on_disk: int = 0
     """Disk: those of the masters and moments that are there (`state_tier="disk"`)."""
-    state_window: int = 0
-    """Host: the window through which these pass."""
+    state_traffic: StateTraffic = StateTraffic()
+    """Disk: what a step reads of these and writes, and the window of host memory through which they pass."""
+
+    @property
+    def state_window(self) -> int:
+        """Host: the window through which masters and moments on disk pass."""
+        return self.state_traffic.window
 
     @property
     def host_bytes(self) -> int:
@@ -120,7 +125,10 @@ def estimate(
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
     state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype)
-    on_disk = config.state_tier == "disk"
+    traffic = StateTraffic()
+    if config.state_tier == "disk":
+        reads = dtype is None or not precision.keeps_copies
+        traffic = _traffic(state_parts(model, on_host, layers, state), config, device, reads_masters=reads)
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
     rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
     return MemoryEstimate(
@@ -139,10 +147,18 @@ def estimate(
         + sum(copied),
         slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
-        on_disk=tensor_bytes([*on_host.values(), *packed]) + state(on_host) if on_disk else 0,
-        state_window=_window(on_host, layers, state, config.state_window) if on_disk else 0,
+        on_disk=tensor_bytes([*on_host.values(), *packed]) + state(on_host) if traffic.window else 0,
+        state_traffic=traffic,
         kept_weights=sum(weights.values()) - sum(in_turn) - sum(copied),
     )
+
+
+def _traffic(
+    parts: Sequence[StatePart], config: L2LConfig, device: torch.device, *, reads_masters: bool
+) -> StateTraffic:
+    """What a step reads from the disk and writes; on a device, the last two layers of the forward stay there."""
+    stays = 0 if stream.shares_host_memory(device) else 2
+    return state_traffic(parts, config.state_window, reads_masters=reads_masters, stays=stays)
 
 
 def _shell(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[set[nn.Parameter], set[torch.Tensor]]:
@@ -169,44 +185,6 @@ def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
     """Shape and dtype of the master of `parameter`; with `cmp`, 16-bit parameters are converted to float32."""
     short = parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize < 4
     return on_meta(parameter, torch.float32 if short and precision.is_mixed else parameter.dtype)
-
-
-def window_bytes(parts: Sequence[int], layer: int, layers: int) -> tuple[int, int]:
-    """Bytes of the window, and how many of them are for what is being written or read ahead.
-
-    Args:
-        parts: bytes of masters and state of each part.
-        layer: those of the largest layer.
-        layers: how many layers there is room for.
-    """
-    return max(layers * layer, max(parts, default=0) + layer), layer
-
-
-def _window(
-    masters: Mapping[nn.Parameter, torch.Tensor],
-    layers: Sequence[nn.Module],
-    moments: Callable[[set[nn.Parameter]], int],
-    count: int,
-) -> int:
-    """Bytes of the window, or of all there is if that is less.
-
-    Args:
-        masters: those on the host, with shape and dtype.
-        layers: of the model, in its order.
-        moments: tells the bytes of the optimizer's state of some of them.
-        count: how many layers there is room for.
-    """
-    left = dict(masters)
-    of_layers = [{p: left.pop(p) for p in list(layer.parameters()) if p in left} for layer in layers]
-    large = [{p: left.pop(p)} for p, master in masters.items() if p in left and master.numel() >= LARGE]
-    sizes = [
-        _pages(Layout(part.values()).num_bytes) + _pages(moments(set(part))) for part in (*of_layers, *large, left)
-    ]
-    return min(window_bytes(sizes, max(sizes[: len(of_layers)], default=0), count)[0], sum(sizes))
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def moment_bytes(

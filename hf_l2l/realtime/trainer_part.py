@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_l2l.checkpoint.finding import checkpoints_in, run_of
 from hf_l2l.checkpoint.staging import CheckpointSaveError, remove
-from hf_l2l.realtime.disk import write_rate
+from hf_l2l.probe.disk import write_rate
 from hf_l2l.realtime.options import RealtimeOptions
 from hf_l2l.realtime.schedule import Schedule
 from hf_l2l.runtime.tensors import size_text

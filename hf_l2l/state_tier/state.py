@@ -12,7 +12,7 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import Progress, movable_parts, move
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.memory.memory_estimate import window_bytes
+from hf_l2l.memory.state_traffic import window_bytes
 from hf_l2l.optim.layerwise_step import parameters_of
 from hf_l2l.ranks.shared_pages import return_freed_memory
 from hf_l2l.runtime.flat_memory import Layout
@@ -139,9 +139,10 @@ class StateOnDisk:
 
     def _use(self, parts: tuple[DiskPart, ...]) -> None:
         if parts:
-            self.window.use(each for part in parts for each in part.weight_segments())
+            used = [each for part in parts for each in part.weight_segments()]
+            self.window.use(used)
             following = self._sweeps.next_after(parts)
-            self.window.read_ahead(each for part in following or () for each in part.weight_segments())
+            self.window.read_ahead([each for part in following or () for each in part.weight_segments()], used)
 
     def around_update(
         self, run: Callable[[], None], optimizer: torch.optim.Optimizer, masters: Sequence[Master]
@@ -156,9 +157,11 @@ class StateOnDisk:
         following = self._updates.next_after(part)
 
         def updated() -> None:
-            self.window.use([*part.weight_segments(), *part.state.get(optimizer, ())], changes=True)
+            used = [*part.weight_segments(), *part.state.get(optimizer, ())]
+            self.window.use(used, changes=True)
             if following is not None:
-                self.window.read_ahead([*following.weight_segments(), *following.state.get(optimizer, ())])
+                ahead = [*following.weight_segments(), *following.state.get(optimizer, ())]
+                self.window.read_ahead(ahead, used)
             run()
             self.keep(optimizer, part, masters)
 

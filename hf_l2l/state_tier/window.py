@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from hf_l2l.memory.state_traffic import Recent
+
 KeyT = TypeVar("KeyT", bound=Hashable)
-
-
-class Recent(Generic[KeyT]):
-    """What is in memory, by its last use: the rule by which the window and its estimate decide."""
-
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[KeyT, int] = OrderedDict()
-        self.num_bytes = 0
-
-    def __contains__(self, key: KeyT) -> bool:
-        return key in self._sizes
-
-    def touch(self, key: KeyT, num_bytes: int) -> None:
-        """`key`, of so many bytes, is used now."""
-        if key not in self._sizes:
-            self._sizes[key] = num_bytes
-            self.num_bytes += num_bytes
-        self._sizes.move_to_end(key)
-
-    def drop(self, key: KeyT) -> None:
-        """`key` will not be used again."""
-        self.num_bytes -= self._sizes.pop(key, 0)
-
-    def drop_oldest(self, most: int) -> list[KeyT]:
-        """Drop what has not been used for longest until at most so many bytes are left; returns it."""
-        dropped = []
-        while self._sizes and self.num_bytes > most:
-            key, num_bytes = self._sizes.popitem(last=False)
-            self.num_bytes -= num_bytes
-            dropped.append(key)
-        return dropped
 
 
 class Order(Generic[KeyT]):
@@ -106,20 +76,23 @@ class Window:
                 arriving.result()
                 self._arriving.pop(segment, None)
 
-    def read_ahead(self, segments: Iterable[Any]) -> None:
-        """Begin to read these segments, as far as there is room without waiting for what is being written."""
+    def read_ahead(self, segments: Iterable[Any], used: Sequence[Any]) -> None:
+        """Begin to read these segments, as far as there is room beside those that are `used` now, and without waiting
+        for what is being written."""
+        taken = sum(each.num_bytes for each in used)
         for segment in segments:
-            if self._entered(segment) is not None:
+            taken += segment.num_bytes
+            if taken > self.limit - self._reserve or self._entered(segment, keep=used) is not None:
                 return
 
-    def _entered(self, segment: Any, *, is_new: bool = False, changes: bool = False) -> Any:
+    def _entered(self, segment: Any, *, is_new: bool = False, changes: bool = False, keep: Sequence[Any] = ()) -> Any:
         """Let a segment in, and begin to read it. If something must be written before, returns that transfer."""
         with self._lock:
             if segment in self._leaving and not self._leaving[segment].done():
                 return self._leaving[segment]
             if segment not in self._here:
                 most = max(0, self.limit - self._reserve - segment.num_bytes)
-                for oldest in self._here.drop_oldest(most):
+                for oldest in self._here.drop_oldest(most, keep):
                     self._begin_to_leave(oldest)
                 if self._count() + segment.num_bytes > self.limit and self._leaving:
                     return next(iter(self._leaving.values()))
@@ -144,11 +117,3 @@ class Window:
             self._leaving.pop(segment).result()  # raises what went wrong
         leaving: int = sum(segment.num_bytes for segment in self._leaving)
         return self._here.num_bytes + leaving
-
-    def forget(self, segments: Iterable[Any]) -> None:
-        """Nobody uses these segments any more."""
-        with self._lock:
-            for segment in segments:
-                self._here.drop(segment)
-                self._changed.discard(segment)
-                self._arriving.pop(segment, None)

@@ -106,7 +106,7 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_moment_dtype": (["bf16", "fp32"], ["fp8"]),
     "l2l_host_copies": (["per_sweep", "kept"], ["never"]),
     "l2l_state_tier": (["disk", "host"], ["ssd"]),
-    "l2l_state_window": ([], [1, "2"]),
+    "l2l_state_window": ([], [2, "4"]),
     "l2l_nonfinite": (["skip", "raise"], ["ignore"]),
     "l2l_resident": (["shell", "all"], ["some"]),
     "l2l_resident_layers": ([1, 3], [-1, 1.5]),

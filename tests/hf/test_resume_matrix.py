@@ -199,7 +199,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"eps_update": "deferred", "l2l_num_threads": 2, "stash": "host"},
     {"eps_update": "eager", "l2l_num_threads": 1, "l2l_prefetch": False},
     {"stash": "disk", "l2l_boundary": "host"},
-    {"l2l_state_tier": "disk", "l2l_state_window": 2, "eps_update": "deferred"},
+    {"l2l_state_tier": "disk", "l2l_state_window": 3, "eps_update": "deferred"},
     {"ubatch_size": 8, "eps_update": "deferred", "stash": "host", "l2l_device_stash": 2},
 )
 

@@ -26,7 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
     "serial": {"eps_update": "serial"},
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
     "bf16 copies": {"eps_update": "deferred", "cmp": "bf16", "bf16": False},
-    "state on disk": {"eps_update": "deferred", "l2l_state_tier": "disk", "l2l_state_window": 2},
+    "state on disk": {"eps_update": "deferred", "l2l_state_tier": "disk", "l2l_state_window": 3},
     "bf16 moments": {"eps_update": "deferred", "l2l_moment_dtype": "bf16"},
 }
 

@@ -43,7 +43,7 @@ def test_the_bits_are_those_of_state_in_memory(options, mode, tmp_path):
         options = {**options, "ubatch_size": 5}
     same = {"ubatch_size": 3, "eps_update": mode, "clips": mode != "eager", "accumulation": 2, **options}
     expected = weights_after(tiny_bert(layers=3, width=32), **same)
-    on_disk = {"state_tier": "disk", "state_dir": tmp_path, "state_window": 2}
+    on_disk = {"state_tier": "disk", "state_dir": tmp_path, "state_window": 3}
     assert_same_bits(weights_after(tiny_bert(layers=3, width=32), **on_disk, **same), expected)
     assert list(tmp_path.iterdir()) == []
 
@@ -53,7 +53,7 @@ def test_when_copies_land_changes_no_bit(seed, tmp_path):
     expected = weights_after(tiny_bert(layers=3, width=32), count=2)
     with sim_stream.random_landing(seed):
         model = tiny_bert(layers=3, width=32)
-        found = weights_after(model, count=2, state_tier="disk", state_dir=tmp_path, state_window=2)
+        found = weights_after(model, count=2, state_tier="disk", state_dir=tmp_path, state_window=3)
     assert_same_bits(found, expected)
 
 

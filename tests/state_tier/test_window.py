@@ -71,7 +71,7 @@ def test_what_is_being_written_is_read_again_only_when_it_has_been():
     window.use([a], changes=True, is_new=True)
     window.use([b])
     leaving = window._leaving[a]
-    window.read_ahead([a])
+    window.read_ahead([a], [b])
     assert not leaving.is_over and ("read", "a") not in disk.log  # a hint waits for nothing
     window.use([a])
     assert leaving.is_over and disk.log[-1] == ("read", "a")
@@ -88,7 +88,7 @@ def test_the_bytes_are_bounded(uses, sizes, layers):
     pieces = [Piece(size) for size in sizes]
     for number, ahead, changes in uses:
         if ahead:
-            window.read_ahead([pieces[number]])
+            window.read_ahead([pieces[number]], [])
         else:
             window.use([pieces[number]], changes=changes)
             assert pieces[number] in window._here
