@@ -30,7 +30,7 @@ from hf_l2l.config import (
 from hf_l2l.counts import OptionNames, parsed_devices
 from hf_l2l.option_names import argument, options_of_the_trainer
 from hf_l2l.ranks.team import launched_processes
-from hf_l2l.realtime.options import check_realtime
+from hf_l2l.realtime.options import check_realtime, refuse_auto_of_ranks
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -342,7 +342,6 @@ def _refuse_of_ranks(args: Any) -> None:
     for name, remedy in (
         ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
         ("l2l_state_dir", "the state on disk is that of one process; leave it out"),
-        ("l2l_realtime_checkpoint", "it writes those of one process; set save_steps"),
         ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),
         ("enable_jit_checkpoint", "a signal comes to ranks at different steps; set save_steps"),
         ("save_on_each_node", "ranks write one checkpoint, to a file system that all hosts share; leave it out"),
@@ -350,6 +349,8 @@ def _refuse_of_ranks(args: Any) -> None:
         if count > 1 and getattr(args, name, False):
             value = getattr(args, name)
             raise ValueError(f"several ranks train without {name} (got {name}={value}, and {count} ranks): {remedy}")
+    if count > 1:
+        refuse_auto_of_ranks(args)
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:

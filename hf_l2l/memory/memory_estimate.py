@@ -102,9 +102,9 @@ def estimate(
         device: the device that will train it, which this machine need not have; None takes that of `config`.
     """
     config = config or L2LConfig()
+    device = device or execution_device(config.device)
     layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
     shell_parameters, shell_buffers = _shell(model, layers)
-    device = device or execution_device(config.device)
     dtype = computing_dtype(config.cmp, device)
     places = places_of(layers, config, device)
     moving = parameters_to_move(model, places, shell=moves_shell(config, device))
@@ -125,10 +125,7 @@ def estimate(
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
     state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype)
-    traffic = StateTraffic()
-    if config.state_tier == "disk":
-        reads = dtype is None or not precision.keeps_copies
-        traffic = _traffic(state_parts(model, on_host, layers, state), config, device, reads_masters=reads)
+    traffic = _traffic(config, device, precision, lambda: state_parts(model, on_host, layers, state))
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
     rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
     return MemoryEstimate(
@@ -138,13 +135,9 @@ def estimate(
         shell=tensor_bytes(part for p in shell_parameters for part in travel[p])
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers)
-        + tensor_bytes(masters[p] for p in rounded)
-        + tensor_bytes(masters[p] for p in rounded if p.requires_grad)
+        + _with_gradients(masters, rounded)
         + _moments(masters, resident - in_layers, optimizer),
-        resident=tensor_bytes(masters[p] for p in in_layers)
-        + tensor_bytes(masters[p] for p in in_layers if p.requires_grad)
-        + _moments(masters, in_layers, optimizer)
-        + sum(copied),
+        resident=_with_gradients(masters, in_layers) + _moments(masters, in_layers, optimizer) + sum(copied),
         slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
         on_disk=tensor_bytes([*on_host.values(), *packed]) + state(on_host) if traffic.window else 0,
@@ -153,12 +146,20 @@ def estimate(
     )
 
 
+def _with_gradients(masters: Mapping[Any, torch.Tensor], of: Collection[torch.Tensor]) -> int:
+    """Bytes of some masters, and of the gradients of those that are trained."""
+    return tensor_bytes(masters[p] for p in of) + tensor_bytes(masters[p] for p in of if p.requires_grad)
+
+
 def _traffic(
-    parts: Sequence[StatePart], config: L2LConfig, device: torch.device, *, reads_masters: bool
+    config: L2LConfig, device: torch.device, precision: Precision, parts: Callable[[], list[StatePart]]
 ) -> StateTraffic:
     """What a step reads from the disk and writes; on a device, the last two layers of the forward stay there."""
+    if config.state_tier == "host":
+        return StateTraffic()
     stays = 0 if stream.shares_host_memory(device) else 2
-    return state_traffic(parts, config.state_window, reads_masters=reads_masters, stays=stays)
+    reads = not (precision.is_mixed and precision.keeps_copies)
+    return state_traffic(parts(), config.state_window, reads_masters=reads, stays=stays)
 
 
 def _shell(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[set[nn.Parameter], set[torch.Tensor]]:

@@ -114,12 +114,10 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         self._finish_saving()
         self._l2l_is_generation = True
         try:
-            if self._l2l_rate is None:
+            is_first = self._l2l_rate is None and self.args.world_size == 1
+            if is_first:  # ranks wait for each other in what follows, which one of them must not miss
                 folder.mkdir(parents=True, exist_ok=True)
                 self._l2l_rate = write_rate(folder)
-                is_first = True
-            else:
-                is_first = False
             schedule.begin(self.state.global_step)
             self._save_checkpoint(model, trial)
         except OSError as error:
@@ -127,7 +125,7 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             return
         finally:
             self._l2l_is_generation = False
-        if is_first and self._l2l_saving is not None:
+        if is_first and self._l2l_saving is not None and self._l2l_rate is not None:
             num_bytes = self._l2l_saving[0].num_bytes
             rate = f", of which {folder} takes {size_text(int(self._l2l_rate))}/s"
             self._say(schedule, num_bytes, num_bytes / self._l2l_rate, rate)
@@ -154,7 +152,7 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         is_first = schedule.seconds is None
         schedule.end(self.state.global_step)
         self._l2l_failed_to_write = False
-        for each in checkpoints_in(folder):
+        for each in checkpoints_in(folder) if self.args.should_save else ():
             if each != checkpoint and self._is_own(each):
                 remove(each)
         if is_first and schedule.seconds is not None:

@@ -1,4 +1,4 @@
-"""A script as users write it, for launchers: `python rank_script.py FOLDER [KILLED_AT]`."""
+"""A script as users write it, for launchers: `python rank_script.py FOLDER [KILLED_AT [realtime]]`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Killed(hf.TrainerCallback):
 
 def main() -> None:
     folder, killed_at = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    realtime = {"l2l_realtime_checkpoint": f"{folder}-now", "l2l_realtime_every": 1, "save_strategy": "no"}
     torch.manual_seed(0)
     args = L2LTrainingArguments(
         output_dir=folder,
@@ -44,11 +45,13 @@ def main() -> None:
         use_cpu=True,
         eps_update="deferred",
         l2l_rank_timeout=5,
+        **(realtime if "realtime" in sys.argv else {}),
     )
     model = bert(0.1)
     trainer = L2LTrainer(model=model, args=args, train_dataset=Rows(70, "classes"), callbacks=[Killed(killed_at)])
     os.makedirs(folder, exist_ok=True)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))  # as docs/ranks.md says
+    resumes = True if "realtime" in sys.argv and os.path.isdir(f"{folder}-now") else get_last_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=resumes)  # as docs/ranks.md says
     if args.should_save:
         print("RESULT", args.world_size, trainer.state.global_step, digest(*model.parameters()), flush=True)
 

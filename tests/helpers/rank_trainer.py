@@ -260,3 +260,20 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
     detach_l2l(made.model)
     PartialState._reset_state()
     return found
+
+
+def failed_generation(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A training in which rank 1 cannot write its part of the fourth generation."""
+    fresh()
+    made = Failing(model=bert(), args=arguments(folder, options, layered=True), train_dataset=Rows(70, "classes"))
+    made.where = 1, "generators"
+    found = {"error": ""}
+    try:
+        made.train()
+    except CheckpointSaveError as error:
+        found = {"error": str(error)}
+    now = Path(options["l2l_realtime_checkpoint"])
+    found |= {"step": made.state.global_step, "left": sorted(path.name for path in now.iterdir())}
+    detach_l2l(made.model)
+    PartialState._reset_state()
+    return found

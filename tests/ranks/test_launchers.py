@@ -57,3 +57,19 @@ def test_torchrun_goes_on_after_a_rank_was_killed(tmp_path):
     """From the last whole checkpoint, to the bits of an unbroken training."""
     whole = result(TORCHRUN, tmp_path / "whole")
     assert result([*TORCHRUN, "--max-restarts", "1"], tmp_path / "broken", "5") == whole
+
+
+@pytest.mark.slow  # a smaller one: `test_trainer_checkpoints.py`
+def test_torchrun_goes_on_from_the_newest_generation(tmp_path):
+    """A rank is killed in step 5, whose generation is not written any more: step 4 is the newest whole one."""
+    whole = result(TORCHRUN, tmp_path / "whole")
+    assert result([*TORCHRUN, "--max-restarts", "1"], tmp_path / "broken", "5", "realtime") == whole
+    assert [path.name for path in (tmp_path / "broken-now").iterdir()] == ["checkpoint-6"]
+
+
+@pytest.mark.slow
+def test_a_generation_is_resumed_by_another_number_of_ranks(tmp_path):
+    """As an elastic launcher starts them: with fewer, and then with more."""
+    for ranks, steps in (("2", "6"), ("1", "6"), ("3", "6")):
+        launcher = [*TORCHRUN[:-1], ranks]
+        assert result(launcher, tmp_path / "run", "0", "realtime")[:2] == [ranks, steps]

@@ -233,7 +233,7 @@ def test_the_estimate_knows_the_window(kind, window, tmp_path):
     steps(model, eps, optimizer, 1)
     after = eps.state.window.bytes_read, eps.state.window.bytes_written
     measured = tuple(now - then for then, now in zip(before, after, strict=True))
-    assert found.state_traffic[1:] == pytest.approx(measured, rel=0.02)
-    assert found.state_window == pytest.approx(eps.state.window.peak, rel=0.02)
-    assert found.on_disk == pytest.approx(sum(part.num_bytes for part in eps.state.parts), rel=0.02)
+    assert found.state_traffic[1:] == pytest.approx(measured, rel=0.1)
+    assert found.state_window == pytest.approx(eps.state.window.peak, rel=0.05)
+    assert found.on_disk == pytest.approx(sum(part.num_bytes for part in eps.state.parts), rel=0.05)
     assert found.host_bytes == found.state_window + found.gradients
