@@ -174,7 +174,6 @@ class StateOnDisk:
         of_optimizer = set(parameters_of(optimizer))
         for part in self.parts:
             self.keep(optimizer, part, [m for m in part.masters if m.parameter in of_optimizer])
-        return_freed_memory()
 
     @torch.no_grad()
     def keep(self, optimizer: torch.optim.Optimizer, part: DiskPart, masters: Iterable[Master]) -> None:
@@ -208,6 +207,8 @@ class StateOnDisk:
             for (state, (parameter, key), value), piece in zip(new, layout.pieces, strict=True):
                 there = segment.room(piece.start, piece.stop).tensor_of(piece)
                 state[key] = kept[parameter, key] = there.copy_(value)
+        del new, state, value
+        return_freed_memory()  # in which the step has made it
 
     def release(self) -> None:
         """End the threads. Tensors on disk stay there as long as they live."""

@@ -13,6 +13,7 @@ for `.item()`, and where it synchronizes.
   are ready at once, those of the stream made first run first. So a copy that was issued early and must wait does not
   delay copies of other streams. Copies on the device cost nothing; those to other devices run one at a time for each
   device that sends.
+- A disk reads and writes one transfer at a time (see `sim_disk`).
 - `torch.optim.Optimizer.step` costs the host the bytes of the host tensors it reads and writes: per parameter that has
   a gradient, the gradient once, and the parameter and its state, except single numbers, twice.
 
@@ -98,6 +99,20 @@ class VirtualClock:
         if amount is None or not 0 <= amount < math.inf:
             raise ValueError(f"host work must be finite and not negative (got {amount}); give 0 for none")
         self._recorder.host_work(name, amount if num_bytes is None else amount / self._recorder.costs.host_bytes_per_s)
+
+    def disk_work(self, name: str, num_bytes: int) -> Moment:
+        """Keep the disk busy with so many bytes, after what it was given before; returns the moment of its end.
+
+        Raises:
+            RuntimeError: the clock has stopped.
+        """
+        self._refuse_stopped()
+        return self._recorder.disk_work(name, num_bytes)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether work is added to this clock."""
+        return Running.recorder is self._recorder
 
     def moment(self) -> Moment:
         """Return the time `now` as a moment, to be passed to another thread."""

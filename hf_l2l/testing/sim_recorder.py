@@ -31,6 +31,8 @@ class Costs:
     """Bandwidth of host memory, for reads and writes together."""
     peer_bytes_per_s: float = math.inf
     """What a device sends to others."""
+    disk_bytes_per_s: float = math.inf
+    """Rate of the disk for state, for reads and writes together."""
     launch_s: float = 0.0
     """Seconds for which the host is busy with each kernel and copy that it launches."""
 
@@ -147,6 +149,17 @@ class Recorder:
                 host.node = self.schedule.add(
                     *after, seconds=seconds, lane="host", name=name, stream=host.name, rank=rank
                 )
+
+    def disk_work(self, name: str, num_bytes: int) -> Moment:
+        """Keep the disk busy, from now on; returns the end, for which nobody waits yet."""
+        with LOCK:
+            node, seconds = self.host.node, num_bytes / self.costs.disk_bytes_per_s
+            if seconds > 0:
+                rank = (0, self.host.name)
+                node = self.schedule.add(
+                    *(node, node), seconds=seconds, lane="disk", name=name, stream=self.host.name, rank=rank
+                )
+            return Moment(self, node)
 
     def _issue(self, line: Line, lane: str, name: str, seconds: float) -> None:
         with LOCK:

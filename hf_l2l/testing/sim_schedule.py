@@ -10,7 +10,9 @@ import collections
 import heapq
 from typing import NamedTuple
 
-ONE_AT_A_TIME = frozenset({"upload", "download", "peer", "host"})  # the links of a device, and the host's memory
+ONE_AT_A_TIME = frozenset(
+    {"upload", "download", "peer", "host", "disk"}
+)  # the links of a device, host memory, the disk
 LANES = ("compute", "launch", *sorted(ONE_AT_A_TIME))
 
 START = 0  # the node that stands for the time 0
@@ -23,7 +25,7 @@ class Task(NamedTuple):
     """A span of work on a lane, in virtual seconds."""
 
     lane: str
-    """ "compute", "upload", "download" and "peer" of a device; "host", for its memory, and "launch"."""
+    """ "compute", "upload", "download" and "peer" of a device; "host", for its memory, "disk" and "launch"."""
     name: str
     start: float
     end: float

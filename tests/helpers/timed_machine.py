@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import nn
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.testing import Costs, VirtualClock, virtual_clock
+from hf_l2l.testing.sim_disk import disk_on_clock
+from hf_l2l.testing.sim_worker import engine_on_clock
 
 WIDTH = 16
 
@@ -51,6 +55,8 @@ class Machine:
     """The update of all layers on the host."""
     rows: int = 1
     """Of one ubatch."""
+    disk_s: float = 0.0
+    """The masters and moments of one layer read from the disk for state, or written to it."""
 
     def costs(self) -> Costs:
         block = Block()
@@ -61,6 +67,7 @@ class Machine:
             link_bytes_per_s=Layout(block.parameters()).num_bytes / self.transfer_s,  # it travels in one copy
             flop_per_s=2 * matrix * self.rows / self.forward_s,
             host_bytes_per_s=adam_bytes * numel * self.layers / self.optimizer_s,
+            disk_bytes_per_s=12 * numel / self.disk_s if self.disk_s else math.inf,
         )
 
     @property
@@ -82,9 +89,15 @@ def timed_step(machine: Machine, block: type[Block] = Block, **options: Any) -> 
     eps = attach_l2l(model, config)
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
     x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
-    model(x).backward()
-    optimizer.step()
-    with virtual_clock(machine.costs()) as clock:
+    on_disk = config.state_tier == "disk"
+    for _ in range(3 if on_disk else 1):
+        model(x).backward()
+        optimizer.step()
+    eps.synchronize()
+    with virtual_clock(machine.costs()) as clock, ExitStack() as stack:
+        if on_disk:
+            stack.enter_context(disk_on_clock(clock, eps.state.window))
+            stack.enter_context(engine_on_clock(clock, eps))  # updates are made layer by layer, on its worker
         model(x).backward()
         optimizer.step()
     return clock

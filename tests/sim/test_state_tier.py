@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from families import assert_same_bits
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.state_tier import server
 from hf_l2l.testing import sim_stream
+from timed_machine import Machine, Stack, timed_step
 from training import batch_for, tiny_bert, weights_after
 
 
@@ -36,7 +38,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["deferred", pytest.param("eager", marks=pytest.mark.slow), "serial"])
+@pytest.mark.parametrize(
+    "mode", ["deferred", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eager", "serial"))]
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_bits_are_those_of_state_in_memory(options, mode, tmp_path):
     if mode == "serial" and options:
@@ -70,3 +74,27 @@ def test_masters_are_not_page_locked_but_what_travels_is(tmp_path):
     slots = attachment_of(model).relay.devices[0].weight_slots
     assert slots.staged_bytes == 2 * max(unit.layout.num_bytes for unit in eps.masters.layer_units)
     assert eps.memory.bytes_locked < 2 * gradients + 2 * slots.staged_bytes
+
+
+MACHINE = Machine(layers=12, ubatches=4, forward_s=1.0, transfer_s=1.0, optimizer_s=12.0)
+
+
+@pytest.mark.parametrize("window", [3, 6])
+def test_a_step_that_the_disk_bounds_takes_as_long_as_the_estimate_says(window, tmp_path):
+    """The bytes that it reads and writes, and what nothing overlaps with: the end of the last update."""
+    slow = replace(MACHINE, disk_s=200.0)
+    model = Stack(slow.layers)
+    found = estimate(model, L2LConfig(state_window=window, state_tier="disk", layer_classes=("Block",)), device="sim")
+    clock = timed_step(slow, state_tier="disk", state_dir=tmp_path, state_window=window)
+    traffic = found.state_traffic
+    seconds = (traffic.read + traffic.written) / slow.costs().disk_bytes_per_s
+    assert clock.busy("disk") == pytest.approx(seconds, rel=0.1)
+    assert clock.end == pytest.approx(seconds, rel=0.1)
+
+
+def test_a_fast_disk_delays_nothing_but_the_first_read(tmp_path):
+    """Reads and writes travel under computation and updates."""
+    fast = replace(MACHINE, disk_s=0.5)
+    clock = timed_step(fast, state_tier="disk", state_dir=tmp_path, state_window=4)
+    assert clock.busy("disk") > 5.0
+    assert clock.end == pytest.approx(timed_step(MACHINE, eps_update="serial").end, rel=0.06)
