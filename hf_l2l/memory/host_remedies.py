@@ -45,15 +45,24 @@ def check_training_fits(
     """
     hosts = 1 if team is None else len(team.hosts)
     need = estimate(model, config, optimizer).of_one_host(hosts)
-    check_host_memory(need, partial(host_advice, model, config, optimizer, hosts=hosts), is_shared=team is not None)
+    advice = partial(host_advice, model, config, optimizer, hosts=hosts, has_ranks=team is not None)
+    check_host_memory(need, advice, is_shared=team is not None)
 
 
 def host_advice(
-    model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, have: int, *, hosts: int = 1
+    model: nn.Module,
+    config: L2LConfig,
+    optimizer: torch.optim.Optimizer,
+    have: int,
+    *,
+    hosts: int = 1,
+    has_ranks: bool = False,
 ) -> str:
     """What to do on a host that has `have` bytes for training: the bytes with each remedy, which of them fit, and at
-    last what to type for the first one that fits. So many `hosts` train together."""
+    last what to type for the first one that fits. So many `hosts` train together; a process that `has_ranks` beside it
+    has its state in memory."""
     found = list(remedies(model, config, optimizer, hosts))
+    found += [] if has_ranks else disk_remedies(model, config, optimizer)
     lora = lora_bytes(model)
 
     def told(size: int) -> str:
@@ -97,6 +106,19 @@ def remedies(
             yield changed
     if len(helpful) > 1:
         yield with_changes(helpful)
+
+
+def disk_remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer) -> Iterator[Remedy]:
+    """State on disk, which is slower: alone, and with all other options with which the host holds less."""
+    if config.state_tier == "disk" or why_not_layer_local(optimizer) is not None:
+        return
+    needed = estimate(model, config, optimizer).host_bytes
+    *_, most = [{}, *(each.changes for each in remedies(model, config, optimizer))]
+    for more in [{}, most] if most else [{}]:
+        changes = {**more, "state_tier": "disk"}
+        found = Remedy(changes, estimate(model, replace(config, **changes), optimizer).host_bytes)
+        if found.host_bytes < needed:  # else its window holds all there is
+            yield found
 
 
 def lora_bytes(model: nn.Module) -> int:

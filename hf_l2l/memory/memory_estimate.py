@@ -237,7 +237,7 @@ def check_host_memory(
     """
     if os.environ.get(SKIP_VARIABLE) == "1":
         return
-    there = (need.state_window or need.masters) + need.copies
+    there = need.copies + (0 if need.on_disk else need.masters)
     held = there if is_shared else min(there, host_limits.own_bytes())
     have = host_limits.available_host_bytes() + held
     if need.host_bytes <= have:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_l2l import L2LConfig
 from hf_l2l.memory import host_limits
-from hf_l2l.memory.host_remedies import host_advice, lora_bytes, remedies
+from hf_l2l.memory.host_remedies import disk_remedies, host_advice, lora_bytes, remedies
 from hf_l2l.memory.memory_estimate import SKIP_VARIABLE, estimate
 from hf_l2l.option_names import options_of_the_trainer
 from training import l2l_trainer
@@ -118,8 +118,10 @@ def test_it_says_of_each_whether_it_fits():
     said = re.sub(r"[\d.]+ [KM]iB", "N", advice(13))
     assert said == (
         "it would need N (does not fit) with l2l_grad_dtype='16bit', N (fits) with l2l_moment_dtype='bf16', N (fits) "
-        "with l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16', about N (fits) for LoRA over a 16-bit base (load "
-        "the model with dtype=torch.bfloat16, and let peft train adapters, here of 1% of the parameters); this fits: "
+        "with l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16', N (fits) with l2l_state_tier='disk', N (fits) with "
+        "l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16' and l2l_state_tier='disk', about N (fits) for LoRA over a "
+        "16-bit base (load the model"
+        " with dtype=torch.bfloat16, and let peft train adapters, here of 1% of the parameters); this fits: "
         "l2l_moment_dtype='bf16'"
     )
 
@@ -144,3 +146,15 @@ def test_remedies_are_those_of_each_of_several_hosts():
         for hosts, found in ((count, list(remedies(model, config, optimizer, count))) for count in (1, 2))
     )
     assert one == [2 * each for each in two] and len(one) == 3
+
+
+def test_the_disk_is_the_last_remedy():
+    """For a process that has no ranks beside it; alone, and with all others."""
+    model, config = llama(), L2LConfig()
+    optimizer = torch.optim.AdamW(model.parameters())
+    alone, last = disk_remedies(model, config, optimizer)
+    assert alone.changes == {"state_tier": "disk"}
+    assert last.changes == {"grad_dtype": "16bit", "moment_dtype": "bf16", "state_tier": "disk"}
+    assert last.host_bytes < alone.host_bytes < estimate(model, config, optimizer).host_bytes
+    assert not list(disk_remedies(model, L2LConfig(state_tier="disk"), optimizer))
+    assert "state_tier" not in host_advice(model, config, optimizer, 2**40, has_ranks=True)
