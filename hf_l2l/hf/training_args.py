@@ -155,8 +155,9 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "help": "A folder on a disk for real-time checkpoints: one after another is written in the background, as "
             "with `l2l_async_save`, and the last whole one is kept, so that a crash loses the steps since then. "
             "`resume_from_checkpoint=True` goes on from it if it is newer than those of `output_dir`. It has the form "
-            "of any checkpoint (`checkpoint-N`); `on_save` is not called. It is for one process, and refused with "
-            "several ranks, and for one training: what another one has written there is refused."
+            "of any checkpoint (`checkpoint-N`); `on_save` is not called. Several "
+            "ranks write it together, while they wait. It is for one training: what another one has written there is "
+            "refused."
         },
     )
     l2l_realtime_every: str = field(

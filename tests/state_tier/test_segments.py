@@ -53,3 +53,15 @@ def test_changed_pages_are_written_before_they_are_freed(tmp_path, monkeypatch):
     segment.leave(is_changed=True)
     segment.leave(is_changed=False)
     assert calls == ["write", "free", "free"]
+
+
+def test_the_benchmark_has_figures_and_what_was_expected(capsys, monkeypatch):
+    from benchmarks import state_tier
+
+    monkeypatch.setattr("hf_l2l.state_tier.server.is_in_memory", lambda folder: False)
+    sizes = ["--layers", "4", "--hidden", "64", "--steps", "2", "--window", "3", "--probed", str(2**20)]
+    found = state_tier.main(sizes)
+    assert found["disk"]["window"] == pytest.approx(found["estimate"]["window"], rel=0.05)
+    assert found["disk"]["read"] == pytest.approx(found["estimate"]["read"], rel=0.1)
+    assert found["disk"]["written"] == pytest.approx(found["estimate"]["written"], rel=0.1)
+    assert "expected" in capsys.readouterr().out
