@@ -138,7 +138,7 @@ class HostMemory:
             master.upload_parts = [None] * len(master.parts)
             master.copy_room = master.copy = None
             master.refused_bytes = 0
-            may_move = movable_parts(p, sharing) if self.moves_masters else []
+            may_move = set(movable_parts(p, sharing)) if self.moves_masters else set()
             for number, (part, dtype) in enumerate(precision.of_parts(p)):
                 if dtype != part.dtype:
                     copied.add(master)

@@ -66,14 +66,26 @@ class StatePart(NamedTuple):
     """The number of the layer, from 1 on; 0 for the small ones, and half a number more than the layers before a large
     one."""
     weights: int
-    """Bytes of the masters, in whole pages."""
+    """Bytes of the masters that are trained, in whole pages."""
     state: int
     """Bytes of the optimizer's state, in whole pages."""
+    frozen: int = 0
+    """Bytes of the other masters, in whole pages."""
 
     @property
     def in_layer(self) -> bool:
         """Whether it is a layer."""
         return self.order >= 1 and self.order.is_integer()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all."""
+        return self.weights + self.state + self.frozen
+
+    def used(self, *, is_update: bool) -> list[tuple[str, int]]:
+        """What an update uses, or a sweep: names and bytes."""
+        last = ("state", self.state) if is_update else ("frozen", self.frozen)
+        return [(name, size) for name, size in (("weights", self.weights), last) if size]
 
 
 class StateTraffic(NamedTuple):
@@ -105,7 +117,12 @@ def state_parts(
             key = (found.layers_before + 0.5, found.name) if is_large else (float(found.layer_number), "")
             groups.setdefault(key, {})[parameter] = masters[parameter]
     return [
-        StatePart(order, _pages(Layout(part.values()).num_bytes), _pages(moments(set(part))))
+        StatePart(
+            order,
+            _pages(Layout(master for p, master in part.items() if p.requires_grad).num_bytes),
+            _pages(moments(set(part))),
+            _pages(Layout(master for p, master in part.items() if not p.requires_grad).num_bytes),
+        )
         for (order, _), part in sorted(groups.items(), key=lambda each: each[0])
     ]
 
@@ -119,36 +136,35 @@ def state_traffic(parts: Sequence[StatePart], layers: int, *, reads_masters: boo
         reads_masters: whether sweeps read masters, and not copies of them in memory.
         stays: so many layers, the last of the forward, are not read again for the backward.
     """
-    sizes = [part.weights + part.state for part in parts]
-    largest = max([part.weights + part.state for part in parts if part.in_layer], default=0)
+    sizes = [part.num_bytes for part in parts]
+    largest = max([part.num_bytes for part in parts if part.in_layer], default=0)
     limit, reserve = window_bytes(sizes, largest, layers)
     recent: Recent[tuple[StatePart, str]] = Recent()
-    changed: set[tuple[StatePart, str]] = set()
+    changed: dict[tuple[StatePart, str], int] = {}
     read = written = 0
     for _ in range(3):
         read = written = 0
-        for part, kind in _uses(parts, reads_masters=reads_masters, stays=stays):
-            for key in [(part, "weights")] if kind == "sweep" else [(part, "weights"), (part, "state")]:
-                size = part.weights if key[1] == "weights" else part.state
+        for part, is_update in _uses(parts, reads_masters=reads_masters, stays=stays):
+            for name, size in part.used(is_update=is_update):
+                key = part, name
                 if key not in recent:
-                    leaving = recent.drop_oldest(max(0, limit - reserve - size))
-                    written += sum(p.weights if k == "weights" else p.state for p, k in leaving if (p, k) in changed)
-                    changed.difference_update(leaving)
+                    written += sum(changed.pop(k, 0) for k in recent.drop_oldest(max(0, limit - reserve - size)))
                     read += size
                 recent.touch(key, size)
-                if kind == "update":
-                    changed.add(key)
+                if is_update:
+                    changed[key] = size
     return StateTraffic(min(limit, sum(sizes)), read, written)
 
 
-def _uses(parts: Sequence[StatePart], *, reads_masters: bool, stays: int) -> Iterator[tuple[StatePart, str]]:
-    """Parts in the order in which a step uses them, by a "sweep" or an "update"."""
+def _uses(parts: Sequence[StatePart], *, reads_masters: bool, stays: int) -> Iterator[tuple[StatePart, bool]]:
+    """Parts in the order in which a step uses them, and whether to update them."""
     of_layers = [part for part in parts if part.in_layer]
     if reads_masters:
-        yield from ((part, "sweep") for part in parts)
-        yield from ((part, "sweep") for part in reversed(of_layers[: len(of_layers) - stays]))
-    yield from ((part, "update") for part in parts)
+        yield from ((part, False) for part in parts)
+        yield from ((part, False) for part in reversed(of_layers[: len(of_layers) - stays]))
+    yield from ((part, True) for part in parts if part.weights)
 
 
 def _pages(num_bytes: int) -> int:
+    """In whole pages; nothing takes none."""
     return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -44,7 +44,7 @@ class Segment:
         return Room(self._pages, start, stop)
 
     def read(self) -> None:
-        """Have the system read all of it from the disk; returns when most has been read."""
+        """Have the system read all of it from the disk; what is not there when it is used is waited for then."""
         for start in range(0, self.num_bytes, _READ_AT_ONCE):
             os.posix_fadvise(self._file.fileno(), start, _READ_AT_ONCE, os.POSIX_FADV_WILLNEED)
 

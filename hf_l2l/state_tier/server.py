@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from hf_l2l.eps.host_memory import HostMemory, Progress
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.host_limits import is_in_memory
 from hf_l2l.memory.ledger import STATE_WINDOW
-from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.memory.memory_report import MemoryReport
+from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.option_names import option
 from hf_l2l.ranks.team import launched_processes, met_team
@@ -28,7 +30,16 @@ from hf_l2l.shared_eps.server import eps_type
 from hf_l2l.state_tier.files import Segment, can_map
 from hf_l2l.state_tier.state import StateOnDisk
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows, where `can_map` is False
+    pass
+
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+_OTHER_FILES = 512
+"""Of the program: sockets, data sets, workers."""
 
 
 def state_folder(asked: str | os.PathLike[str] | None) -> str:
@@ -50,10 +61,30 @@ def check_state_tier(model: nn.Module, config: L2LConfig) -> None:
             f"{option('state_tier')}='disk' is for one process (got {launched_processes()} ranks of a launcher); use "
             f"{option('state_tier')}='host', where all ranks of a host have one set of masters and state"
         )
-    # In fp32, as masters of 16-bit weights are with `cmp`, and two moments, as Adam has.
-    folder, parameters = state_folder(config.state_dir), list(model.parameters())
-    num_bytes = 4 * sum(p.numel() * (1 + MOMENTS_ASSUMED * p.requires_grad) for p in parameters)
-    _check_folder(folder, num_bytes)
+    folder, need = state_folder(config.state_dir), estimate(model, config)
+    _check_folder(folder, need.on_disk)
+    _make_room_for_files(model, config)
+
+
+def _make_room_for_files(model: nn.Module, config: L2LConfig) -> None:
+    """Raise the soft limit of open files of this process, if that is needed and allowed.
+
+    Raises:
+        ValueError: if it may not have as many as the model needs.
+    """
+    layers = sum(len(stack.layers) for stack in find_stacks(model, config.layer_classes))
+    # A layer has a file for masters that are trained, one for others and one for state, each with its map; a parameter
+    # that is in no layer, as much.
+    needed = 6 * (layers + sum(1 for _ in model.parameters()) // 2) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"{option('state_tier')}='disk' opens files for each layer, here up to {needed} (got a limit of {hard}); "
+            "raise it (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _check_folder(folder: str, num_bytes: int) -> None:
@@ -101,6 +132,8 @@ class DiskEagerParamServer(EagerParamServer):
         self, model: nn.Module, device: torch.device, config: L2LConfig, *, progress: Progress, **others: Any
     ) -> None:
         super().__init__(model, device, config, progress=progress, **others)
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers whose state moves to disk when it is loaded."""
         self.state = StateOnDisk(self.masters, state_folder(config.state_dir), config.state_window, progress)
         self.copies.uses = self.state
         self.updates.around = self.state.around_update
@@ -124,9 +157,9 @@ class DiskEagerParamServer(EagerParamServer):
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """See `EagerParamServer.wrap`; state moves to disk."""
         inner = unwrapped(optimizer)
-        known = inner in self.updates.optimizers
         super().wrap(optimizer)
-        if not known:
+        if inner not in self._known:
+            self._known.add(inner)
             self.state.keep_all(inner)
             self.updates.add_handle(inner, inner.register_load_state_dict_post_hook(self.state.keep_all))
         return optimizer

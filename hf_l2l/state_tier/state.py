@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,19 +36,28 @@ class DiskPart:
     name: str
     in_layer: bool
     masters: list[Master]
-    weights: Segment | None = None
-    """None if none of them could be moved."""
+    weights: list[Segment] = field(default_factory=list)
+    """What holds those that are trained, if any could be moved."""
+    frozen: list[Segment] = field(default_factory=list)
+    """What holds the others, which updates do not need."""
+    kinds: list[tuple[int, bool]] = field(default_factory=list)
+    """Per master, its address after it was moved, and whether it is trained."""
     state: WeakKeyDictionary[torch.optim.Optimizer, list[Segment]] = field(default_factory=WeakKeyDictionary)
 
-    def weight_segments(self) -> list[Segment]:
-        """What holds the masters."""
-        return [] if self.weights is None else [self.weights]
+    def kinds_now(self) -> list[tuple[int, bool]]:
+        """`kinds` as they are."""
+        with without_interception():
+            return [(m.parts[0].data_ptr(), m.parameter.requires_grad) for m in self.masters]
+
+    def of_update(self, optimizer: torch.optim.Optimizer) -> list[Segment]:
+        """What an update by `optimizer` reads and writes."""
+        return [*self.weights, *self.state.get(optimizer, ())]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of masters and state, in whole pages."""
-        segments = [*self.weight_segments(), *(each for of in list(self.state.values()) for each in of)]
-        return sum(segment.num_bytes for segment in segments)
+        """Bytes of masters, and of the state of the optimizer that has most, in whole pages."""
+        of_optimizers = [sum(each.num_bytes for each in of) for of in self.state.values()]
+        return sum(each.num_bytes for each in (*self.weights, *self.frozen)) + max(of_optimizers, default=0)
 
 
 class StateOnDisk:
@@ -63,6 +73,8 @@ class StateOnDisk:
         self.parts: list[DiskPart] = []
         self._part_of: dict[Master, DiskPart] = {}
         self._kept: WeakKeyDictionary[torch.optim.Optimizer, Kept] = WeakKeyDictionary()
+        self._lock = threading.RLock()
+        """Several updates at a time make state."""
         self._adopted_at = 0
         """`masters.changes` when masters were last moved."""
         self._parts_of_unit: WeakKeyDictionary[MasterUnit, tuple[DiskPart, ...]] = WeakKeyDictionary()
@@ -72,7 +84,12 @@ class StateOnDisk:
     @property
     def on_disk(self) -> set[torch.Tensor]:
         """The masters on disk."""
-        return {m.parameter for part in self.parts if part.weights is not None for m in part.masters}
+        return {
+            m.parameter
+            for part in self.parts
+            for m, then, now in zip(part.masters, part.kinds, part.kinds_now(), strict=True)
+            if then[0] == now[0] and (part.weights or part.frozen)
+        }
 
     def kept_of(self, optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
         """The tensors of the optimizer's state that are on disk."""
@@ -84,20 +101,24 @@ class StateOnDisk:
         Raises:
             OSError: if the disk has no room.
         """
-        if self._adopted_at == self._masters.changes:
+        # Some programs give a parameter other memory, as transformers does to resize embeddings.
+        is_current = self._adopted_at == self._masters.changes
+        if is_current and all([part.kinds == part.kinds_now() for part in self.parts]):
             return
         self._adopted_at = self._masters.changes
         before = {part.name: part for part in self.parts}
         model = self._masters.model
         sharing = sharing_memory([*model.parameters(), *model.buffers()])
-        self.parts, new = [], []
+        parts, new = [], []
         for name, masters in self._masters.parts(self._masters.on_host()):
             part = before.get(name)
-            if part is None or part.masters != masters:
+            if part is None or part.masters != masters or part.kinds != part.kinds_now():
                 state = WeakKeyDictionary[torch.optim.Optimizer, list[Segment]]() if part is None else part.state
                 part = DiskPart(name, masters[0].layer_number > 0, masters, state=state)
                 new.append(part)
-            self.parts.append(part)
+            parts.append(part)
+        with self._lock:
+            self.parts = parts
         for part in self._progress(new, "Moving master weights to disk"):
             self._move(part, sharing)
         self._part_of = {master: part for part in self.parts for master in part.masters}
@@ -106,16 +127,28 @@ class StateOnDisk:
             return_freed_memory()
 
     def _move(self, part: DiskPart, sharing: set[torch.Tensor]) -> None:
-        tensors = [each for master in part.masters for each in movable_parts(master.parameter, sharing)]
-        layout = Layout(tensors)
-        if not layout.num_bytes:
-            return
-        part.weights = segment = Segment(self._folder, layout.num_bytes, by_rows=not part.in_layer)
-        self._resize()
+        for segments, trained in ((part.weights, True), (part.frozen, False)):
+            masters = [master for master in part.masters if master.parameter.requires_grad == trained]
+            for master in masters:
+                master.wait()
+            tensors = [each for master in masters for each in movable_parts(master.parameter, sharing)]
+            layout = Layout(tensors)
+            if not layout.num_bytes:
+                continue
+            segment = self._new_segment(segments, layout, by_rows=not part.in_layer)
+            with without_interception():
+                for tensor, piece in zip(tensors, layout.pieces, strict=True):
+                    move(tensor, segment.room(piece.start, piece.stop).tensor_of(piece))
+        part.kinds = part.kinds_now()
+
+    def _new_segment(self, among: list[Segment], layout: Layout, *, by_rows: bool = False) -> Segment:
+        """A segment for tensors of this layout, which is in memory, and the window with room for it."""
+        segment = Segment(self._folder, layout.num_bytes, by_rows=by_rows)
+        with self._lock:
+            among.append(segment)
+            self._resize()
         self.window.use([segment], changes=True, is_new=True)
-        with without_interception():
-            for tensor, piece in zip(tensors, layout.pieces, strict=True):
-                move(tensor, segment.room(piece.start, piece.stop).tensor_of(piece))
+        return segment
 
     def _resize(self) -> None:
         sizes = [part.num_bytes for part in self.parts]
@@ -139,10 +172,11 @@ class StateOnDisk:
 
     def _use(self, parts: tuple[DiskPart, ...]) -> None:
         if parts:
-            used = [each for part in parts for each in part.weight_segments()]
+            used = [each for part in parts for each in (*part.weights, *part.frozen)]
             self.window.use(used)
             following = self._sweeps.next_after(parts)
-            self.window.read_ahead([each for part in following or () for each in part.weight_segments()], used)
+            ahead = [each for part in following or () for each in (*part.weights, *part.frozen)]
+            self.window.read_ahead(ahead, used)
 
     def around_update(
         self, run: Callable[[], None], optimizer: torch.optim.Optimizer, masters: Sequence[Master]
@@ -157,13 +191,12 @@ class StateOnDisk:
         following = self._updates.next_after(part)
 
         def updated() -> None:
-            used = [*part.weight_segments(), *part.state.get(optimizer, ())]
-            self.window.use(used, changes=True)
-            if following is not None:
-                ahead = [*following.weight_segments(), *following.state.get(optimizer, ())]
-                self.window.read_ahead(ahead, used)
-            run()
-            self.keep(optimizer, part, masters)
+            used = part.of_update(optimizer)
+            with self.window.held(used):
+                if following is not None:
+                    self.window.read_ahead(following.of_update(optimizer), used)
+                run()
+                self.keep(optimizer, part, masters)
 
         return updated
 
@@ -182,7 +215,9 @@ class StateOnDisk:
         Raises:
             OSError: if the disk has no room.
         """
-        kept: Kept = self._kept.setdefault(optimizer, {})
+        with self._lock:
+            kept: Kept = self._kept.setdefault(optimizer, {})
+            segments = part.state.setdefault(optimizer, [])
         new: list[tuple[dict[str, Any], tuple[torch.Tensor, str], torch.Tensor]] = []
         with without_interception():
             for master in masters:
@@ -194,16 +229,14 @@ class StateOnDisk:
                     if there is value:
                         continue
                     if there is not None and (there.dtype, there.shape) == (value.dtype, value.shape):
+                        self.window.use(segments, changes=True)
                         state[key] = there.copy_(value)  # the step, or the program, has made it anew
                     else:
                         new.append((state, (master.parameter, key), value))
             if not new:
                 return
             layout = Layout(value for _, _, value in new)
-            segment = Segment(self._folder, layout.num_bytes)
-            part.state.setdefault(optimizer, []).append(segment)
-            self._resize()
-            self.window.use([segment], changes=True, is_new=True)
+            segment = self._new_segment(segments, layout)
             for (state, (parameter, key), value), piece in zip(new, layout.pieces, strict=True):
                 there = segment.room(piece.start, piece.stop).tensor_of(piece)
                 state[key] = kept[parameter, key] = there.copy_(value)
@@ -213,12 +246,16 @@ class StateOnDisk:
     def release(self) -> None:
         """End the threads. Tensors on disk stay there as long as they live."""
         self.window.disk.close()
+        self.window.clear()
         self._part_of, self.parts = {}, []
+        self._parts_of_unit.clear()
+        self._kept.clear()
+        self._sweeps, self._updates = Order(), Order()
 
 
 def _is_large(value: object) -> bool:
     return (
-        isinstance(value, torch.Tensor)
+        type(value) is torch.Tensor  # others, such as quantized ones, have their values elsewhere
         and value.device.type == "cpu"
         and value.layout is torch.strided
         and value.nbytes > _SMALL

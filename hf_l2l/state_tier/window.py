@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from hf_l2l.memory.state_traffic import Recent
@@ -43,6 +45,8 @@ class Window:
         self._lock = threading.Lock()
         self._here: Recent[Any] = Recent()
         self._changed: set[Any] = set()
+        self._held: Counter[Any] = Counter()
+        """Segments that are in use until they are let go: they stay in memory."""
         self._arriving: dict[Any, Any] = {}
         """Segment -> the transfer that reads it."""
         self._leaving: dict[Any, Any] = {}
@@ -56,6 +60,18 @@ class Window:
         """Bytes in memory now, those that are being written included."""
         with self._lock:
             return self._count()
+
+    @contextmanager
+    def held(self, segments: Sequence[Any]) -> Iterator[None]:
+        """Have these segments in memory, and keep them there in the block, which writes to them."""
+        with self._lock:
+            self._held.update(segments)
+        try:
+            self.use(segments, changes=True)
+            yield
+        finally:
+            with self._lock:
+                self._held -= Counter(segments)
 
     def use(self, segments: Iterable[Any], *, changes: bool = False, is_new: bool = False) -> None:
         """Have these segments in memory; waits until they have been read.
@@ -92,7 +108,7 @@ class Window:
                 return self._leaving[segment]
             if segment not in self._here:
                 most = max(0, self.limit - self._reserve - segment.num_bytes)
-                for oldest in self._here.drop_oldest(most, keep):
+                for oldest in self._here.drop_oldest(most, {*keep, *self._held}):
                     self._begin_to_leave(oldest)
                 if self._count() + segment.num_bytes > self.limit and self._leaving:
                     return next(iter(self._leaving.values()))
@@ -117,3 +133,11 @@ class Window:
             self._leaving.pop(segment).result()  # raises what went wrong
         leaving: int = sum(segment.num_bytes for segment in self._leaving)
         return self._here.num_bytes + leaving
+
+    def clear(self) -> None:
+        """Forget all segments."""
+        with self._lock:
+            self._here = Recent()
+            self._changed.clear()
+            self._arriving.clear()
+            self._leaving.clear()

@@ -156,13 +156,94 @@ def test_the_window_holds_its_layers(tmp_path):
     assert host["masters"]["now"] == 0
 
 
-def test_parameters_that_come_later_move_to_disk(tmp_path):
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is in a file without a name."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            where, *_, name = line.split(None, 5)
+            low, high = (int(each, 16) for each in where.split("-"))
+            if low <= tensor.data_ptr() < high:
+                return name.rstrip().endswith("(deleted)")
+    return False
+
+
+def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
+    """transformers resizes an embedding by giving its parameter other memory; what is frozen has its own file."""
     model = model_of()
     eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
     model.resize_token_embeddings(64)
+    embedding = model.get_input_embeddings().weight
+    assert not is_mapped(embedding) and embedding not in eps.state.on_disk
     optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
     steps(model, eps, optimizer, 1)
-    assert model.get_input_embeddings().weight in eps.state.on_disk
+    assert is_mapped(embedding) and embedding in eps.state.on_disk
+    for p in model.bert.encoder.layer[0].parameters():
+        p.requires_grad_(False)
+    steps(model, eps, optimizer, 1)
+    part = next(part for part in eps.state.parts if part.in_layer)
+    assert part.frozen and not part.weights and all(is_mapped(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", ["embeddings", "layers", "base"])
+def test_frozen_parameters_are_read_and_not_written(tmp_path, frozen):
+    def trains(name: str) -> bool:
+        if frozen == "embeddings":
+            return "embeddings" not in name
+        return "layer.0." not in name and "layer.1." not in name if frozen == "layers" else "bias" in name
+
+    def run(**options: Any) -> tuple[Any, ...]:
+        model = model_of(width=128)
+        for name, p in model.named_parameters():
+            p.requires_grad_(trains(name))
+        config = L2LConfig(**options)
+        optimizer = OPTIMIZERS["adamw"](p for p in model.parameters() if p.requires_grad)
+        found = estimate(model, config, optimizer)
+        eps = attach_l2l(model, config)
+        eps.wrap(optimizer)
+        steps(model, eps, optimizer, 3)
+        window = getattr(eps, "state", None) and eps.state.window
+        before = (window.bytes_read, window.bytes_written) if window else (0, 0)
+        steps(model, eps, optimizer, 1)
+        after = (window.bytes_read, window.bytes_written) if window else (0, 0)
+        return everything(model, optimizer), found, tuple(n - b for n, b in zip(after, before, strict=True))
+
+    expected, _, _ = run()
+    found, estimated, measured = run(state_tier="disk", state_dir=tmp_path, state_window=3)
+    assert_same(found, expected)
+    assert measured == pytest.approx(estimated.state_traffic[1:], rel=0.1)
+
+
+class _Packed(torch.Tensor):
+    """A tensor of another kind, as quantized moments are: its values are elsewhere."""
+
+
+def test_state_of_other_kinds_stays_what_it_is(tmp_path):
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 1)
+    p = next(iter(model.parameters()))
+    packed = optimizer.state[p]["exp_avg"].clone().as_subclass(_Packed)
+    optimizer.state[p]["exp_avg"] = packed
+    eps.state.keep_all(optimizer)
+    assert optimizer.state[p]["exp_avg"] is packed
+
+
+def test_a_limit_of_open_files_is_told_before_anything_moves(tmp_path, monkeypatch):
+    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (16, 64))
+    with pytest.raises(ValueError, match=r"opens files for each layer, here up to \d+ \(got a limit of 64\)"):
+        attach_l2l(model_of(), L2LConfig(state_tier="disk", state_dir=tmp_path))
+
+
+def test_an_optimizer_that_is_made_anew_takes_no_more_of_the_window(tmp_path):
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(state_tier="disk", state_dir=tmp_path))
+    old = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, old, 1)
+    limit = eps.state.window.limit
+    new = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, new, 1)
+    assert eps.state.window.limit == limit
 
 
 def test_tied_weights_are_there_once(tmp_path):
