@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
-from hf_l2l.memory.host_tensors import host_tensors
+from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 from hf_l2l.testing import enable_simulated_accelerator
 

@@ -397,6 +397,7 @@ OPTIMIZERS = [
     Case("`parameter.register_hook(...)`", _wrapped(_hooked_later)),
     Case("`eps_update='eager'`, `MyOptimizer(parameters)`", _wrapped(_noisy, eps_update="eager")),
     Case("`grad_dtype='16bit'`, `MyOptimizer(parameters)`", _wrapped(_noisy, grad_dtype="16bit")),
+    Case("`state_tier='disk'`, `MyOptimizer(parameters)`", _wrapped(_noisy, state_tier="disk")),
     Case("`resident='shell'`, `MyOptimizer(parameters)`", _wrapped(_noisy, device="sim", resident="shell")),
     Case("`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`", _clipped),
     Case("`grad_dtype='16bit'`, `optimizer.step(closure)`", _closure),
@@ -539,10 +540,6 @@ WARNINGS = [
         "`state_tier='disk'`, with `state_dir` in host memory",
         _attached(_in_memory, state_tier="disk"),
         varies="'/[^']*'",
-    ),
-    Case(
-        "`state_tier='disk'`, `MyOptimizer(parameters)`, whose step draws random numbers",
-        _wrapped(_noisy, state_tier="disk"),
     ),
     Case(
         "`stash='disk'`, with `spill_dir` in host memory",

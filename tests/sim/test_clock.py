@@ -663,7 +663,7 @@ def test_busy_counts_within_an_interval_and_once():
     assert clock.busy("compute", 2, 2.5) == 0.5
     assert clock.busy("host", end=4) == 4
     assert clock.busy("upload") == 0
-    with pytest.raises(ValueError, match="compute, launch, download, host, peer, upload"):
+    with pytest.raises(ValueError, match="compute, launch, disk, download, host, peer, upload"):
         clock.busy("link")
 
 
