@@ -359,10 +359,11 @@ class CheckpointsMixin(ResumingMixin):
             tensors |= {value for value in states if isinstance(value, torch.Tensor)}
         need, free = sum(t.nbytes for t in tensors), shutil.disk_usage(run).free
         if free < need:
+            less = "keep fewer with save_total_limit, or save less with save_only_model=True"
             raise CheckpointSaveError(
                 run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
                 f"a disk with {size_text(free)} free for {size_text(need)} of weights and optimizer state: free some, "
-                "keep fewer with save_total_limit, or save less with save_only_model=True",
+                f"{'or name a folder on another disk' if self._l2l_is_generation else less}",
                 errno.ENOSPC,
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hf_l2l.checkpoint import manifest
 from hf_l2l.checkpoint.finding import check_whole, checkpoints_in, newest_of
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
+from hf_l2l.hf import checkpoints
 from hf_l2l.realtime import trainer_part
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import combined
@@ -287,3 +289,10 @@ def test_a_folder_that_is_uploaded_is_refused(tmp_path):
 def test_the_folder_of_the_training_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must be another folder than output_dir"):
         realtime(tmp_path / "now")
+
+
+def test_what_to_do_about_a_full_disk_is_of_a_generation(tmp_path, monkeypatch):
+    """No other checkpoints are there to be fewer, and it cannot be the model alone."""
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1024))
+    with pytest.raises(CheckpointSaveError, match="free some, or name a folder on another disk"):
+        realtime(tmp_path / "run").train()
