@@ -67,7 +67,7 @@ def one_training(tier: str, options: argparse.Namespace, folder: str) -> dict[st
     """Seconds of a step, and what passed through the window, beside what the estimate says of both."""
     model = model_of(options)
     own = {"state_tier": "disk", "state_dir": folder, "state_window": options.window} if tier == "disk" else {}
-    config = L2LConfig(device=options.device, eps_update="deferred", **own)
+    config = L2LConfig(device=options.device, eps_update="serial", **own)
     optimizer = torch.optim.AdamW(model.parameters())
     expected = estimate(model, config, optimizer)
     eps: Any = attach_l2l(model, config)

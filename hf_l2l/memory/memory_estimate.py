@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.config import L2LConfig, MomentDtype
+from hf_l2l.config import L2LConfig, MomentDtype, update_mode
 from hf_l2l.devices import execution_device
 from hf_l2l.memory import host_limits
 from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_parts, state_traffic
@@ -159,7 +159,8 @@ def _traffic(
         return StateTraffic()
     stays = 0 if stream.shares_host_memory(device) else 2
     reads = not (precision.is_mixed and precision.keeps_copies)
-    return state_traffic(parts(), config.state_window, reads_masters=reads, stays=stays)
+    follows = update_mode(config.eps_update, device) == "deferred"
+    return state_traffic(parts(), config.state_window, reads_masters=reads, stays=stays, follows=follows)
 
 
 def _shell(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[set[nn.Parameter], set[torch.Tensor]]:

@@ -127,7 +127,9 @@ def state_parts(
     ]
 
 
-def state_traffic(parts: Sequence[StatePart], layers: int, *, reads_masters: bool, stays: int) -> StateTraffic:
+def state_traffic(
+    parts: Sequence[StatePart], layers: int, *, reads_masters: bool, stays: int, follows: bool = False
+) -> StateTraffic:
     """What a step reads and writes, once steps repeat.
 
     Args:
@@ -135,6 +137,7 @@ def state_traffic(parts: Sequence[StatePart], layers: int, *, reads_masters: boo
         layers: how many layers the window has room for.
         reads_masters: whether sweeps read masters, and not copies of them in memory.
         stays: so many layers, the last of the forward, are not read again for the backward.
+        follows: whether the forward uses each part right after its update (`eps_update="deferred"`).
     """
     sizes = [part.num_bytes for part in parts]
     largest = max([part.num_bytes for part in parts if part.in_layer], default=0)
@@ -144,7 +147,7 @@ def state_traffic(parts: Sequence[StatePart], layers: int, *, reads_masters: boo
     read = written = 0
     for _ in range(3):
         read = written = 0
-        for part, is_update in _uses(parts, reads_masters=reads_masters, stays=stays):
+        for part, is_update in _uses(parts, reads_masters=reads_masters, stays=stays, follows=follows):
             for name, size in part.used(is_update=is_update):
                 key = part, name
                 if key not in recent:
@@ -156,13 +159,20 @@ def state_traffic(parts: Sequence[StatePart], layers: int, *, reads_masters: boo
     return StateTraffic(min(limit, sum(sizes)), read, written)
 
 
-def _uses(parts: Sequence[StatePart], *, reads_masters: bool, stays: int) -> Iterator[tuple[StatePart, bool]]:
+def _uses(
+    parts: Sequence[StatePart], *, reads_masters: bool, stays: int, follows: bool
+) -> Iterator[tuple[StatePart, bool]]:
     """Parts in the order in which a step uses them, and whether to update them."""
     of_layers = [part for part in parts if part.in_layer]
+    for part in parts if follows else ():
+        if part.weights:
+            yield part, True
+        if reads_masters:
+            yield part, False
     if reads_masters:
-        yield from ((part, False) for part in parts)
+        yield from ((part, False) for part in parts if not follows)
         yield from ((part, False) for part in reversed(of_layers[: len(of_layers) - stays]))
-    yield from ((part, True) for part in parts if part.weights)
+    yield from ((part, True) for part in parts if part.weights and not follows)
 
 
 def _pages(num_bytes: int) -> int:

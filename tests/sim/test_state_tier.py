@@ -84,7 +84,8 @@ def test_a_step_that_the_disk_bounds_takes_as_long_as_the_estimate_says(window, 
     """The bytes that it reads and writes, and what nothing overlaps with: the end of the last update."""
     slow = replace(MACHINE, disk_s=200.0)
     model = Stack(slow.layers)
-    found = estimate(model, L2LConfig(state_window=window, state_tier="disk", layer_classes=("Block",)), device="sim")
+    config = L2LConfig(state_window=window, state_tier="disk", layer_classes=("Block",), eps_update="serial")
+    found = estimate(model, config, device="sim")
     clock = timed_step(slow, state_tier="disk", state_dir=tmp_path, state_window=window)
     traffic = found.state_traffic
     seconds = (traffic.read + traffic.written) / slow.costs().disk_bytes_per_s

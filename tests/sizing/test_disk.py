@@ -71,5 +71,8 @@ def test_what_a_step_reads_and_writes(layers, read, written):
     parts = [StatePart(float(number), page, 2 * page) for number in range(1, 5)]
     found = state_traffic(parts, layers, reads_masters=True, stays=0)
     assert (found.read // page, found.written // page) == (read, written)
+    # Each forward follows the update; the backward reads the masters of two layers, which the next updates find.
+    after = state_traffic(parts, layers, reads_masters=True, stays=0, follows=True)
+    assert (after.read // page, after.written // page) == ((0, 0) if layers == 8 else (2 + 4 * 3 - 2, 12))
     copies = state_traffic(parts, layers, reads_masters=False, stays=0)
     assert (copies.read // page, copies.written // page) == ((0, 0) if layers == 8 else (12, 12))
