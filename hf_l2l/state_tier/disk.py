@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
 from hf_l2l.state_tier.files import Segment
-
-
-class Piece(Hashable, Protocol):
-    """What the window holds as a whole."""
-
-    num_bytes: int
 
 
 class Transfer(Protocol):
