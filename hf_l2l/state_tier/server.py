@@ -47,9 +47,9 @@ def state_folder(asked: str | os.PathLike[str] | None) -> str:
     return os.path.abspath(tempfile.gettempdir() if asked is None else asked)
 
 
-def check_state_tier(model: nn.Module, config: L2LConfig) -> None:
-    """Check that masters and optimizer state can be kept where `config` says, before anything is moved. Warns
-    (UserWarning) if a folder for them is in host memory.
+def check_state_tier(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> None:
+    """Check that masters and optimizer state (unless the model is for inference, `trains=False`) can be kept where
+    `config` says, before anything is moved. Warns (UserWarning) if a folder for them is in host memory.
 
     Raises:
         ValueError: if they cannot, with the reason.
@@ -62,7 +62,7 @@ def check_state_tier(model: nn.Module, config: L2LConfig) -> None:
             f"{option('state_tier')}='host', where all ranks of a host have one set of masters and state"
         )
     folder, need = state_folder(config.state_dir), estimate(model, config)
-    _check_folder(folder, need.on_disk)
+    _check_folder(folder, need.on_disk if trains else need.masters)
     _make_room_for_files(model, config)
 
 
@@ -72,10 +72,12 @@ def _make_room_for_files(model: nn.Module, config: L2LConfig) -> None:
     Raises:
         ValueError: if it may not have as many as the model needs.
     """
-    layers = sum(len(stack.layers) for stack in find_stacks(model, config.layer_classes))
+    layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+    inside = {p for layer in layers for p in layer.parameters()}
+    outside = sum(1 for p in model.parameters() if p not in inside)
     # A layer has a file for masters that are trained, one for others and one for state, each with its map; a parameter
-    # that is in no layer, as much.
-    needed = 6 * (layers + sum(1 for _ in model.parameters()) // 2) + _OTHER_FILES
+    # that is in no layer as many at most.
+    needed = 6 * (len(layers) + outside) + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed or soft == resource.RLIM_INFINITY:
         return

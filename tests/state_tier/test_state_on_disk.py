@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, Lamb, attach_l2l, detach_l2l, estimate
+from hf_l2l.hf.attach import attach_new, attachment_of
 from hf_l2l.state_tier import server
 from training import batch_for, tiny_bert
 
@@ -233,6 +234,14 @@ def test_a_limit_of_open_files_is_told_before_anything_moves(tmp_path, monkeypat
     monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (16, 64))
     with pytest.raises(ValueError, match=r"opens files for each layer, here up to \d+ \(got a limit of 64\)"):
         attach_l2l(model_of(), L2LConfig(state_tier="disk", state_dir=tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_is_told_for_inference_too(tmp_path):
+    """Before the model is changed."""
+    model, config = model_of(), L2LConfig(state_tier="disk", state_dir=tmp_path / "missing", device="cpu")
+    with pytest.raises(ValueError, match="state_dir must be a folder in which a file can be written"):
+        attach_new(model, config, trains=False)
+    assert attachment_of(model) is None
 
 
 def test_an_optimizer_that_is_made_anew_takes_no_more_of_the_window(tmp_path):
