@@ -52,6 +52,7 @@ FLOORS: dict[str, set[str]] = {
     "accumulation": TORCH,
     "budget": TORCH,
     "checkpoint": HF | {"safetensors"},
+    "rank_saves": TORCH,
     "realtime": HF,
     "hf": HF | {"tqdm"},
     "sizing": HF,

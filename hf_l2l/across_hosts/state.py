@@ -18,8 +18,9 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.ranks.messages import STATE
+from hf_l2l.ranks.shared_pages import SharedPages
 from hf_l2l.ranks.team import Team
-from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.flat_memory import Layout, placed
 
 _ROOMS = struct.Struct("<2Q")
 _WHY = "all hosts gather the optimizer's state"
@@ -40,9 +41,10 @@ class FarState:
         self._there: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers of which all state is there, on all hosts."""
 
-    def gather(self, optimizer: torch.optim.Optimizer, only: int | None = None) -> None:
+    def gather(self, optimizer: torch.optim.Optimizer, only: int | None = None, *, values: bool = True) -> None:
         """Add the state of other hosts to `optimizer.state`, if it is not there: in all ranks, or in those of one host
-        only, which then needs memory for it. All ranks call this, with the same host."""
+        only, which then needs memory for it. All ranks call this, with the same host. Without `values`, which takes no
+        memory, that host gets tensors with the right shapes."""
         if optimizer in self._there:
             return
         own = self._counterparts.host
@@ -53,8 +55,8 @@ class FarState:
             if only is None:
                 self._there.add(optimizer)
             if only in (None, own):
-                self._receive(optimizer, [json.loads(each) for each in told], given, only)
-            else:
+                self._receive(optimizer, [json.loads(each) for each in told], given, only, values=values)
+            elif values:
                 self._counterparts.send(given, only, _WHY)
 
     def _receive(
@@ -63,9 +65,11 @@ class FarState:
         of_hosts: Sequence[Sequence[Entry]],
         given: Sequence[torch.Tensor],
         only: int | None,
+        *,
+        values: bool,
     ) -> None:
         """Add the state of other hosts, which they describe (`of_hosts`), to `optimizer.state`; with all hosts, give
-        them this rank's."""
+        them this rank's. Without `values`, nothing passes between hosts."""
         self._times += 1
         team, own = self._team, self._counterparts.host
         far = [(host, entry) for host, found in enumerate(of_hosts) if host != own for entry in found]
@@ -85,14 +89,14 @@ class FarState:
         }
         theirs[own] = list(given)
         if only is None:
-            for host, values in theirs.items():
-                self._counterparts.broadcast(values, host, _WHY)
-        else:
-            self._counterparts.receive({host: values for host, values in theirs.items() if host != own}, _WHY)
+            for host, tensors in theirs.items():
+                self._counterparts.broadcast(tensors, host, _WHY)
+        elif values:
+            self._counterparts.receive({host: tensors for host, tensors in theirs.items() if host != own}, _WHY)
         team.barrier(_WHY)
-        for place, (length, room) in enumerate(sizes):
+        for place, (length, _) in enumerate(sizes):
             content = pages.bytes_at(starts[2 * place], length).numpy().tobytes()
-            self._take(optimizer, json.loads(content), pages.bytes_at(starts[2 * place + 1], room))
+            self._take(optimizer, json.loads(content), pages, starts[2 * place + 1])
 
     def _own(self, optimizer: torch.optim.Optimizer) -> tuple[list[Entry], list[torch.Tensor]]:
         """What this rank has to give."""
@@ -109,8 +113,8 @@ class FarState:
                     entries.append((number, key, value))
         return entries, tensors
 
-    def _take(self, optimizer: torch.optim.Optimizer, entries: Sequence[Entry], memory: torch.Tensor) -> None:
-        tensors = iter(Layout(_like(entries)).views(memory))
+    def _take(self, optimizer: torch.optim.Optimizer, entries: Sequence[Entry], pages: SharedPages, at: int) -> None:
+        tensors = iter([room.tensor_of(part.piece) for part, room in placed(pages, Layout(_like(entries)), at)])
         for number, key, value in entries:
             state = optimizer.state[self._masters[number].parameter]
             state[key] = next(tensors) if isinstance(value, dict) else value

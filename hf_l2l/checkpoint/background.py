@@ -80,6 +80,8 @@ class BackgroundSave:
 
     is_generation = False
     """Whether it is one of `l2l_realtime_checkpoint`."""
+    num_bytes = 0
+    """Of the checkpoint."""
 
     def __init__(
         self, eps: EagerParamServer, regions: Iterable[Region], finish: Callable[[], None], held: ExitStack
@@ -103,9 +105,7 @@ class BackgroundSave:
             if masters[0].layer_number > 0
         ]
         Snapshot([others], room=0).write()
-        self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0))
-        self.num_bytes = sum(region.values.numel() for found in (others, *regions_of) for region in found)
-        """Bytes of weights and optimizer state."""
+        self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0), secured=self._has_secured)
         self._eps = eps
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()
@@ -169,8 +169,11 @@ class BackgroundSave:
             self._future.set_exception(error)
         return True
 
-    def secure(self, masters: Iterable[Master]) -> None:
-        """Wait until the values and the state of `masters` may change."""
+    def _has_secured(self, group: int | None) -> None:
+        """A group of values (None: all) may change from now on."""
+
+    def secure(self, masters: Iterable[Master], *, rows: bool = False) -> None:
+        """See `Saving.secure`."""
         # Without a number: what `wait_for_values` of another thread has let go since.
         for number in {self._numbers.get(master) for master in masters}:
             if number is not None:
@@ -185,6 +188,10 @@ class BackgroundSave:
     def copied_bytes(self) -> int:
         """Bytes of host memory that copies of values take now."""
         return self._snapshot.copied_bytes
+
+    def poll(self) -> bool:
+        """`is_done`; to be called again and again, for what is done when the values are there."""
+        return self.is_done
 
     @property
     def is_done(self) -> bool:

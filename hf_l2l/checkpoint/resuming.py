@@ -88,6 +88,11 @@ class ResumingMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             )
         return epoch, 0 if position.is_over else position.batches
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
     def _position_file(self, checkpoint: str) -> Path:
         """Of this rank, whose batches and generators are its own."""
         return Path(checkpoint, position_file(self.args.process_index if self.args.world_size > 1 else None))

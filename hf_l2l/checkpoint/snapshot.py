@@ -8,7 +8,7 @@ more than a fixed amount of memory, beyond which `secure` waits for the thread.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
 from pathlib import Path
@@ -36,15 +36,23 @@ class _Group:
         """Whether a thread waits until it is written."""
 
 
+def _nobody_asks(number: int | None) -> None:
+    """Tell nobody that a group is secured."""
+
+
 class Snapshot:
     """The values of some groups when this was made."""
 
-    def __init__(self, groups: Iterable[Sequence[Region]], room: int) -> None:
-        """The groups are written in this order. Copies take at most `room` bytes."""
+    def __init__(
+        self, groups: Iterable[Sequence[Region]], room: int, secured: Callable[[int | None], None] = _nobody_asks
+    ) -> None:
+        """The groups are written in this order. Copies take at most `room` bytes. `secured` is called with the number
+        of a group when its values may change, and with None when all may."""
+        self._secured = secured
         self._groups = [_Group(regions) for regions in groups]
         self._free = self._least_free = self._room = room
         self._changed = Condition()
-        self._has_ended = False
+        self._has_ended = self._is_stopped = False
 
     @property
     def copied_bytes(self) -> int:
@@ -78,6 +86,13 @@ class Snapshot:
                 for group in self._groups:
                     group.regions = []
                 self._changed.notify_all()
+            self._secured(None)
+
+    def stop(self) -> None:
+        """Write no further group: nobody needs the files any more."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def _next(self) -> _Group | None:
         """The group to write next: copies first, since others may wait for their memory, then what somebody waits for.
@@ -87,7 +102,7 @@ class Snapshot:
             return group.now is not _Is.COPIED, not group.is_urgent
 
         with self._changed:
-            while True:
+            while not self._is_stopped:
                 ready = [g for g in self._groups if g.now in (_Is.UNTOUCHED, _Is.COPIED)]
                 if ready:
                     found = min(ready, key=order)
@@ -98,13 +113,17 @@ class Snapshot:
                 if all(g.now is _Is.WRITTEN for g in self._groups):
                     return None
                 self._changed.wait()
+            return None
 
     def _is_written(self, group: _Group) -> None:
         with self._changed:
-            if group.now is _Is.COPIED:
+            was_copied = group.now is _Is.COPIED
+            if was_copied:
                 self._free += group.num_bytes
             group.now, group.regions = _Is.WRITTEN, []
             self._changed.notify_all()
+        if not was_copied:
+            self._secured(self._groups.index(group))
 
     def secure(self, number: int) -> None:
         """Wait until the values of a group may change: until they are written, or copied. Without memory for copies,
@@ -142,6 +161,7 @@ class Snapshot:
                 else:
                     group.now, group.regions = _Is.COPIED, copies
                 self._changed.notify_all()
+        self._secured(self._groups.index(group))
         return True
 
     def wait(self) -> None:

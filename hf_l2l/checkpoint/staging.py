@@ -12,19 +12,18 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from torch import distributed
+from torch import nn
 
 from hf_l2l.checkpoint.manifest import MANIFEST, files_in, sync_folder, would_be_loaded
-from hf_l2l.ranks.peers import RankFailedError
-from hf_l2l.ranks.team import Team
+from hf_l2l.runtime.tensors import size_text
 
 fcntl: ModuleType | None
 try:
@@ -97,6 +96,35 @@ def _free(folder: Path) -> str:
         return ""
 
 
+def bytes_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the weights that transformers saves of a model, and of the optimizer's state, if there is one."""
+    tensors = {*model.parameters(), *model.buffers()}
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        tensors = {p for p in model.parameters() if p.requires_grad}  # adapters are saved, and no base
+    if optimizer is not None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        tensors |= {value for value in states if isinstance(value, torch.Tensor)}
+    return sum(each.nbytes for each in tensors)
+
+
+def check_room(checkpoint: Path, num_bytes: int, remedy: str) -> None:
+    """Raise CheckpointSaveError unless the disk has room for so many bytes of a checkpoint; `remedy` says what helps,
+    beside freeing some."""
+    free = shutil.disk_usage(checkpoint.parent).free
+    if free < num_bytes:
+        raise CheckpointSaveError(
+            checkpoint,
+            f"a disk with {size_text(free)} free for {size_text(num_bytes)} of weights and optimizer state: "
+            f"free some, or {remedy}",
+            errno.ENOSPC,
+        )
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of the files in a folder, and in those in it."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 class Staging:
     """One folder that is being written."""
 
@@ -160,101 +188,6 @@ class Staging:
         finally:
             if self._descriptor is not None:
                 os.close(self._descriptor)
-
-
-class JoinedStaging:
-    """A folder that rank 0 has begun, and commits; other ranks write their files to it."""
-
-    def __init__(self, parent: Path, target: Path) -> None:
-        """`parent` is that of the `Staging` of rank 0."""
-        self.parent, self.target = parent, target
-
-    @property
-    def folder(self) -> Path:
-        """Where to write."""
-        return self.parent / self.target.name
-
-
-def _joined(parent: Path, target: Path) -> JoinedStaging:
-    """The folder that rank 0 has begun.
-
-    Raises:
-        CheckpointSaveError: if this rank does not see it.
-    """
-    if not parent.is_dir():
-        rank = distributed.get_rank()
-        reason = f"a folder that rank {rank} does not see, where all hosts need one file system"
-        raise CheckpointSaveError(target, reason)
-    return JoinedStaging(parent, target)
-
-
-class _Part:
-    """What each rank does of a checkpoint until all have done it: then all go on, or all raise."""
-
-    def __init__(self, team: Team, checkpoint: Path, why: str) -> None:
-        """`why` says what ranks wait for that have done theirs."""
-        self.team, self.checkpoint, self.why = team, checkpoint, why
-        self.text = ""
-        """What this rank tells the others when it has done its part."""
-        self.of_first = ""
-        """What rank 0 has told, at the end."""
-
-    def __enter__(self) -> _Part:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        if isinstance(error, RankFailedError) or not (error is None or isinstance(error, Exception)):
-            return  # the others know, or will know, that this rank ends
-        told = self.team.tell(f"+{self.text}" if error is None else f"-{error}", self.why)
-        self.of_first = told[0][1:]
-        failed = next((rank for rank, text in enumerate(told) if text.startswith("-")), None)
-        if error is None and failed is not None:
-            raise CheckpointSaveError(self.checkpoint, f"an error of rank {failed}: {told[failed][1:]}")
-
-
-def _wait_for_removal(team: Team, kind: object, error: BaseException | None, frames: object) -> None:
-    """After an error, which all ranks have then, nothing of the checkpoint is left when they go on."""
-    if isinstance(error, Exception) and not isinstance(error, RankFailedError):
-        team.tell("", "rank 0 removes what was written of a checkpoint")
-
-
-def saved_together(
-    team: Team,
-    target: Path,
-    *,
-    get_ready: Callable[[], None],
-    write: Callable[[Staging | JoinedStaging], str | None],
-    commit: Callable[[Staging], None],
-) -> str | None:
-    """Write the checkpoint `target` of several ranks, which all call this: it is whole, or absent.
-
-    Args:
-        team: the ranks.
-        target: its place.
-        get_ready: what rank 0 does before anything is written.
-        write: writes the files of this rank, in no order with those of others. What it returns on rank 0, all ranks
-            return.
-        commit: what rank 0 does when all have written theirs.
-
-    Raises:
-        CheckpointSaveError: in all ranks, if one of them could not do its part.
-    """
-    with save_errors(target), ExitStack() as stack:
-        stack.push(partial(_wait_for_removal, team))
-        with _Part(team, target, "rank 0 begins a checkpoint") as begun:
-            staging = None
-            if team.rank == 0:
-                get_ready()
-                staging = stack.enter_context(staged(target))
-                begun.text = str(staging.parent)
-        with _Part(team, target, "all ranks see the folder of a checkpoint"):  # else no rank begins to write
-            place = staging or _joined(Path(begun.of_first), target)
-        with _Part(team, target, "all ranks write their files of a checkpoint") as written:
-            written.text = write(place) or ""
-        with _Part(team, target, "rank 0 puts a checkpoint in its place"):
-            if staging is not None:
-                commit(staging)
-    return written.of_first or None
 
 
 @contextmanager

@@ -174,8 +174,8 @@ class Arrivals(Protocol):
 class Saving(Protocol):
     """Values of masters and of optimizer state that are written to files in the background."""
 
-    def secure(self, masters: Iterable[Any]) -> None:
-        """Wait until the values and the state of `masters`, which are their records, may change."""
+    def secure(self, masters: Iterable[Any], *, rows: bool = False) -> None:
+        """Wait until the values and the state of `masters`, their records, may change; with `rows`, this rank's."""
 
     def wait_for_values(self) -> None:
         """Wait until all values may change."""
@@ -191,11 +191,11 @@ class Saved(Protocol):
     saving: Saving | None
 
 
-def secure(masters: Sequence[Saved]) -> None:
-    """Wait until the values and the state of these masters, which are updated together, may change."""
+def secure(masters: Sequence[Saved], *, rows: bool = False) -> None:
+    """Wait until values and state of these masters, updated together, may change; with `rows`, this rank's."""
     saving = next((master.saving for master in masters if master.saving is not None), None)
     if saving is not None:
-        saving.secure(masters)
+        saving.secure(masters, rows=rows)
 
 
 def _nothing() -> None:

@@ -8,8 +8,6 @@ beside, and adds a manifest (see `hf_l2l.checkpoint`).
 from __future__ import annotations
 
 import copy
-import errno
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,25 +27,28 @@ from hf_l2l.checkpoint.finding import check_weights, is_last_of_run, keep_only, 
 from hf_l2l.checkpoint.manifest import read_manifest, saved_with, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
 from hf_l2l.checkpoint.staging import (
-    CheckpointSaveError,
-    JoinedStaging,
     Staging,
+    bytes_in,
+    bytes_to_save,
+    check_room,
     remove_interrupted,
     save_errors,
-    saved_together,
     staged,
 )
 from hf_l2l.config import L2LConfig
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import copy_as
+from hf_l2l.rank_saves.background import BackgroundSaveOfRanks, begun_in_background
+from hf_l2l.rank_saves.together import JoinedStaging, saved_together
 from hf_l2l.ranks.team import of_rank_0
-from hf_l2l.runtime.tensors import size_text
 from hf_l2l.shared_eps.server import SharedEagerParamServer
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
+_About = tuple[int, str, dict[str, Any]]
+"""What `write_manifest` is told of a checkpoint: its step, its training, and what it was saved with."""
 _SAVED = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`l2l_save_dtype` -> the dtype of the copy that is saved."""
 
@@ -173,45 +174,62 @@ class CheckpointsMixin(ResumingMixin):
             super()._save_checkpoint(model, trial)
             return
         self._l2l_saved_at = self.state.global_step
-        run = Path(self._get_output_dir(trial))
-        target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        target = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         about = self.state.global_step, self._l2l_run or "", saved_with(type(self), vars(self._l2l_config()))
-        get_ready = partial(self._get_ready, run)
-        if team is not None:
-            write = partial(self._write_files, model, trial)
-            commit = partial(self._commit, about=about, in_parallel=True)
-            eps = attached.eps if attached is not None and not self.args.save_only_model else None
-            with eps.updates.state_gathered() if isinstance(eps, SharedEagerParamServer) else nullcontext():
-                best = saved_together(team, target, get_ready=get_ready, write=write, commit=commit)
-            return self._after_saving(target, best)
-        with save_errors(target):
-            get_ready()
-        with ExitStack() as stack:
-            staging = stack.enter_context(staged(target))
-            asked = self._l2l_is_generation or (self._l2l_in_loop and own_option(self.args, "l2l_async_save"))
-            reserved = ReservedFiles() if attached is not None and asked else None
-            best = self._write_files(model, trial, staging, reserved)
-            saving = None
-            if attached is None or reserved is None:
-                self._commit(staging, about, in_parallel=True)
-            else:
-                commit = partial(self._commit, staging, about)
-                saving = BackgroundSave(attached.eps, reserved.regions, commit, stack)
-                saving.is_generation = self._l2l_is_generation
+        asked = self._l2l_is_generation or (self._l2l_in_loop and own_option(self.args, "l2l_async_save"))
+        save = self._save_together if team is not None else self._save_alone
+        saving, best = save(partial(self._write_files, model, trial), target, about, in_background=asked)
         if saving is None:
             self._after_saving(target, best)
             return
+        saving.is_generation = self._l2l_is_generation
         state = copy.copy(self.state)  # that of this step, for callbacks
         state.log_history = list(state.log_history)
         self._l2l_saving = saving, partial(self._after_saving, target, best, state)
         if not self._l2l_is_generation:
             self._let_callbacks_wait()
 
-    def _get_ready(self, run: Path) -> None:
-        """What is done before a checkpoint is begun in `run`."""
-        remove_interrupted(run)
-        run.mkdir(parents=True, exist_ok=True)
-        self._check_room(run)
+    def _save_alone(
+        self, write: Callable[..., str | None], target: Path, about: _About, *, in_background: bool
+    ) -> tuple[BackgroundSave | None, str | None]:
+        """Save a checkpoint of one process, or begin it; returns what is still being written, and where the best one
+        is, or will be."""
+        attached = attachment_of(self.model)
+        with save_errors(target):
+            self._get_ready(target)
+        with ExitStack() as stack:
+            staging = stack.enter_context(staged(target))
+            if attached is None or not in_background:
+                best = write(staging)
+                self._commit(staging, about=about, in_parallel=True)
+                return None, best
+            reserved = ReservedFiles()
+            best = write(staging, reserved)
+            num_bytes = bytes_in(staging.folder)
+            saving = BackgroundSave(attached.eps, reserved.regions, partial(self._commit, staging, about=about), stack)
+            saving.num_bytes = num_bytes
+            return saving, best
+
+    def _save_together(
+        self, write: Callable[..., str | None], target: Path, about: _About, *, in_background: bool
+    ) -> tuple[BackgroundSave | None, str | None]:
+        """`_save_alone` of several ranks."""
+        attached = attachment_of(self.model)
+        assert attached is not None and isinstance(attached.eps, SharedEagerParamServer), "ranks have one EPS"
+        eps, commit = attached.eps, partial(self._commit, about=about, in_parallel=not in_background)
+        get_ready = partial(self._get_ready, target)
+        with nullcontext() if self.args.save_only_model else eps.updates.state_gathered(values=not in_background):
+            if in_background:
+                return begun_in_background(eps, target, get_ready=get_ready, write=write, commit=commit)
+            return None, saved_together(eps.team, target, get_ready=get_ready, write=write, commit=commit)
+
+    def _get_ready(self, target: Path) -> None:
+        """What is done before a checkpoint is begun."""
+        remove_interrupted(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        less = "keep fewer with save_total_limit, or save less with save_only_model=True"
+        remedy = "name a folder on another disk" if self._l2l_is_generation else less
+        check_room(target, bytes_to_save(self.model, None if self.args.save_only_model else self.optimizer), remedy)
 
     def _write_files(
         self, model: Any, trial: Any, staging: Staging | JoinedStaging, reserved: ReservedFiles | None = None
@@ -247,7 +265,7 @@ class CheckpointsMixin(ResumingMixin):
         return run is not None and (run == self._l2l_run or (run == resumed and step <= until))
 
     @staticmethod
-    def _commit(staging: Staging, about: tuple[int, str, dict[str, Any]], *, in_parallel: bool = False) -> None:
+    def _commit(staging: Staging, *, about: _About, in_parallel: bool = False) -> None:
         write_manifest(staging.folder, *about, in_parallel=in_parallel)
         staging.commit()
 
@@ -295,12 +313,16 @@ class CheckpointsMixin(ResumingMixin):
             then()
 
     def _finish_if_saved(self) -> None:
-        """`_finish_saving`, if that needs no waiting."""
-        if self._l2l_saving is not None and self._l2l_saving[0].is_done:
+        """`_finish_saving`, if that needs no waiting; all ranks call this."""
+        if self._l2l_saving is not None and self._l2l_saving[0].poll():
             self._finish_saving()
 
     def _finish_after_error(self) -> None:
         """`_finish_saving` when an exception ends the training, which is not replaced by another one."""
+        saving = None if self._l2l_saving is None else self._l2l_saving[0]
+        if isinstance(saving, BackgroundSaveOfRanks):  # the other ranks are elsewhere
+            self._l2l_saving = None
+            saving.give_up()
         with ExitStack() as stack:
             stack.push(_log_error)
             self._finish_saving()
@@ -347,25 +369,8 @@ class CheckpointsMixin(ResumingMixin):
             super()._save_optimizer_and_scheduler(output_dir)
         finally:
             self.optimizer = optimizer
-        reserved.save_torch(optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
-
-    def _check_room(self, run: Path) -> None:
-        """Raise CheckpointSaveError unless the disk has room for weights and optimizer state."""
-        tensors = {*self.model.parameters(), *self.model.buffers()}
-        if hasattr(self.model, "peft_config") or getattr(self.model, "_hf_peft_config_loaded", False):
-            tensors = {p for p in self.model.parameters() if p.requires_grad}  # adapters are saved, and no base
-        if not self.args.save_only_model and self.optimizer is not None:
-            states = (value for state in self.optimizer.state.values() for value in state.values())
-            tensors |= {value for value in states if isinstance(value, torch.Tensor)}
-        need, free = sum(t.nbytes for t in tensors), shutil.disk_usage(run).free
-        if free < need:
-            less = "keep fewer with save_total_limit, or save less with save_only_model=True"
-            raise CheckpointSaveError(
-                run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
-                f"a disk with {size_text(free)} free for {size_text(need)} of weights and optimizer state: free some, "
-                f"{'or name a folder on another disk' if self._l2l_is_generation else less}",
-                errno.ENOSPC,
-            )
+        if self.args.should_save:
+            reserved.save_torch(optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""
@@ -392,8 +397,3 @@ class CheckpointsMixin(ResumingMixin):
         if attached is not None and attached.eps.team is not None:  # each rank writes to the weights of all
             attached.eps.team.barrier("no rank uses the last weights any more, before the best ones are loaded")
         super()._load_best_model()
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Overridden because an fp16 run may be resumed in another dtype, which has no loss scale."""
-        if self.accelerator.scaler is not None:
-            super()._load_scaler(checkpoint)

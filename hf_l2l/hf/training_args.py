@@ -30,7 +30,7 @@ from hf_l2l.config import (
 from hf_l2l.counts import OptionNames, parsed_devices
 from hf_l2l.option_names import argument, options_of_the_trainer
 from hf_l2l.ranks.team import launched_processes
-from hf_l2l.realtime.options import check_realtime, refuse_auto_of_ranks
+from hf_l2l.realtime.options import check_realtime
 
 _CONFIG = {f.name: f for f in fields(L2LConfig)}
 
@@ -145,8 +145,8 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "help": "Write checkpoints in the background, while training goes on. They are those of the step at which "
             "the saving began: an update waits until the weights and the optimizer state of its layer are written, or "
             "copied, of two layers at most. Old checkpoints are deleted, and callbacks called (`on_save`), when the "
-            "new one is in its place. If it cannot be written, the next step or the end of the training raises. It is "
-            "for one process, and refused with several ranks (torchrun, `accelerate launch`)."
+            "new one is in its place. If it cannot be written, the next step or the end of the training raises. Of "
+            "several ranks (torchrun, `accelerate launch`), each writes what it updates."
         },
     )
     l2l_realtime_checkpoint: str | None = field(
@@ -155,9 +155,8 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "help": "A folder on a disk for real-time checkpoints: one after another is written in the background, as "
             "with `l2l_async_save`, and the last whole one is kept, so that a crash loses the steps since then. "
             "`resume_from_checkpoint=True` goes on from it if it is newer than those of `output_dir`. It has the form "
-            "of any checkpoint (`checkpoint-N`); `on_save` is not called. Several "
-            "ranks write it together, while they wait. It is for one training: what another one has written there is "
-            "refused."
+            "of any checkpoint (`checkpoint-N`); `on_save` is not called. It is for one training: what another "
+            "one has written there is refused."
         },
     )
     l2l_realtime_every: str = field(
@@ -341,7 +340,6 @@ def _refuse_of_ranks(args: Any) -> None:
             "which they train on the CPU together"
         )
     for name, remedy in (
-        ("l2l_async_save", "checkpoints of several ranks are written at once; leave it out"),
         ("l2l_state_dir", "the state on disk is that of one process; leave it out"),
         ("auto_find_batch_size", "a rank alone would try again, for which the others wait; set the batch size"),
         ("enable_jit_checkpoint", "a signal comes to ranks at different steps; set save_steps"),
@@ -350,8 +348,6 @@ def _refuse_of_ranks(args: Any) -> None:
         if count > 1 and getattr(args, name, False):
             value = getattr(args, name)
             raise ValueError(f"several ranks train without {name} (got {name}={value}, and {count} ranks): {remedy}")
-    if count > 1:
-        refuse_auto_of_ranks(args)
 
 
 def _refuse_two_optimizers(args: TrainingArguments) -> None:

@@ -35,6 +35,9 @@ OPTIONS = 12
 SUMMED = 15
 """Its share of an item, which it adds on its device, is in host memory."""
 
+SECURED = 16
+"""It has written values to a checkpoint, or copied them; the content is a number of what was written together."""
+
 _IN_TURN = (BARRIER, MEMORY, LATE, REDUCED, VOTE, STEP, TOLD, STATE)
 """Those that the program's own thread waits for, one after the other. Another one waits for LANDED and SUMMED."""
 

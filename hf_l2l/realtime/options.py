@@ -30,15 +30,6 @@ class RealtimeOptions(NamedTuple):
         return cls(None if folder is None else Path(folder), every, stops)
 
 
-def refuse_auto_of_ranks(args: Any) -> None:
-    """Raise ValueError for ranks that would not write together: how long each takes is its own affair."""
-    if getattr(args, "l2l_realtime_checkpoint", None) is not None and args.l2l_realtime_every == "auto":
-        raise ValueError(
-            "several ranks write a real-time checkpoint together, while they wait, after each "
-            "l2l_realtime_every steps (got 'auto'); set a number of steps"
-        )
-
-
 def _parsed(every: object) -> Every | None:
     """A number may come from a command line; None for what is neither a number of steps nor "auto"."""
     if every == "auto":

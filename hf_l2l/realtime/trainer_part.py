@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from hf_l2l.checkpoint.finding import checkpoints_in, run_of
-from hf_l2l.checkpoint.staging import CheckpointSaveError, remove
+from hf_l2l.checkpoint.staging import CheckpointSaveError, bytes_in, remove
 from hf_l2l.probe.disk import write_rate
+from hf_l2l.ranks.team import of_rank_0
+from hf_l2l.realtime.lock import FolderLock
 from hf_l2l.realtime.options import RealtimeOptions
 from hf_l2l.realtime.schedule import Schedule
 from hf_l2l.runtime.tensors import size_text
@@ -46,6 +48,8 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     _l2l_schedule: Schedule | None = None
     _l2l_rate: float | None = None
     """Bytes per second that the disk takes, measured before the first generation."""
+    _l2l_lock: FolderLock | None = None
+    """Of the folder of the generations; rank 0 has it."""
     _l2l_failed_to_write = False
     """Whether the last generation could not be written, which is logged once in a row."""
 
@@ -55,7 +59,7 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         """Overridden because steps are counted from here on.
 
         Raises:
-            ValueError: if another training has checkpoints in the folder of the generations.
+            ValueError: if another training has checkpoints in the folder of the generations, or writes some now.
         """
         found: tuple[int, int] = super()._init_training_state(
             max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
@@ -73,6 +77,7 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
             logger.warning(f"l2l_realtime_checkpoint={str(options.folder)!r} is for layers that are streamed: none is")
             return found
         self._refuse_others(options.folder)
+        self._lock(options.folder)
         self._l2l_schedule = Schedule(options.every, self.state.global_step)
         return found
 
@@ -87,6 +92,27 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
                 "l2l_realtime_checkpoint must be a folder of this training (got "
                 f"{folder}, where {', '.join(others)} is of another one); resume from it, or name another folder"
             )
+
+    def _lock(self, folder: Path) -> None:
+        """Have no other training write there; all ranks call this."""
+        found = ""
+        if self.args.should_save:
+            with suppress(OSError):  # it is told when a generation is begun
+                try:
+                    self._l2l_lock = FolderLock(folder)
+                except ValueError as error:
+                    found = str(error)
+        found = of_rank_0(found)
+        if found:
+            raise ValueError(found)
+
+    def _finish_after_error(self) -> None:
+        """Overridden because no generation is written any more."""
+        super()._finish_after_error()
+        lock, self._l2l_lock = self._l2l_lock, None
+        if lock is not None:
+            with suppress(OSError):
+                lock.release()
 
     def _is_own(self, checkpoint: Path) -> bool:
         """Whether this training has written it; damaged ones, and those of `Trainer`, are nobody's to delete."""
@@ -113,11 +139,12 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     def _begin_generation(self, schedule: Schedule, folder: Path, model: Any, trial: Any) -> None:
         self._finish_saving()
         self._l2l_is_generation = True
-        try:
-            is_first = self._l2l_rate is None and self.args.world_size == 1
-            if is_first:  # ranks wait for each other in what follows, which one of them must not miss
+        is_first = self._l2l_rate is None and self.args.should_save
+        if is_first:
+            with suppress(OSError):  # it is told where the generation is begun
                 folder.mkdir(parents=True, exist_ok=True)
                 self._l2l_rate = write_rate(folder)
+        try:
             schedule.begin(self.state.global_step)
             self._save_checkpoint(model, trial)
         except OSError as error:
@@ -155,9 +182,8 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         for each in checkpoints_in(folder) if self.args.should_save else ():
             if each != checkpoint and self._is_own(each):
                 remove(each)
-        if is_first and schedule.seconds is not None:
-            num_bytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-            self._say(schedule, num_bytes, schedule.seconds, "")
+        if is_first and schedule.seconds is not None and self.args.should_save:
+            self._say(schedule, bytes_in(checkpoint), schedule.seconds, "")
 
     def _finish_saving(self) -> None:
         """Overridden because a training may go on without a generation that could not be written."""

@@ -298,7 +298,7 @@ class RowUpdates:
         made: RemoteUpdate,
     ) -> None:
         """Update the rows of this rank, on a thread of the worker, and tell the others."""
-        secure([master])
+        secure([master], rows=True)
         with self._timeline.host_works(what):
             step.run(factor)
             self._copies.renew_rows(master, rows)

@@ -22,7 +22,7 @@ from hf_l2l.compat import has_later_step_hook, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER
 from hf_l2l.eps.masters import Master, Masters
-from hf_l2l.eps.pending import Update, hold_all
+from hf_l2l.eps.pending import Update, hold_all, secure
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import why_not_layer_local
@@ -155,6 +155,7 @@ class SharedUpdates(Updates):
                 )
             self._far_state.drop(optimizer)
         self._rows.forget_numbers(optimizer)
+        secure(masters)  # the state that they have had is written over
         for master in masters:
             if master.owner != self.team.rank:
                 optimizer.state[master.parameter] = {}
@@ -324,16 +325,21 @@ class SharedUpdates(Updates):
         if self._far is not None:
             self._far.wait_until_sent()
 
+    def rows_of(self, master: Master) -> list[slice] | None:
+        """The rows of a master that each rank of this host updates, by place; None if one rank updates all of them."""
+        return self._rows.of(master)
+
     @contextmanager
-    def state_gathered(self) -> Iterator[None]:
-        """Inside, the first host has the optimizers' state of all hosts, which rank 0 saves. All ranks call this."""
+    def state_gathered(self, *, values: bool = True) -> Iterator[None]:
+        """Inside, the first host has the optimizers' state of all hosts, which rank 0 saves; without `values`, it has
+        tensors with the right shapes. All ranks call this."""
         self.synchronize()
         far_state = self._far_state
         if far_state is None:
             yield
             return
         for optimizer in self.optimizers:
-            far_state.gather(optimizer, only=0)
+            far_state.gather(optimizer, only=0, values=values)
         self._is_gathered = True
         try:
             yield

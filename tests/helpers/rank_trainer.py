@@ -19,9 +19,21 @@ from torch.utils.serialization import config as serialization
 
 from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
+from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.hf.preparation import devices_of
+from rank_cases import large
 from rank_pool import digest
+
+SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
+SAME = ("weights", "state", "step")
+"""What is the same of a training that was resumed."""
+REALTIME: dict[str, Any] = {
+    "eps_update": "deferred",
+    "save_strategy": "no",
+    "lr_scheduler_type": "constant",
+    "l2l_realtime_every": 1,
+}
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -65,6 +77,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "dropout": (lambda: bert(0.2), "classes"),
     "drawing": (lambda: bert(0.2), "classes"),
     "llama": (llama, "tokens"),
+    "large": (large, "tokens"),
 }
 
 
@@ -224,12 +237,12 @@ class Failing(L2LTrainer):
     where: tuple[int, str] = (0, "")
 
     def _fail(self, what: str) -> None:
-        if (distributed.get_rank(), what) == self.where and self.state.global_step == 4:
+        if (distributed.get_rank(), what) == self.where and (self.state.global_step == 4 or what == "values"):
             raise OSError(errno.ENOSPC, "No space left on device", str(self._get_output_dir(None)))
 
-    def _check_room(self, run: Path) -> None:
+    def _get_ready(self, target: Path) -> None:
         self._fail("room")
-        super()._check_room(run)
+        super()._get_ready(target)
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._fail("generators")
@@ -262,11 +275,24 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
     return found
 
 
-def failed_generation(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A training in which rank 1 cannot write its part of the fourth generation."""
+def failed_generation(folder: str, options: dict[str, Any], what: str = "generators") -> dict[str, Any]:
+    """A training in which rank 1 cannot write its part of the fourth generation: the files, or the values."""
     fresh()
     made = Failing(model=bert(), args=arguments(folder, options, layered=True), train_dataset=Rows(70, "classes"))
-    made.where = 1, "generators"
+    made.where = 1, what
+    write = Region.write
+
+    def written(region: Region, descriptor: int) -> None:
+        if "checkpoint-4" in str(region.file):
+            made._fail("values")
+        write(region, descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Region, "write", written)
+        return _failed_generation(made, options)
+
+
+def _failed_generation(made: Failing, options: dict[str, Any]) -> dict[str, Any]:
     found = {"error": ""}
     try:
         made.train()

@@ -241,11 +241,6 @@ WITH_THE_TRAINER = [
     ),
     Case("`accelerate launch --dynamo_backend inductor`", _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
     Case("`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`", _each_alone),
-    Case("`torchrun --nproc_per_node 4`, with `l2l_async_save=True`", _several("world_size", 4, l2l_async_save=True)),
-    Case(
-        "`torchrun --nproc_per_node 4`, with `l2l_realtime_checkpoint='now'`",
-        _several("world_size", 4, l2l_realtime_checkpoint="now"),
-    ),
     Case(
         "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`",
         _several("world_size", 4, auto_find_batch_size=True),

@@ -255,12 +255,12 @@ def test_room_is_asked_for_what_is_saved(tmp_path, monkeypatch):
     for p in model.parameters():
         p.requires_grad_(False)
     model.classifier.weight.requires_grad_(True)
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: usage(10**9, 0, 1000))
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: usage(10**9, 0, 1000))
     made = l2l_trainer(tmp_path, model=model, **{**EACH_STEP, "max_steps": 1})
     with pytest.raises(OSError, match="1000 bytes free"):
-        made._check_room(tmp_path)
+        made._get_ready(tmp_path / "checkpoint-1")
     model._hf_peft_config_loaded = True  # of the adapters that transformers adds
-    made._check_room(tmp_path)
+    made._get_ready(tmp_path / "checkpoint-1")
 
 
 def test_the_manifest_tells_versions_and_options(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,7 @@ from torch import distributed
 from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from rank_pool import digest
-from rank_trainer import failed_generation, failed_to_save, trained
-
-SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
-SAME = ("weights", "state", "step")
+from rank_trainer import SAME, SAVED, failed_to_save, trained
 
 
 @pytest.mark.parametrize("kind", ["l2l", "hf"])
@@ -189,11 +185,10 @@ def test_with_a_limit_of_one_the_best_is_left(pool, tmp_path):
     assert found[0]["named"] == digest(*(saved[name] for name in sorted(saved)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"l2l_async_save": True}, "several ranks train without l2l_async_save"),
         ({"auto_find_batch_size": True}, "several ranks train without auto_find_batch_size"),
         ({"enable_jit_checkpoint": True}, "several ranks train without enable_jit_checkpoint"),
         ({"save_on_each_node": True}, "several ranks train without save_on_each_node"),
@@ -202,44 +197,3 @@ def test_with_a_limit_of_one_the_best_is_left(pool, tmp_path):
 def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path, options, text):
     with pytest.raises(AssertionError, match=f"ValueError: {text}"):
         pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, **options})
-
-
-REALTIME: dict[str, Any] = {
-    "eps_update": "deferred",
-    "save_strategy": "no",
-    "lr_scheduler_type": "constant",
-    "l2l_realtime_every": 1,
-}
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_ranks_write_generations_together(pool, tmp_path, before, after):
-    """The newest one alone is there, and another number of ranks goes on from it."""
-    now = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now")}
-    unbroken = {**SAVED, "lr_scheduler_type": "constant"}
-    whole = pool(before).run(trained, "dropout", "l2l", str(tmp_path / "whole"), unbroken)
-    pool(before).run(trained, "dropout", "l2l", str(tmp_path / "broken"), {**now, "max_steps": 2})
-    assert [path.name for path in (tmp_path / "now").iterdir()] == ["checkpoint-2"]
-    found = pool(after).run(trained, "dropout", "l2l", str(tmp_path / "broken"), now, 70, True)
-    assert [path.name for path in (tmp_path / "now").iterdir()] == ["checkpoint-4"]
-    if before == after:
-        for rank in range(before):
-            for what in SAME:
-                assert found[rank][what] == whole[rank][what], what
-
-
-@pytest.mark.parametrize(("errors", "steps"), [("stop", 4), ("warn", 6)])
-def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, steps):
-    """All ranks end with its error, or all go on; the one before is whole."""
-    options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "max_steps": 6}
-    options["l2l_realtime_errors"] = errors
-    for found in pool(2).run(failed_generation, str(tmp_path / "run"), options):
-        assert found["step"] == steps
-        assert found["left"] == ["checkpoint-3" if errors == "stop" else "checkpoint-6"]
-        assert ("No space left on device" in found["error"]) == (errors == "stop")
-
-
-def test_ranks_write_generations_after_a_number_of_steps(pool, tmp_path):
-    options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": "auto"}
-    with pytest.raises(AssertionError, match=r"l2l_realtime_every steps \(got 'auto'\); set a number of steps"):
-        pool(2).run(trained, "bert", "l2l", str(tmp_path), options)

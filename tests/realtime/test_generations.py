@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from hf_l2l.checkpoint import manifest
+from hf_l2l.checkpoint import manifest, staging
 from hf_l2l.checkpoint.finding import check_whole, checkpoints_in, newest_of
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
-from hf_l2l.hf import checkpoints
 from hf_l2l.realtime import trainer_part
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import combined
@@ -159,14 +158,14 @@ def test_auto_begins_when_the_one_before_is_there(tmp_path, monkeypatch):
 
 def _fails(monkeypatch: pytest.MonkeyPatch, made: Any, *at: int) -> None:
     """The generations that are begun after steps `at` cannot be written."""
-    check = made._check_room
+    get_ready = made._get_ready
 
-    def no_room(run: Path) -> None:
+    def no_room(target: Path) -> None:
         if made._l2l_is_generation and made.state.global_step in at:
-            raise OSError(28, "No space left on device", str(run))
-        check(run)
+            raise OSError(28, "No space left on device", str(target))
+        get_ready(target)
 
-    monkeypatch.setattr(made, "_check_room", no_room)
+    monkeypatch.setattr(made, "_get_ready", no_room)
 
 
 def test_a_full_disk_stops_the_training_with_one_sentence(tmp_path, monkeypatch):
@@ -293,6 +292,6 @@ def test_the_folder_of_the_training_is_refused(tmp_path):
 
 def test_what_to_do_about_a_full_disk_is_of_a_generation(tmp_path, monkeypatch):
     """No other checkpoints are there to be fewer, and it cannot be the model alone."""
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1024))
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1024))
     with pytest.raises(CheckpointSaveError, match="free some, or name a folder on another disk"):
         realtime(tmp_path / "run").train()
