@@ -159,8 +159,8 @@ def _traffic(
         return StateTraffic()
     stays = 0 if stream.shares_host_memory(device) else 2
     reads = not (precision.is_mixed and precision.keeps_copies)
-    follows = update_mode(config.eps_update, device) == "deferred"
-    return state_traffic(parts(), config.state_window, reads_masters=reads, stays=stays, follows=follows)
+    updates = update_mode(config.eps_update, device)
+    return state_traffic(parts(), config.state_window, reads_masters=reads, stays=stays, updates=updates)
 
 
 def _shell(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[set[nn.Parameter], set[torch.Tensor]]:

@@ -94,6 +94,8 @@ class StateTraffic(NamedTuple):
     window: int = 0
     read: int = 0
     written: int = 0
+    read_alone: int = 0
+    """Of what is read: in sweeps beside which nothing is updated."""
 
 
 def state_parts(
@@ -128,7 +130,7 @@ def state_parts(
 
 
 def state_traffic(
-    parts: Sequence[StatePart], layers: int, *, reads_masters: bool, stays: int, follows: bool = False
+    parts: Sequence[StatePart], layers: int, *, reads_masters: bool, stays: int, updates: str = "serial"
 ) -> StateTraffic:
     """What a step reads and writes, once steps repeat.
 
@@ -137,42 +139,45 @@ def state_traffic(
         layers: how many layers the window has room for.
         reads_masters: whether sweeps read masters, and not copies of them in memory.
         stays: so many layers, the last of the forward, are not read again for the backward.
-        follows: whether the forward uses each part right after its update (`eps_update="deferred"`).
+        updates: when parts are updated, `eps_update` without "auto": right before the forward uses them ("deferred"),
+            beside the backward ("eager"), or after it ("serial").
     """
     sizes = [part.num_bytes for part in parts]
     largest = max([part.num_bytes for part in parts if part.in_layer], default=0)
     limit, reserve = window_bytes(sizes, largest, layers)
     recent: Recent[tuple[StatePart, str]] = Recent()
     changed: dict[tuple[StatePart, str], int] = {}
-    read = written = 0
+    read = written = alone = 0
     for _ in range(3):
-        read = written = 0
-        for part, is_update in _uses(parts, reads_masters=reads_masters, stays=stays, follows=follows):
+        read = written = alone = 0
+        for part, is_update, is_beside in _uses(parts, reads_masters=reads_masters, stays=stays, updates=updates):
             for name, size in part.used(is_update=is_update):
                 key = part, name
                 if key not in recent:
                     written += sum(changed.pop(k, 0) for k in recent.drop_oldest(max(0, limit - reserve - size)))
                     read += size
+                    alone += 0 if is_beside else size
                 recent.touch(key, size)
                 if is_update:
                     changed[key] = size
-    return StateTraffic(min(limit, sum(sizes)), read, written)
+    return StateTraffic(min(limit, sum(sizes)), read, written, alone)
 
 
 def _uses(
-    parts: Sequence[StatePart], *, reads_masters: bool, stays: int, follows: bool
-) -> Iterator[tuple[StatePart, bool]]:
-    """Parts in the order in which a step uses them, and whether to update them."""
+    parts: Sequence[StatePart], *, reads_masters: bool, stays: int, updates: str
+) -> Iterator[tuple[StatePart, bool, bool]]:
+    """Parts in the order in which a step uses them, whether to update them, and whether some are updated then."""
     of_layers = [part for part in parts if part.in_layer]
+    follows = updates == "deferred"
     for part in parts if follows else ():
         if part.weights:
-            yield part, True
+            yield part, True, True
         if reads_masters:
-            yield part, False
+            yield part, False, True
     if reads_masters:
-        yield from ((part, False) for part in parts if not follows)
-        yield from ((part, False) for part in reversed(of_layers[: len(of_layers) - stays]))
-    yield from ((part, True) for part in parts if part.weights and not follows)
+        yield from ((part, False, False) for part in parts if not follows)
+        yield from ((part, False, updates == "eager") for part in reversed(of_layers[: len(of_layers) - stays]))
+    yield from ((part, True, True) for part in parts if part.weights and not follows)
 
 
 def _pages(num_bytes: int) -> int:

@@ -28,7 +28,8 @@ def measured_rates(folder: str) -> DiskRates:
 
 def disk_seconds(found: MemoryEstimate, rates: DiskRates) -> float:
     """The time for which a step keeps the disk busy with state that is there."""
-    return found.state_traffic.read / rates.read + found.state_traffic.written / rates.written
+    traffic = found.state_traffic
+    return rates.seconds(traffic.read, traffic.written, alone=traffic.read_alone)
 
 
 def disk_sentences(found: MemoryEstimate, rates: DiskRates | None, step_s: float | None) -> Iterator[str]:
@@ -47,7 +48,8 @@ def disk_sentences(found: MemoryEstimate, rates: DiskRates | None, step_s: float
         )
     if rates is None:
         return
-    yield f"the disk reads {size_text(int(rates.read))}/s and writes {size_text(int(rates.written))}/s (measured)"
+    read, written, *both = (f"{size_text(int(each))}/s" for each in rates)
+    yield f"the disk reads {read} and writes {written}, at once {' and '.join(both)} (measured)"
     if found.on_disk:
         seconds = disk_seconds(found, rates)
         most = max(seconds, step_s or 0.0)

@@ -19,12 +19,13 @@ ON_DISK = MemoryEstimate(
     on_disk=12 * GB,
     state_traffic=StateTraffic(window=2 * GB, read=16 * GB, written=12 * GB),
 )
-RATES = DiskRates(read=2.0 * GB, written=1.0 * GB)
+RATES = DiskRates(read=2.0 * GB, written=1.0 * GB, read_beside=0.0 + GB, written_beside=0.5 * GB)
+"""Of a disk that shares its time among reading and writing."""
 
 
 def test_the_probe_leaves_nothing(tmp_path):
     rates = disk_rates(tmp_path, 2**20)
-    assert rates.read > 0 and rates.written > 0 and write_rate(tmp_path, 2**20) > 0
+    assert min(rates) > 0 and write_rate(tmp_path, 2**20) > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -35,6 +36,12 @@ def test_a_folder_that_is_not_there_is_refused():
 
 def test_a_step_takes_as_long_as_the_disk_does():
     assert disk_seconds(ON_DISK, RATES) == pytest.approx(8.0 + 12.0)
+    # One that does both at once: 12 s of writing, and of the reading what comes before it.
+    both = DiskRates(2.0 * GB, 1.0 * GB, 2.0 * GB, 1.0 * GB)
+    assert disk_seconds(ON_DISK, both) == pytest.approx(12.0)
+    assert both.seconds(16 * GB, 12 * GB, alone=4 * GB) == pytest.approx(2.0 + 12.0)
+    assert both.seconds(30 * GB, 12 * GB, alone=4 * GB) == pytest.approx(2.0 + 13.0)
+    assert both.seconds(0, 0) == 0
     told = "\n".join(disk_sentences(ON_DISK, RATES, 5.0))
     assert "keeps it busy for 20 s: at most 180 steps per hour, the disk bounds it" in told
     # A checkpoint of 12 GB every 20 s at most, which takes 12 s: one after each step.
@@ -72,7 +79,11 @@ def test_what_a_step_reads_and_writes(layers, read, written):
     found = state_traffic(parts, layers, reads_masters=True, stays=0)
     assert (found.read // page, found.written // page) == (read, written)
     # Each forward follows the update; the backward reads the masters of two layers, which the next updates find.
-    after = state_traffic(parts, layers, reads_masters=True, stays=0, follows=True)
+    after = state_traffic(parts, layers, reads_masters=True, stays=0, updates="deferred")
     assert (after.read // page, after.written // page) == ((0, 0) if layers == 8 else (2 + 4 * 3 - 2, 12))
+    eager = state_traffic(parts, layers, reads_masters=True, stays=0, updates="eager")
+    assert eager[:3] == found[:3]
+    alone = [each.read_alone // page for each in (found, eager, after)]
+    assert alone == ([0, 0, 0] if layers == 8 else [3, 3, 2])
     copies = state_traffic(parts, layers, reads_masters=False, stays=0)
     assert (copies.read // page, copies.written // page) == ((0, 0) if layers == 8 else (12, 12))
