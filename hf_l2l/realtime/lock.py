@@ -17,6 +17,10 @@ _NAME = "l2l_realtime.lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 class FolderLock:
     """Held until `release`, or until this process ends. Processes that it forks do not hold it: the workers of data
     loaders may live a little longer."""
@@ -31,7 +35,7 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / _NAME
         while True:
-            self._file = self._path.open("a")
+            self._file = open(self._path, "a", opener=_opened)
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):

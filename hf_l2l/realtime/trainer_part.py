@@ -97,11 +97,12 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         """Have no other training write there; all ranks call this."""
         found = ""
         if self.args.should_save:
-            with suppress(OSError):  # it is told when a generation is begun
-                try:
-                    self._l2l_lock = FolderLock(folder)
-                except ValueError as error:
-                    found = str(error)
+            try:
+                self._l2l_lock = FolderLock(folder)
+            except ValueError as error:
+                found = str(error)
+            except OSError as error:  # a generation may be written nevertheless, or tells the error
+                logger.warning(f"no other training is kept from the folder of l2l_realtime_checkpoint: {error}")
         found = of_rank_0(found)
         if found:
             raise ValueError(found)

@@ -299,7 +299,9 @@ def _failed_generation(made: Failing, options: dict[str, Any]) -> dict[str, Any]
     except CheckpointSaveError as error:
         found = {"error": str(error)}
     now = Path(options["l2l_realtime_checkpoint"])
-    found |= {"step": made.state.global_step, "left": sorted(path.name for path in now.iterdir())}
+    found |= {"step": made.state.global_step}
+    distributed.barrier()  # rank 0 has let go of the folder
+    found |= {"left": sorted(path.name for path in now.iterdir())}
     detach_l2l(made.model)
     PartialState._reset_state()
     return found

@@ -26,13 +26,16 @@ EACH_STEP: dict[str, Any] = {**SAVED, "save_steps": 1}
 
 
 @contextmanager
-def slow_disk() -> Iterator[list[int]]:
-    """Inside, a checkpoint takes longer than a step. Lists the bytes that were copied of each one."""
+def slow_disk(*, until_copied: bool = False) -> Iterator[list[int]]:
+    """Inside, checkpoints take some time; with `until_copied`, the first one waits for an update that has to copy a
+    layer. Lists the bytes that were copied of each one."""
     take, end = Snapshot._next, BackgroundSave._end
     copied: list[int] = []
 
     def taken(snapshot: Snapshot) -> Any:
-        time.sleep(0.15)
+        until = time.monotonic() + (3.0 if until_copied and snapshot._room and not any(copied) else 0.03)
+        while time.monotonic() < until and not (snapshot.most_copied_bytes or snapshot._is_stopped):
+            time.sleep(0.005)
         return take(snapshot)
 
     def ended(saving: BackgroundSave) -> None:
@@ -47,7 +50,7 @@ def slow_disk() -> Iterator[list[int]]:
 
 def trained_slowly(name: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A training whose checkpoints take longer than a step."""
-    with slow_disk() as copied:
+    with slow_disk(until_copied=True) as copied:
         found = trained(name, "l2l", folder, options)
     return {**found, "copied": sum(copied)}
 

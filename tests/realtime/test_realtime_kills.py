@@ -67,7 +67,7 @@ def faults_of(whole: Ended, tmp_path: Path) -> list[Fault]:
 
 
 @pytest.mark.parametrize(
-    "every", [250, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(3600)])]
+    "every", [500, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_it_is_killed_at_calls_that_change_files(whole, tmp_path, every):
     kills = faults_of(whole, tmp_path)
@@ -100,7 +100,7 @@ def test_it_is_killed_at_any_time(whole, tmp_path, seeds):
 @pytest.mark.parametrize(
     ("every", "errors"),
     [
-        (140, "warn"),
+        (300, "warn"),
         *(pytest.param(every, of, marks=pytest.mark.slow) for every, of in [(140, "stop"), (9, "stop"), (9, "warn")]),
     ],
 )

@@ -70,6 +70,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_bits_are_those_of_state_in_memory(kind, mode, tmp_path):
@@ -313,6 +314,7 @@ def test_folders_of_the_option_are_relative_to_the_program(tmp_path, monkeypatch
     assert server.state_folder("here") == str(Path(tmp_path, "here"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("window", [3, 4, 8])
 @pytest.mark.parametrize("kind", ["adamw", "foreach", "sgd"])
 def test_the_estimate_knows_the_window(kind, window, tmp_path):
