@@ -25,9 +25,7 @@ from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.ledger import BEING_SAVED
-
-_LAYERS = 2
-"""How many layers are copied at most."""
+from hf_l2l.memory.memory_estimate import SAVED_LAYERS
 
 
 class WithoutState:
@@ -105,7 +103,7 @@ class BackgroundSave:
             if masters[0].layer_number > 0
         ]
         Snapshot([others], room=0).write()
-        self._snapshot = Snapshot(regions_of, room=_LAYERS * max(sizes, default=0), secured=self._has_secured)
+        self._snapshot = Snapshot(regions_of, room=SAVED_LAYERS * max(sizes, default=0), secured=self._has_secured)
         self._eps = eps
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()

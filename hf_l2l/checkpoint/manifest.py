@@ -215,9 +215,17 @@ def is_of_weights(name: str) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Have the names in `folder` on the disk, where the system has a call for that (not on Windows)."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    if os.name != "nt":
+        sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a folder, on the disk, whoever has written them.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -35,6 +35,9 @@ SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 MOMENTS_ASSUMED = 2
 """Moments per parameter if an optimizer's state cannot be derived from shapes: those of Adam."""
 
+SAVED_LAYERS = 2
+"""How many layers are copied at most while a checkpoint is written in the background."""
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -63,6 +66,9 @@ class MemoryEstimate:
     """Disk: those of the masters and moments that are there (`state_tier="disk"`)."""
     state_traffic: StateTraffic = StateTraffic()
     """Disk: what a step reads of these and writes, and the window of host memory through which they pass."""
+
+    layers_being_saved: int = 0
+    """Host: copies of layers, at most, while a checkpoint is written in the background. No part of `host_bytes`."""
 
     @property
     def state_window(self) -> int:
@@ -125,7 +131,8 @@ def estimate(
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
     state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype)
-    traffic = _traffic(config, device, precision, lambda: state_parts(model, on_host, layers, state))
+    parts = state_parts(model, on_host, layers, state)
+    traffic = _traffic(config, device, precision, parts)
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
     rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
     return MemoryEstimate(
@@ -142,6 +149,7 @@ def estimate(
         copies=tensor_bytes(short),
         on_disk=tensor_bytes([*on_host.values(), *packed]) + state(on_host) if traffic.window else 0,
         state_traffic=traffic,
+        layers_being_saved=SAVED_LAYERS * max([part.num_bytes for part in parts if part.in_layer], default=0),
         kept_weights=sum(weights.values()) - sum(in_turn) - sum(copied),
     )
 
@@ -152,7 +160,7 @@ def _with_gradients(masters: Mapping[Any, torch.Tensor], of: Collection[torch.Te
 
 
 def _traffic(
-    config: L2LConfig, device: torch.device, precision: Precision, parts: Callable[[], list[StatePart]]
+    config: L2LConfig, device: torch.device, precision: Precision, parts: Sequence[StatePart]
 ) -> StateTraffic:
     """What a step reads from the disk and writes; on a device, the last two layers of the forward stay there."""
     if config.state_tier == "host":
@@ -160,7 +168,7 @@ def _traffic(
     stays = 0 if stream.shares_host_memory(device) else 2
     reads = not (precision.is_mixed and precision.keeps_copies)
     updates = update_mode(config.eps_update, device)
-    return state_traffic(parts(), config.state_window, reads_masters=reads, stays=stays, updates=updates)
+    return state_traffic(parts, config.state_window, reads_masters=reads, stays=stays, updates=updates)
 
 
 def _shell(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[set[nn.Parameter], set[torch.Tensor]]:

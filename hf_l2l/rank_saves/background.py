@@ -6,7 +6,6 @@ theirs, which they tell each other at the end of a step, rank 0 puts the checkpo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from pathlib import Path
 from threading import Event
 
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles
+from hf_l2l.checkpoint.manifest import sync
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_in, save_errors
 from hf_l2l.eps.masters import Master
@@ -90,11 +90,7 @@ class BackgroundSaveOfRanks(BackgroundSave):
         if self._is_given_up:
             return
         for file in self._files:  # the others of another host see only what is there
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(file)
         self._wrote.set_result(None)
         if self._commit is None:
             return

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from hf_l2l.checkpoint.finding import STATE, check_whole, checkpoints_in, newest_whole
-from hf_l2l.checkpoint.manifest import Manifest, files_in, read_manifest, sync_folder
+from hf_l2l.checkpoint.manifest import Manifest, files_in, read_manifest, sync, sync_folder
 
 _ATTEMPTS = 5
 """While a training replaces what is being copied."""
@@ -52,17 +52,9 @@ def _copied(source: Path, target: Path) -> Manifest | None:
         shutil.copytree(source, copy, symlinks=True)
         manifest = check_whole(copy)
         for name in files_in(copy):
-            _sync(copy / name)
+            sync(copy / name)
         for path in (*(p for p in copy.rglob("*") if p.is_dir()), copy):
             sync_folder(path)
         os.rename(copy, target)
     sync_folder(target.parent)
     return manifest
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

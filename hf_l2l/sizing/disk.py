@@ -59,7 +59,10 @@ def disk_sentences(found: MemoryEstimate, rates: DiskRates | None, step_s: float
     # Beside weights and state, a checkpoint has a few KiB.
     num_bytes = found.masters + found.moments
     write_s = num_bytes / rates.written
-    told = f"a real-time checkpoint has {size_text(num_bytes)}, which this disk takes in {write_s:.3g} s"
+    told = (
+        f"a real-time checkpoint has {size_text(num_bytes)}, which this disk takes in {write_s:.3g} s; copies of "
+        f"layers that are updated meanwhile take {size_text(found.layers_being_saved)} of host memory at most"
+    )
     if step_s is None:
         yield told
         return
@@ -67,6 +70,6 @@ def disk_sentences(found: MemoryEstimate, rates: DiskRates | None, step_s: float
     per_day = schedule.bytes_per_day(num_bytes, step_s, write_s) / 1e12
     lost = schedule.most_lost(step_s, write_s)
     yield (
-        f"{told}: with l2l_realtime_every='auto', a crash loses at most {lost} steps, and {per_day:.3g} TB are "
+        f"{told}. With l2l_realtime_every='auto', a crash loses at most {lost} steps, and {per_day:.3g} TB are "
         "written per day"
     )

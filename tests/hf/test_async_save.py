@@ -12,6 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from families import llama
+from hf_l2l import estimate
 from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
 from slow_disk import SlowDisk, assert_same_checkpoints
@@ -225,6 +226,7 @@ def test_copies_take_two_layers_at_most(tmp_path, monkeypatch):
     made = l2l_trainer(tmp_path, model=model, **EACH_STEP, l2l_async_save=True, eps_update="deferred")
     made.train()
     assert 0 < disk.copied_bytes <= 2 * 3 * layer + steps
+    assert disk.copied_bytes <= estimate(model).layers_being_saved
 
 
 def test_a_save_takes_no_copy_of_the_weights(tmp_path):
