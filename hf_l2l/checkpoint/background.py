@@ -78,17 +78,29 @@ class BackgroundSave:
 
     is_generation = False
     """Whether it is one of `l2l_realtime_checkpoint`."""
-    num_bytes = 0
-    """Of the checkpoint."""
 
     def __init__(
-        self, eps: EagerParamServer, regions: Iterable[Region], finish: Callable[[], None], held: ExitStack
+        self,
+        eps: EagerParamServer,
+        regions: Iterable[Region],
+        finish: Callable[[], None],
+        held: ExitStack,
+        num_bytes: int,
+        *,
+        locks: bool = False,
     ) -> None:
-        """Of the present values; all updates must have finished.
+        """Of the present values; all updates must have finished. What is not a master of the EPS that is in host
+        memory, or optimizer state of one, is written here.
 
-        `finish` is called on the thread when all is written; `held` is closed there, whatever happens. What is not a
-        master of the EPS that is in host memory, or optimizer state of one, is written here.
+        Args:
+            eps: that of the model.
+            regions: what is to be written.
+            finish: called on the thread when all is written.
+            held: closed there, whatever happens.
+            num_bytes: of the checkpoint.
+            locks: whether other hosts write to the same files.
         """
+        self.num_bytes = num_bytes
         groups = [masters for _, masters in eps.masters.parts(m for m in eps.masters.on_host() if m.can_be_held)]
         self._numbers = {master: number for number, masters in enumerate(groups) for master in masters}
         owners = self._storages(eps)
@@ -102,8 +114,9 @@ class BackgroundSave:
             for masters, found in zip(groups, regions_of, strict=True)
             if masters[0].layer_number > 0
         ]
-        Snapshot([others], room=0).write()
-        self._snapshot = Snapshot(regions_of, room=SAVED_LAYERS * max(sizes, default=0), secured=self._has_secured)
+        Snapshot([others], room=0, locks=locks).write()
+        room = SAVED_LAYERS * max(sizes, default=0)
+        self._snapshot = Snapshot(regions_of, room, self._has_secured, locks=locks)
         self._eps = eps
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +21,12 @@ from torch.utils import _pytree as pytree
 from hf_l2l.compat import storages_in_file, without_interception
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 _DTYPES = {
     torch.uint64: "U64",
@@ -58,6 +66,23 @@ class Region(NamedTuple):
         while left:
             written = os.pwrite(descriptor, left, offset)
             left, offset = left[written:], offset + written
+
+
+@contextmanager
+def locked(descriptor: int, region: Region) -> Iterator[None]:
+    """Inside, no other host writes to these bytes of the open file. On a network file system, that also has this host
+    read what others have written before, where it writes a part of a page, and give away what it has written.
+
+    Raises:
+        OSError: if the file system has no such locks.
+    """
+    assert fcntl is not None, "hosts with several ranks have Linux"
+    place = region.values.numel(), region.offset
+    fcntl.lockf(descriptor, fcntl.LOCK_EX, *place)
+    try:
+        yield
+    finally:
+        fcntl.lockf(descriptor, fcntl.LOCK_UN, *place)
 
 
 def reserve_safetensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Mapping[str, str]) -> list[Region]:

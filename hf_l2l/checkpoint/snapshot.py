@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from enum import Enum, auto
 from pathlib import Path
 from threading import Condition
 
-from hf_l2l.checkpoint.reserved import Region
+from hf_l2l.checkpoint.reserved import Region, locked
 
 
 class _Is(Enum):
@@ -44,11 +44,21 @@ class Snapshot:
     """The values of some groups when this was made."""
 
     def __init__(
-        self, groups: Iterable[Sequence[Region]], room: int, secured: Callable[[int | None], None] = _nobody_asks
+        self,
+        groups: Iterable[Sequence[Region]],
+        room: int,
+        secured: Callable[[int | None], None] = _nobody_asks,
+        *,
+        locks: bool = False,
     ) -> None:
-        """The groups are written in this order. Copies take at most `room` bytes. `secured` is called with the number
-        of a group when its values may change, and with None when all may."""
-        self._secured = secured
+        """
+        Args:
+            groups: what is written, in this order.
+            room: bytes that copies take at most.
+            secured: called with the number of a group when its values may change, and with None when all may.
+            locks: whether other hosts write to the same files.
+        """
+        self._secured, self._locks = secured, locks
         self._groups = [_Group(regions) for regions in groups]
         self._free = self._least_free = self._room = room
         self._changed = Condition()
@@ -78,7 +88,8 @@ class Snapshot:
                         if region.file not in opened:
                             opened[region.file] = os.open(region.file, os.O_WRONLY)
                             stack.callback(os.close, opened[region.file])
-                        region.write(opened[region.file])
+                        with locked(opened[region.file], region) if self._locks else nullcontext():
+                            region.write(opened[region.file])
                     self._is_written(group)
         finally:
             with self._changed:
@@ -87,6 +98,7 @@ class Snapshot:
                     group.regions = []
                 self._changed.notify_all()
             self._secured(None)
+            self._secured = _nobody_asks  # it refers to who has made this
 
     def stop(self) -> None:
         """Write no further group: nobody needs the files any more."""

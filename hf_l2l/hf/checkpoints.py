@@ -205,10 +205,8 @@ class CheckpointsMixin(ResumingMixin):
                 return None, best
             reserved = ReservedFiles()
             best = write(staging, reserved)
-            num_bytes = bytes_in(staging.folder)
-            saving = BackgroundSave(attached.eps, reserved.regions, partial(self._commit, staging, about=about), stack)
-            saving.num_bytes = num_bytes
-            return saving, best
+            commit, num_bytes = partial(self._commit, staging, about=about), bytes_in(staging.folder)
+            return BackgroundSave(attached.eps, reserved.regions, commit, stack, num_bytes), best
 
     def _save_together(
         self, write: Callable[..., str | None], target: Path, about: _About, *, in_background: bool
@@ -218,7 +216,8 @@ class CheckpointsMixin(ResumingMixin):
         assert attached is not None and isinstance(attached.eps, SharedEagerParamServer), "ranks have one EPS"
         eps, commit = attached.eps, partial(self._commit, about=about, in_parallel=not in_background)
         get_ready = partial(self._get_ready, target)
-        with nullcontext() if self.args.save_only_model else eps.updates.state_gathered(values=not in_background):
+        values = not in_background or not all(m.can_be_held for m in eps.masters.all())  # rank 0 writes what cannot
+        with nullcontext() if self.args.save_only_model else eps.updates.state_gathered(values=values):
             if in_background:
                 return begun_in_background(eps, target, get_ready=get_ready, write=write, commit=commit)
             return None, saved_together(eps.team, target, get_ready=get_ready, write=write, commit=commit)

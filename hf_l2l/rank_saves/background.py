@@ -20,7 +20,7 @@ from hf_l2l.checkpoint.manifest import sync
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_in, save_errors
 from hf_l2l.eps.masters import Master
-from hf_l2l.rank_saves.secured import secured_of, tell_secured
+from hf_l2l.rank_saves.secured import ALL, WRITTEN, secured_of, tell_secured
 from hf_l2l.rank_saves.shares import deal, read_regions, write_shares
 from hf_l2l.rank_saves.together import JoinedStaging, Part, begun, wait_for_removal
 from hf_l2l.shared_eps.server import SharedEagerParamServer
@@ -47,18 +47,22 @@ class BackgroundSaveOfRanks(BackgroundSave):
         self,
         eps: SharedEagerParamServer,
         regions: Iterable[Region],
+        number: int,
         target: Path,
         commit: Callable[[], None] | None,
         held: ExitStack,
+        num_bytes: int,
     ) -> None:
         """Of the present values; all ranks call this, and all updates must have finished.
 
         Args:
             eps: of this rank.
             regions: what this rank writes.
+            number: that of the checkpoint, which its ranks count (`Secured.begin`).
             target: the place of the checkpoint.
             commit: on rank 0, what is called when all have written theirs.
             held: see `BackgroundSave`.
+            num_bytes: see `BackgroundSave`.
         """
         regions = list(regions)
         self._team, self._target, self._commit = eps.team, target, commit
@@ -69,11 +73,11 @@ class BackgroundSaveOfRanks(BackgroundSave):
         """Whether this rank has written its values."""
         self._may_commit = Event()
         self._is_given_up = False
-        self._secured = secured_of(eps.team.peers)
-        self._secured.number += 1
-        self._number = self._secured.number
+        self._secured, self._number = secured_of(eps.team.peers), number
         self._others = dict(self._written_by_others(eps))
-        super().__init__(eps, regions, self._finish, held)
+        if commit is not None and len(eps.team.hosts) == 1:  # else those of other hosts tell it at the end of a step
+            self._secured.when_written(self._may_commit.set)
+        super().__init__(eps, regions, self._finish, held, num_bytes, locks=len(eps.team.hosts) > 1)
 
     def _written_by_others(self, eps: SharedEagerParamServer) -> Iterable[tuple[Master, set[int]]]:
         """Masters of which other ranks of this host write values, and which ranks."""
@@ -84,7 +88,7 @@ class BackgroundSaveOfRanks(BackgroundSave):
                 yield master, found
 
     def _has_secured(self, group: int | None) -> None:
-        tell_secured(self._team.peers, self._number, group)
+        tell_secured(self._team.peers, self._number, ALL if group is None else group)
 
     def _finish(self) -> None:
         if self._is_given_up:
@@ -92,6 +96,7 @@ class BackgroundSaveOfRanks(BackgroundSave):
         for file in self._files:  # the others of another host see only what is there
             sync(file)
         self._wrote.set_result(None)
+        tell_secured(self._team.peers, self._number, WRITTEN)
         if self._commit is None:
             return
         self._may_commit.wait()  # until all ranks have written theirs
@@ -115,15 +120,15 @@ class BackgroundSaveOfRanks(BackgroundSave):
             if ranks and group is not None:
                 self._wait_for(ranks, group, f"the values of {master.name} are written to a checkpoint, or copied")
 
-    def _wait_for(self, ranks: Iterable[int], group: int | None, why: str) -> None:
-        """Wait until other ranks have secured a group of values, or all."""
+    def _wait_for(self, ranks: Iterable[int], group: int, why: str) -> None:
+        """Wait until other ranks have secured a group of values, or `ALL`."""
         ranks, number = set(ranks), self._number
         self._team.peers.wait(lambda: all(self._secured.has(rank, number, group) for rank in ranks), why, ranks)
 
     def wait_for_values(self) -> None:
         """See `BackgroundSave.wait_for_values`; of all ranks of this host."""
         others = [rank for rank in self._team.near if rank != self._team.rank]
-        self._wait_for(others, None, "the other ranks have the values of a checkpoint")
+        self._wait_for(others, ALL, "the other ranks have the values of a checkpoint")
         super().wait_for_values()
 
     def poll(self) -> bool:
@@ -151,11 +156,11 @@ class BackgroundSaveOfRanks(BackgroundSave):
         if waits:
             futures.wait([mine])
         error = mine.exception() if mine.done() else None
-        told = self._team.tell(f"-{error}" if error is not None else "+" if mine.done() else "", _WHY[self._stage])
+        reason = error.reason if isinstance(error, CheckpointSaveError) else error
+        told = self._team.tell(f"-{reason}" if error is not None else "+" if mine.done() else "", _WHY[self._stage])
         failed = next((rank for rank, text in enumerate(told) if text.startswith("-")), None)
         if failed is not None:
-            reason = f"an error of rank {failed}: {told[failed][1:]}"
-            self._error = error or CheckpointSaveError(self._target, reason)
+            self._error = error or CheckpointSaveError(self._target, f"{told[failed][1:]}, in rank {failed}")
             self.give_up()
             wait_for_removal(self._team, type(self._error), self._error, None)
             self._stage = _Stage.ENDED
@@ -164,13 +169,18 @@ class BackgroundSaveOfRanks(BackgroundSave):
             self._may_commit.set()
 
     def give_up(self) -> None:
-        """Write no more; nothing of the checkpoint is left then. This asks no other rank, and waits for its own
-        thread."""
-        self._is_given_up = True
-        self._snapshot.stop()
-        self._may_commit.set()
+        """Write no more, unless all ranks have written theirs; nothing of the checkpoint is left then. This asks no
+        other rank, and waits for its own thread."""
+        if self._stage is _Stage.WRITING:
+            self._is_given_up = True
+            self._snapshot.stop()
+            self._may_commit.set()
         futures.wait([self._future])
         self._end()
+
+    def _end(self) -> None:
+        super()._end()
+        self._others = {}
 
 
 def begun_in_background(
@@ -181,12 +191,12 @@ def begun_in_background(
     write: Callable[[Staging | JoinedStaging, ReservedFiles], str | None],
     commit: Callable[[Staging], None],
 ) -> tuple[BackgroundSaveOfRanks, str | None]:
-    """Begin a checkpoint that is written while training goes on. Inside `SharedUpdates.state_gathered`; arguments and
-    errors are those of `saved_together`.
+    """Begin a checkpoint that is written while training goes on. All ranks call this, inside
+    `SharedUpdates.state_gathered` if optimizer state is saved; arguments and errors are those of `saved_together`.
 
     Returns the checkpoint, and what `write` has returned on rank 0.
     """
-    team = eps.team
+    team, number = eps.team, secured_of(eps.team.peers).begin()
     with save_errors(target), ExitStack() as at_errors:
         at_errors.push(partial(wait_for_removal, team))
         held = at_errors.enter_context(ExitStack())
@@ -196,16 +206,16 @@ def begun_in_background(
             reserved = ReservedFiles()
             written.text = write(place, reserved) or ""
             others: list[Region] = []
+            num_bytes = 0
             if team.rank == 0:
+                num_bytes = bytes_in(place.folder)
                 shares, others = deal(eps, place.folder, reserved.regions)
                 for rank, each in enumerate(shares):
                     write_shares(_file_of(place, rank), each)
         with Part(team, target, "all ranks begin to write their values of a checkpoint"):
             regions = [*read_regions(eps, place.folder, _file_of(place, team.rank)), *others]
             whole = partial(commit, place) if isinstance(place, Staging) else None
-            num_bytes = bytes_in(place.folder)
-            saving = BackgroundSaveOfRanks(eps, regions, target, whole, held)
-            saving.num_bytes = num_bytes
+            saving = BackgroundSaveOfRanks(eps, regions, number, target, whole, held, num_bytes)
             at_errors.callback(saving.give_up)
         at_errors.pop_all()
     return saving, written.of_first or None

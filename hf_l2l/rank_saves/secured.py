@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from hf_l2l.ranks.messages import SECURED
 from hf_l2l.ranks.peers import Peers, RankFailedError
 
 _GROUP = struct.Struct("<I")
+ALL = 2**32 - 1
+"""Instead of a group: all values may change."""
+WRITTEN = 2**32 - 2
+"""Instead of a group: all values of a rank are in the files."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Secured:
@@ -17,29 +26,41 @@ class Secured:
     def __init__(self, peers: Peers) -> None:
         self._numbers = dict.fromkeys(peers.ranks, 0)
         """Rank -> the number of the last checkpoint of which it has told something."""
-        self._groups: dict[int, set[int] | None] = {rank: None for rank in peers.ranks}
-        """Rank -> the groups of values of that checkpoint which it has told; None for all."""
-        self.number = 0
-        """Of the last checkpoint that this rank has begun; all ranks begin the same ones."""
-        numbers, groups = self._numbers, self._groups
+        self._groups: dict[int, set[int]] = {rank: set() for rank in peers.ranks}
+        """Rank -> the groups of values of that checkpoint which it has told."""
+        self._others = [rank for rank in peers.ranks if rank != peers.rank]
+        self._number = 0
+        self._when_written = _nothing
+        peers.on(SECURED, self._received)
 
-        def received(rank: int, number: int, content: bytes) -> None:
-            if number > numbers[rank]:
-                groups[rank], numbers[rank] = set(), number
-            of_rank = groups[rank]
-            if not content:
-                groups[rank] = None
-            elif of_rank is not None:
-                of_rank.add(_GROUP.unpack(content)[0])
+    def begin(self) -> int:
+        """The number of the next checkpoint: the same in all ranks, which all call this."""
+        self._number += 1
+        self._when_written = _nothing
+        return self._number
 
-        peers.on(SECURED, received)
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call this once the other ranks have written all values of the checkpoint begun last; perhaps now."""
+        self._when_written = call
+        self._call_if_written()
 
-    def has(self, rank: int, number: int, group: int | None) -> bool:
-        """Whether a rank has secured a group of values (None: all) of the checkpoint with this number."""
+    def _received(self, rank: int, number: int, content: bytes) -> None:
+        if number < self._numbers[rank]:
+            return  # of a checkpoint before the last one of that rank
+        if number > self._numbers[rank]:
+            self._groups[rank], self._numbers[rank] = set(), number
+        self._groups[rank].add(_GROUP.unpack(content)[0])
+        self._call_if_written()
+
+    def _call_if_written(self) -> None:
+        if all(self._numbers[r] == self._number and WRITTEN in self._groups[r] for r in self._others):
+            self._when_written()
+
+    def has(self, rank: int, number: int, group: int) -> bool:
+        """Whether a rank has secured a group of values (or `ALL`) of the checkpoint with this number."""
         if self._numbers[rank] != number:
             return self._numbers[rank] > number
-        groups = self._groups[rank]
-        return groups is None or group in groups
+        return not self._groups[rank].isdisjoint((group, ALL))
 
 
 _of_peers: WeakKeyDictionary[Peers, Secured] = WeakKeyDictionary()
@@ -52,12 +73,12 @@ def secured_of(peers: Peers) -> Secured:
     return _of_peers[peers]
 
 
-def tell_secured(peers: Peers, number: int, group: int | None) -> None:
-    """Tell the others that this rank has secured a group of values (None: all) of a checkpoint.
+def tell_secured(peers: Peers, number: int, group: int) -> None:
+    """Tell the others that this rank has secured a group of values of a checkpoint, or `ALL`, or has them `WRITTEN`.
 
     That a rank has failed is no failure of the checkpoint, and is raised by the next call of the program.
     """
     try:
-        peers.send(SECURED, number, b"" if group is None else _GROUP.pack(group))
+        peers.send(SECURED, number, _GROUP.pack(group))
     except RankFailedError:
         peers.error_is_kept()

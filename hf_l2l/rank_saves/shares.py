@@ -52,12 +52,9 @@ def deal(
                 continue
             number, optimizer, key, tensor = found
             first, name = int(region.values.storage_offset()), region.file.relative_to(folder).as_posix()
-            writers = _writers(eps, masters[number], tensor, region.values.numel())
-            for rank, start, stop in writers:
+            for rank, start, stop in _writers(eps, masters[number], tensor, region.values.numel()):
                 at = region.offset + start
                 shares[rank].append(Share(name, at, number, optimizer, key, first + start, stop - start))
-            if not writers:
-                others.append(region)
     return shares, others
 
 
@@ -88,13 +85,12 @@ def _tensors(eps: SharedEagerParamServer, master: Master) -> Iterator[tuple[int,
 def _writers(
     eps: SharedEagerParamServer, master: Master, tensor: torch.Tensor, num_bytes: int
 ) -> list[tuple[int, int, int]]:
-    """The ranks that write so many bytes of a tensor, and from which byte to which each of them does; none if all
-    ranks change it, and not in parts of the file."""
+    """The ranks that write so many bytes of a tensor, and from which byte to which each of them does."""
     rows = eps.updates.rows_of(master)
-    if rows is None or tensor.shape != master.gradient_like.shape:  # of the latter, each rank has its own
+    # Of numbers, each rank has its own; state that is not contiguous is updated by the owner alone.
+    if rows is None or tensor.shape != master.gradient_like.shape or not tensor.is_contiguous():
         return [(master.owner, 0, num_bytes)]
-    if not tensor.is_contiguous():
-        return []
+    assert num_bytes == tensor.nbytes, "files have whole matrices"
     width = num_bytes // len(tensor)
     return [(rank, each.start * width, each.stop * width) for rank, each in zip(eps.team.near, rows, strict=True)]
 

@@ -57,11 +57,12 @@ class Part:
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         if isinstance(error, RankFailedError) or not (error is None or isinstance(error, Exception)):
             return  # the others know, or will know, that this rank ends
-        told = self.team.tell(f"+{self.text}" if error is None else f"-{error}", self.why)
+        reason = error.reason if isinstance(error, CheckpointSaveError) else error
+        told = self.team.tell(f"+{self.text}" if error is None else f"-{reason}", self.why)
         self.of_first = told[0][1:]
         failed = next((rank for rank, text in enumerate(told) if text.startswith("-")), None)
         if error is None and failed is not None:
-            raise CheckpointSaveError(self.checkpoint, f"an error of rank {failed}: {told[failed][1:]}")
+            raise CheckpointSaveError(self.checkpoint, f"{told[failed][1:]}, in rank {failed}")
 
 
 def wait_for_removal(team: Team, kind: object, error: BaseException | None, frames: object) -> None:

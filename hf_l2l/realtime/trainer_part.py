@@ -76,8 +76,8 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         if not self._streams():
             logger.warning(f"l2l_realtime_checkpoint={str(options.folder)!r} is for layers that are streamed: none is")
             return found
-        self._refuse_others(options.folder)
         self._lock(options.folder)
+        self._refuse_others(options.folder)
         self._l2l_schedule = Schedule(options.every, self.state.global_step)
         return found
 
@@ -180,11 +180,14 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         is_first = schedule.seconds is None
         schedule.end(self.state.global_step)
         self._l2l_failed_to_write = False
-        for each in checkpoints_in(folder) if self.args.should_save else ():
-            if each != checkpoint and self._is_own(each):
-                remove(each)
-        if is_first and schedule.seconds is not None and self.args.should_save:
-            self._say(schedule, bytes_in(checkpoint), schedule.seconds, "")
+        if not self.args.should_save:
+            return
+        with suppress(OSError):  # the generation is whole, for all ranks
+            for each in checkpoints_in(folder):
+                if each != checkpoint and self._is_own(each):
+                    remove(each)
+            if is_first and schedule.seconds is not None:
+                self._say(schedule, bytes_in(checkpoint), schedule.seconds, "")
 
     def _finish_saving(self) -> None:
         """Overridden because a training may go on without a generation that could not be written."""

@@ -307,7 +307,7 @@ class RowUpdates:
 
 
 def _is_shared(state: Mapping[str, Any] | None, parameter: torch.Tensor, shared: SharedState) -> bool:
-    """Whether there is state of a parameter, and what has its shape is in the memory of all ranks."""
+    """Whether there is state of a parameter, and what has its shape is in the memory of all ranks, in rows."""
     values = (state or {}).values()
     tensors = [each for each in values if isinstance(each, torch.Tensor) and each.shape == parameter.shape]
-    return bool(values) and all(map(shared.has, tensors))
+    return bool(values) and all(shared.has(each) and each.is_contiguous() for each in tensors)

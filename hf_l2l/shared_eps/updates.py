@@ -391,4 +391,4 @@ def _tell_failure(peers: Peers, error: BaseException) -> None:
     """An update of this rank has failed, for which the others wait. Its program gets the error at its next call."""
     if not isinstance(error, RankFailedError):
         peers.tell_failure(f"an update of it has raised {type(error).__name__}: {error}")
-        peers.error_is_kept()
+    peers.error_is_kept()

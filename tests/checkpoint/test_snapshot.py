@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from hf_l2l.checkpoint import reserved
+from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.snapshot import Snapshot
 
 
@@ -186,3 +190,42 @@ def test_no_file_stays_open(tmp_path):
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     Run(tmp_path, 3).let_all_write()
     assert (len(os.listdir("/proc/self/fd")) if before else 0) <= before
+
+
+def test_one_that_has_ended_refers_to_nobody():
+    """Else who is told, which has it, would stay until the next garbage collection."""
+
+    class Told:
+        def __init__(self) -> None:
+            self.snapshot = Snapshot([[]], 0, self.secured)
+
+        def secured(self, number: int | None) -> None:
+            pass
+
+    told = Told()
+    told.snapshot.write()
+    found = weakref.ref(told)
+    gc.disable()
+    try:
+        del told
+        assert found() is None
+    finally:
+        gc.enable()
+
+
+def test_files_of_several_hosts_are_locked_where_they_are_written(tmp_path, monkeypatch):
+    """A region at a time, and nothing stays locked."""
+    calls: list[tuple[int, int, int]] = []
+    lockf = reserved.fcntl.lockf
+
+    def noted(descriptor: int, kind: int, length: int, start: int) -> None:
+        calls.append((kind, length, start))
+        lockf(descriptor, kind, length, start)
+
+    monkeypatch.setattr(reserved.fcntl, "lockf", noted)
+    (tmp_path / "file").write_bytes(bytes(64))
+    regions = [Region(tmp_path / "file", at, torch.full((8,), at, dtype=torch.uint8)) for at in (8, 40)]
+    Snapshot([regions], 0, locks=True).write()
+    ex, un = reserved.fcntl.LOCK_EX, reserved.fcntl.LOCK_UN
+    assert calls == [(ex, 8, 8), (un, 8, 8), (ex, 8, 40), (un, 8, 40)]
+    assert (tmp_path / "file").read_bytes() == bytes(8) + bytes([8] * 8) + bytes(24) + bytes([40] * 8) + bytes(16)

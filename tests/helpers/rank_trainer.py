@@ -22,6 +22,8 @@ from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.hf.preparation import devices_of
+from hf_l2l.rank_saves import background
+from hf_l2l.realtime import trainer_part
 from rank_cases import large
 from rank_pool import digest
 
@@ -237,7 +239,9 @@ class Failing(L2LTrainer):
     where: tuple[int, str] = (0, "")
 
     def _fail(self, what: str) -> None:
-        if (distributed.get_rank(), what) == self.where and (self.state.global_step == 4 or what == "values"):
+        if (distributed.get_rank(), what) == self.where and (
+            self.state.global_step == 4 or what in ("values", "folder")
+        ):
             raise OSError(errno.ENOSPC, "No space left on device", str(self._get_output_dir(None)))
 
     def _get_ready(self, target: Path) -> None:
@@ -276,19 +280,37 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
 
 
 def failed_generation(folder: str, options: dict[str, Any], what: str = "generators") -> dict[str, Any]:
-    """A training in which rank 1 cannot write its part of the fourth generation: the files, or the values."""
+    """A training in which rank 1 cannot write its part of the fourth generation: the files, or the values; or cannot
+    read what its part is; or in which rank 0 cannot look into the folder when that one is in its place."""
     fresh()
     made = Failing(model=bert(), args=arguments(folder, options, layered=True), train_dataset=Rows(70, "classes"))
-    made.where = 1, what
-    write = Region.write
+    made.where = 0 if what == "folder" else 1, what
+    write, read, checkpoints_in = Region.write, background.read_regions, trainer_part.checkpoints_in
 
     def written(region: Region, descriptor: int) -> None:
         if "checkpoint-4" in str(region.file):
             made._fail("values")
         write(region, descriptor)
 
+    def own_regions(*args: Any) -> Any:
+        made._fail("part")
+        return read(*args)
+
+    def folders_in(run: Path) -> list[Path]:
+        found = checkpoints_in(run)
+        if any(each.name == "checkpoint-4" for each in found):
+            made._fail("folder")
+        return found
+
+    class Waits(hf.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            made.eps.synchronize()  # for what all ranks write
+
+    made.add_callback(Waits())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Region, "write", written)
+        patch.setattr(background, "read_regions", own_regions)
+        patch.setattr(trainer_part, "checkpoints_in", folders_in)
         return _failed_generation(made, options)
 
 

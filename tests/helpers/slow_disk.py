@@ -24,8 +24,8 @@ class SlowDisk:
         begin, take = Snapshot.__init__, Snapshot._next
         needed: dict[Snapshot, threading.Semaphore] = {}
 
-        def begun(snapshot: Snapshot, groups: Any, room: int, **others: Any) -> None:
-            begin(snapshot, groups, room, **others)
+        def begun(snapshot: Snapshot, groups: Any, room: int, *others: Any, **more: Any) -> None:
+            begin(snapshot, groups, room, *others, **more)
             needed[snapshot] = permits = threading.Semaphore(0 if room else 10**6)
             disk = self
 

@@ -16,7 +16,7 @@ from torch import distributed
 from hf_l2l.checkpoint.background import BackgroundSave
 from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.checkpoint.snapshot import Snapshot
-from hf_l2l.rank_saves.secured import Secured, secured_of, tell_secured
+from hf_l2l.rank_saves.secured import ALL, WRITTEN, Secured, secured_of, tell_secured
 from hf_l2l.shared_eps.server import SharedEagerParamServer
 from host_cases import on_hosts
 from rank_trainer import REALTIME, SAME, SAVED, failed_generation, trained
@@ -105,7 +105,7 @@ def test_ranks_write_generations_beside_the_steps(pool, tmp_path, before, after,
 
 
 @pytest.mark.parametrize(("errors", "steps"), [("stop", (4, 5)), ("warn", (6,))])
-@pytest.mark.parametrize("what", [pytest.param("generators", marks=pytest.mark.slow), "values"])
+@pytest.mark.parametrize("what", [pytest.param("generators", marks=pytest.mark.slow), "part", "values"])
 def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, steps, what):
     """All ranks end with its error, or all go on; the one before is whole, and nothing else is left."""
     options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "max_steps": 6}
@@ -114,6 +114,17 @@ def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_pa
         assert found["step"] in steps
         assert found["left"] == ["checkpoint-3" if errors == "stop" else "checkpoint-6"]
         assert ("No space left on device" in found["error"]) == (errors == "stop")
+        assert found["error"].count("fix that") == (errors == "stop"), "one sentence"
+
+
+@pytest.mark.parametrize("every", ["1", "auto"])
+def test_a_folder_that_rank_0_cannot_look_into_changes_nothing(pool, tmp_path, every):
+    """The generation is in its place; all ranks begin the next one after the same step."""
+    now = {"l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
+    options = {**REALTIME, **now, "max_steps": 6, "l2l_realtime_errors": "warn"}
+    for found in pool(2).run(failed_generation, str(tmp_path / "run"), options, "folder"):
+        assert (found["step"], found["error"]) == (6, "")
+        assert "checkpoint-6" in found["left"] or every == "auto"
 
 
 def interrupted(folder: str, options: dict[str, Any]) -> tuple[str, list[str], int]:
@@ -176,21 +187,32 @@ def told() -> list[bool]:
     team = Team.met(30.0)
     own, other = team.rank, 1 - team.rank
     secured: Secured = secured_of(team.peers)
+    written: list[int] = []
+    assert secured.begin() == 1
+    secured.when_written(lambda: written.append(1))
     team.barrier("of the test")
     tell_secured(team.peers, 1, 3 + own)
     team.peers.wait(lambda: secured.has(other, 1, 3 + other), "of the test")
-    found = [secured.has(other, 1, 3 + own), secured.has(other, 1, None), secured.has(other, 2, 3 + other)]
+    found = [secured.has(other, 1, 3 + own), secured.has(other, 1, ALL), secured.has(other, 2, 3 + other)]
     team.barrier("of the test")
-    tell_secured(team.peers, 2, None)
-    team.peers.wait(lambda: secured.has(other, 2, None), "of the test")
-    found += [secured.has(other, 1, 3 + own), secured.has(other, 2, 7), secured.has(other, 3, None)]
+    assert secured.begin() == 2
+    secured.when_written(lambda: written.append(2))
+    tell_secured(team.peers, 2, ALL)
+    tell_secured(team.peers, 1, WRITTEN)  # late: of a checkpoint before
+    team.peers.wait(lambda: secured.has(other, 2, ALL), "of the test")
+    found += [secured.has(other, 1, 3 + own), secured.has(other, 2, 7), secured.has(other, 3, ALL), bool(written)]
+    team.barrier("of the test")
+    tell_secured(team.peers, 2, WRITTEN)
+    team.peers.wait(lambda: bool(written), "of the test")
+    assert written == [2]
+    team.barrier("of the test")
     team.close()
     return found
 
 
 def test_ranks_know_what_the_others_have_secured(pool):
     """A group, then all; what is true of a checkpoint is true of those before it."""
-    assert pool(2).run(told) == [[False, False, False, True, True, False]] * 2
+    assert pool(2).run(told) == [[False, False, False, True, True, False, False]] * 2
 
 
 def test_a_snapshot_that_is_stopped_writes_no_more():

@@ -163,7 +163,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, wh
     for rank, found in enumerate(pool(2).run(failed_to_save, str(tmp_path), *where)):
         assert "a checkpoint must be written as a whole" in found["error"]
         assert "No space left on device" in found["error"]
-        assert (f"an error of rank {where[0]}" in found["error"]) == (rank != where[0])
+        assert (f", in rank {where[0]}, while saving" in found["error"]) == (rank != where[0])
         assert found["left"] == ["checkpoint-2"] and found["step"] == 4
         assert found["then"] == ["checkpoint-2", "checkpoint-4"]
 

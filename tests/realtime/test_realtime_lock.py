@@ -70,6 +70,15 @@ def test_a_training_that_was_killed_holds_nothing_though_its_workers_live(tmp_pa
         end(other)
 
 
+def test_two_trainings_of_one_process_are_not_one(tmp_path):
+    held = FolderLock(tmp_path / "now")
+    (tmp_path / "same").symlink_to(tmp_path / "now")
+    with pytest.raises(ValueError, match="to which this process writes"):
+        FolderLock(tmp_path / "same")
+    held.release()
+    FolderLock(tmp_path / "same").release()
+
+
 def test_after_an_error_others_may_write(tmp_path, monkeypatch):
     release, released = FolderLock.release, []
     monkeypatch.setattr(FolderLock, "release", lambda self: released.append(release(self)))
