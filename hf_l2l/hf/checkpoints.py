@@ -263,8 +263,7 @@ class CheckpointsMixin(ResumingMixin):
         run, (resumed, until) = run_of(checkpoint), self._l2l_resumed
         return run is not None and (run == self._l2l_run or (run == resumed and step <= until))
 
-    @staticmethod
-    def _commit(staging: Staging, *, about: _About, in_parallel: bool = False) -> None:
+    def _commit(self, staging: Staging, *, about: _About, in_parallel: bool = False) -> None:
         write_manifest(staging.folder, *about, in_parallel=in_parallel)
         staging.commit()
 

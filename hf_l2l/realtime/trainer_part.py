@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from hf_l2l.checkpoint.finding import checkpoints_in, run_of
-from hf_l2l.checkpoint.staging import CheckpointSaveError, bytes_in, remove
+from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_in, remove
 from hf_l2l.probe.disk import write_rate
 from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.realtime.lock import FolderLock
@@ -171,6 +171,17 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
     def _folders(self, trial: Any) -> list[Path]:
         return [*super()._folders(trial), *self._generations()]
 
+    def _commit(self, staging: Staging, **how: Any) -> None:
+        """Overridden to delete the generations before this one, on the thread that has written it: a file system takes
+        some time for large files."""
+        super()._commit(staging, **how)
+        if staging.target.parent != RealtimeOptions.of(self.args).folder:
+            return
+        with suppress(OSError):  # the new one is in its place
+            for each in checkpoints_in(staging.target.parent):
+                if each != staging.target and self._is_own(each):
+                    remove(each)
+
     def _after_saving(self, checkpoint: Path, best: str | None, state: Any = None) -> None:
         """Overridden because a generation is for no callback, and no other one is kept."""
         schedule, folder = self._l2l_schedule, RealtimeOptions.of(self.args).folder
@@ -180,13 +191,8 @@ class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships n
         is_first = schedule.seconds is None
         schedule.end(self.state.global_step)
         self._l2l_failed_to_write = False
-        if not self.args.should_save:
-            return
-        with suppress(OSError):  # the generation is whole, for all ranks
-            for each in checkpoints_in(folder):
-                if each != checkpoint and self._is_own(each):
-                    remove(each)
-            if is_first and schedule.seconds is not None:
+        if is_first and schedule.seconds is not None and self.args.should_save:
+            with suppress(OSError):  # the generation is whole, for all ranks
                 self._say(schedule, bytes_in(checkpoint), schedule.seconds, "")
 
     def _finish_saving(self) -> None:

@@ -256,7 +256,7 @@ class Failing(L2LTrainer):
         self._fail("weights")
         super().save_model(*args, **kwargs)
 
-    def _commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # of the instance
+    def _commit(self, *args: Any, **kwargs: Any) -> None:
         self._fail("commit")
         super()._commit(*args, **kwargs)
 
