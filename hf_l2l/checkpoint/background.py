@@ -180,6 +180,9 @@ class BackgroundSave:
             self._future.set_exception(error)
         return True
 
+    def begin(self) -> None:
+        """See `Saving.begin`: it has begun."""
+
     def _has_secured(self, group: int | None) -> None:
         """A group of values (None: all) may change from now on."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -331,3 +331,24 @@ def set_aside_interrupted(folder: Path, found: Path | None = None) -> str:
             target = folder / f"_interrupted-{path.name}-{number}"
         renamed.append((path.name, path.rename(target).name))
     return ", ".join(f"{old} (renamed to {new})" for old, new in renamed)
+
+
+@contextmanager
+def deleting_ours(trainer: Any, run: Path) -> Iterator[None]:
+    """Inside, transformers deletes nothing before `on_train_end`, where all checkpoints of ours in `run` but the best
+    one are deleted."""
+    handler, args = trainer.callback_handler, trainer.args
+
+    def at_train_end(*given: Any, **kwargs: Any) -> Any:
+        del handler.on_train_end
+        args.save_total_limit = 1
+        if args.should_save and trainer.state.best_model_checkpoint is not None:
+            keep_only(run, Path(trainer.state.best_model_checkpoint))
+        return handler.on_train_end(*given, **kwargs)
+
+    handler.on_train_end, args.save_total_limit = at_train_end, None
+    try:
+        yield
+    finally:
+        handler.__dict__.pop("on_train_end", None)
+        args.save_total_limit = 1

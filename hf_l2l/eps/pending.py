@@ -174,6 +174,9 @@ class Arrivals(Protocol):
 class Saving(Protocol):
     """Values of masters and of optimizer state that are written to files in the background."""
 
+    def begin(self) -> None:
+        """Begin, if that was put off: updates of another step follow."""
+
     def secure(self, masters: Iterable[Any], *, rows: bool = False) -> None:
         """Wait until the values and the state of `masters`, their records, may change; with `rows`, this rank's."""
 
@@ -185,9 +188,7 @@ class Saving(Protocol):
         """Bytes of host memory that copies of values take now."""
 
 
-class Saved(Protocol):
-    """The record of a master, in so far as it may be saved."""
-
+class Saved(Protocol):  # the record of a master, in so far as it may be saved
     saving: Saving | None
 
 
@@ -225,8 +226,7 @@ SCALING = threading.Lock()
 
 
 class PendingSum(Pending):
-    """What is pending for a gradient sum in `p.grad`: a norm that is valid until the sum is used, a factor to multiply
-    the sum by before it is used, or a backward that may still add to it."""
+    """For a sum in `p.grad`: a norm, valid until the sum is used, a factor for its first use, or a backward."""
 
     guards_grad = False
     norm_decides = False  # whether the sum is finite if its norm is, since some ranks have no other values
@@ -282,8 +282,7 @@ def is_like(total: torch.Tensor, like: torch.Tensor, device: torch.device) -> bo
 
 
 def current_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The norm that is known of a gradient, if the gradient has not changed since (0-dim, on the host); else
-    `norm_of` it."""
+    """The norm that is known of a gradient that has not changed since (0-dim, on the host); else `norm_of` it."""
     pending = gradient.__dict__.get("_l2l_pending")
     if isinstance(pending, PendingSum) and pending.norm is not None and pending.version == gradient._version:
         return pending.norm

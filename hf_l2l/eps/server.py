@@ -272,6 +272,8 @@ class EagerParamServer:
         self.ledger.on_device.enter(OPTIMIZER)
         self.backwards.errors.raise_first()
         self.updates.check()
+        if self.saving is not None:
+            self.saving.begin()
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         self.updates.refuse_step(optimizer, has_closure=has_closure)
@@ -302,8 +304,7 @@ class EagerParamServer:
 
     @property
     def scaler(self) -> LossScale | None:
-        """A `scaler` for an `Accelerator`, so that schedulers do not step if a step is skipped; None without a loss
-        scale."""
+        """A `scaler` for an `Accelerator`, so that schedulers skip steps, too; None without a loss scale."""
         return self.loss_scale
 
     @torch.no_grad()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles, WithoutState
-from hf_l2l.checkpoint.finding import check_weights, is_last_of_run, keep_only, rotate, run_of
+from hf_l2l.checkpoint.finding import check_weights, deleting_ours, is_last_of_run, rotate, run_of
 from hf_l2l.checkpoint.manifest import read_manifest, saved_with, write_manifest
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
 from hf_l2l.checkpoint.staging import (
@@ -36,12 +36,14 @@ from hf_l2l.checkpoint.staging import (
     staged,
 )
 from hf_l2l.config import L2LConfig
+from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.model.precision import copy_as
 from hf_l2l.rank_saves.background import BackgroundSaveOfRanks, begun_in_background
 from hf_l2l.rank_saves.together import JoinedStaging, saved_together
 from hf_l2l.ranks.team import of_rank_0
+from hf_l2l.realtime.put_off import PutOffSave
 from hf_l2l.shared_eps.server import SharedEagerParamServer
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
@@ -68,6 +70,7 @@ class CheckpointsMixin(ResumingMixin):
     _asked_config: Callable[[], L2LConfig]
     _l2l_config: Callable[[], L2LConfig]
     _streams: Callable[[], bool]
+    _puts_off: Callable[[EagerParamServer], bool]
     optimizer: Any
     _l2l_plan: TrainerPlan
     _l2l_staging: Staging | JoinedStaging | None = None
@@ -82,7 +85,7 @@ class CheckpointsMixin(ResumingMixin):
     """Whether the training loop logs, evaluates or saves now."""
     _l2l_reserved: ReservedFiles | None = None
     """The files of the checkpoint that is begun now, if it is written in the background."""
-    _l2l_saving: tuple[BackgroundSave, Callable[[], None]] | None = None
+    _l2l_saving: tuple[BackgroundSave | PutOffSave, Callable[[], None]] | None = None
     """The checkpoint that is written in the background, and what is to be done when it is in its place."""
     _l2l_is_generation = False
     """Whether the checkpoint that is begun now is a generation of `l2l_realtime_checkpoint`."""
@@ -167,7 +170,10 @@ class CheckpointsMixin(ResumingMixin):
                 "eps_update='eager' updates layers between backward and optimizer.step(), where no checkpoint can be "
                 "saved (got a save there); save it in on_step_end, or use eps_update='deferred'"
             )
-        if attached is not None:
+        asked = self._l2l_is_generation or (self._l2l_in_loop and own_option(self.args, "l2l_async_save"))
+        if attached is not None and asked and self._puts_off(attached.eps):
+            attached.eps.updates.check()
+        elif attached is not None:
             attached.eps.synchronize()  # a failed update raises before anything is written
         team = None if attached is None else attached.eps.team
         if team is None and (not self.args.should_save or self.args.world_size > 1):  # a model without layers
@@ -176,7 +182,6 @@ class CheckpointsMixin(ResumingMixin):
         self._l2l_saved_at = self.state.global_step
         target = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         about = self.state.global_step, self._l2l_run or "", saved_with(type(self), vars(self._l2l_config()))
-        asked = self._l2l_is_generation or (self._l2l_in_loop and own_option(self.args, "l2l_async_save"))
         save = self._save_together if team is not None else self._save_alone
         saving, best = save(partial(self._write_files, model, trial), target, about, in_background=asked)
         if saving is None:
@@ -191,7 +196,7 @@ class CheckpointsMixin(ResumingMixin):
 
     def _save_alone(
         self, write: Callable[..., str | None], target: Path, about: _About, *, in_background: bool
-    ) -> tuple[BackgroundSave | None, str | None]:
+    ) -> tuple[BackgroundSave | PutOffSave | None, str | None]:
         """Save a checkpoint of one process, or begin it; returns what is still being written, and where the best one
         is, or will be."""
         attached = attachment_of(self.model)
@@ -205,8 +210,20 @@ class CheckpointsMixin(ResumingMixin):
                 return None, best
             reserved = ReservedFiles()
             best = write(staging, reserved)
-            commit, num_bytes = partial(self._commit, staging, about=about), bytes_in(staging.folder)
-            return BackgroundSave(attached.eps, reserved.regions, commit, stack, num_bytes), best
+            begin = partial(self._begin_values, attached.eps, staging, reserved, about)
+            return self._begun(attached.eps, begin, stack), best
+
+    def _begun(
+        self, eps: EagerParamServer, begin: Callable[[ExitStack], BackgroundSave], held: ExitStack
+    ) -> BackgroundSave | PutOffSave:
+        """Begin to write values; what is written is removed by `held`, unless it is in its place."""
+        return begin(held)
+
+    def _begin_values(
+        self, eps: EagerParamServer, staging: Staging, reserved: ReservedFiles, about: _About, held: ExitStack
+    ) -> BackgroundSave:
+        commit = partial(self._commit, staging, about=about)
+        return BackgroundSave(eps, reserved.regions, commit, held, bytes_in(staging.folder))
 
     def _save_together(
         self, write: Callable[..., str | None], target: Path, about: _About, *, in_background: bool
@@ -333,28 +350,8 @@ class CheckpointsMixin(ResumingMixin):
             if self.args.save_total_limit == 1 and (
                 self.args.world_size == 1 or attachment_of(self.model) is not None
             ):
-                stack.enter_context(self._deleting_ours(Path(self._get_output_dir(trial))))
+                stack.enter_context(deleting_ours(self, Path(self._get_output_dir(trial))))
             return super()._finalize_training(trial, *args, **kwargs)
-
-    @contextmanager
-    def _deleting_ours(self, run: Path) -> Iterator[None]:
-        """Inside, transformers deletes nothing before `on_train_end`, but all checkpoints of ours but the best one are
-        deleted there."""
-        handler, args = self.callback_handler, self.args
-
-        def at_train_end(*given: Any, **kwargs: Any) -> Any:
-            del handler.on_train_end
-            args.save_total_limit = 1
-            if args.should_save and self.state.best_model_checkpoint is not None:
-                keep_only(run, Path(self.state.best_model_checkpoint))
-            return handler.on_train_end(*given, **kwargs)
-
-        handler.on_train_end, args.save_total_limit = at_train_end, None
-        try:
-            yield
-        finally:
-            handler.__dict__.pop("on_train_end", None)
-            args.save_total_limit = 1
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Overridden to have the values of the optimizer's state written later."""
@@ -368,7 +365,11 @@ class CheckpointsMixin(ResumingMixin):
         finally:
             self.optimizer = optimizer
         if self.args.should_save:
-            reserved.save_torch(optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
+            self._save_optimizer(reserved, output_dir)
+
+    def _save_optimizer(self, reserved: ReservedFiles, output_dir: str) -> None:
+        """Save the optimizer's state, but for its values."""
+        reserved.save_torch(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""

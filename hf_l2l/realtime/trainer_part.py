@@ -19,6 +19,7 @@ from hf_l2l.probe.disk import write_rate
 from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.realtime.lock import FolderLock
 from hf_l2l.realtime.options import RealtimeOptions
+from hf_l2l.realtime.put_off import PutOffMixin
 from hf_l2l.realtime.schedule import Schedule
 from hf_l2l.runtime.tensors import size_text
 
@@ -34,7 +35,7 @@ _MANY_TERABYTES = 1.0
 """A day, from which on the wear of a disk is worth a warning."""
 
 
-class RealtimeMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
+class RealtimeMixin(PutOffMixin):
     """Writes a generation after steps at which one is due. It comes before `CheckpointsMixin`, which does all else."""
 
     _l2l_run: str | None
