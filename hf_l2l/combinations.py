@@ -55,6 +55,11 @@ def check_together(config: Any) -> None:
             f"{option('host_copies')} is about the 16-bit copies of cmp (got {option('host_copies')}='per_sweep' "
             "with cmp=None, where the masters themselves travel); leave it out, or set cmp"
         )
+    if config.state_tier == "disk" and config.resident == "all":
+        raise ValueError(
+            f"{option('state_tier')}='disk' is for masters that are on the host (got {option('resident')}='all', with "
+            f"which all are on the device); leave out one"
+        )
     for name, usual in (("state_dir", None), ("state_window", 4)):
         value = getattr(config, name)
         if value != usual and config.state_tier == "host":

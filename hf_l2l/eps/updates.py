@@ -64,6 +64,8 @@ class Updates:
         """Why they must be able to."""
         self.around = _as_it_is
         """Makes of an update, its optimizer and its masters what runs instead."""
+        self.when_updated: Callable[[torch.optim.Optimizer, list[Master]], None] | None = None
+        """Called by an update that has made values and state, before anybody uses them."""
         self.stepped_whole = False
         """Whether the last step was made for all layers at once."""
         self.steps = 0
@@ -301,7 +303,10 @@ class Updates:
 
     def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
         """The record of an update of these masters that is about to begin."""
-        return Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+        update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+        if self.when_updated is not None:
+            update.when_made = partial(self.when_updated, optimizer, masters)
+        return update
 
     def _update_on_device(self, step: SplitStep, gradients: Mapping[Master, torch.Tensor]) -> None:
         """Update resident masters, on the current stream. Raises NonFiniteError with eager updates, for which nothing

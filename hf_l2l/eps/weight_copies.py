@@ -82,8 +82,12 @@ class Copies:
         """
         unit.wait()
         uses = self._uses()
-        if uses is not None:
-            uses.use_unit(unit)
+        # With copies, too, what has the device's dtype already, as a frozen base in 16 bits, is read itself.
+        reads = uses or (
+            self.uses if any(p.dtype == d for p, d in zip(unit.parts, unit.dtypes, strict=True)) else None
+        )
+        if reads is not None:
+            reads.use_unit(unit)
         # What is on disk cannot be page-locked: it travels through memory that is.
         if not self.precision.is_mixed and (stage is None or uses is None):
             with without_interception():
@@ -101,7 +105,7 @@ class Copies:
         """One part of `unit` where it is, in the dtype of the device; waits for the update of its parameter."""
         master, part, dtype = unit.masters[unit.owners[number]], unit.parts[number], unit.dtypes[number]
         master.wait()
-        uses = self._uses()
+        uses = self._uses() or (self.uses if dtype == part.dtype else None)
         if uses is not None:
             uses.use_one(master)
         if dtype == part.dtype:

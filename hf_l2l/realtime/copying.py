@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from hf_l2l.checkpoint.finding import STATE, check_whole, checkpoints_in, newest_whole
-from hf_l2l.checkpoint.manifest import Manifest, files_in, read_manifest, sync, sync_folder
+from hf_l2l.checkpoint.manifest import (
+    LINK,
+    MANIFEST,
+    DamagedCheckpointError,
+    Manifest,
+    files_in,
+    read_manifest,
+    sync,
+    sync_folder,
+)
 
 _ATTEMPTS = 5
-"""While a training replaces what is being copied."""
+"""While a training replaces what is about to be copied."""
+_AT_ONCE = 2**20
 
 
 def copy_newest(folder: Path, target: Path) -> tuple[Path, Manifest | None]:
@@ -27,29 +41,53 @@ def copy_newest(folder: Path, target: Path) -> tuple[Path, Manifest | None]:
     if target.exists() or target.is_symlink():
         raise ValueError(f"TARGET must not exist yet (got {target}); name another one, or remove it")
     is_checkpoint = (folder / STATE).exists() or read_manifest(folder) is not None
-    for attempt in range(_ATTEMPTS):
-        source, passed_over = (folder, []) if is_checkpoint else newest_whole(folder)
-        if source is None:
-            reasons = "; ".join(f"{each.folder.name}: {each.reason}" for each in passed_over)
-            raise ValueError(
-                f"FOLDER must have a whole checkpoint (got {folder}{', where ' + reasons if reasons else ''}); name "
-                "output_dir, or the folder of l2l_realtime_checkpoint"
-            )
+    if is_checkpoint and target.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"TARGET must not be in the checkpoint itself (got {target} in {folder}); name another one")
+    damaged: dict[Path, DamagedCheckpointError] = {}
+    left = _ATTEMPTS
+    while True:
+        source = None
         try:
-            return source, _copied(source, target)
-        except (FileNotFoundError, shutil.Error, ValueError):
-            is_replaced = not source.exists() and bool(checkpoints_in(folder))
-            if not is_replaced or attempt == _ATTEMPTS - 1:
+            source, passed_over = (folder, []) if is_checkpoint else newest_whole(folder, partial(_looked_at, damaged))
+            if source is not None:
+                return source, _copied(source, target)
+        except DamagedCheckpointError as error:
+            if is_checkpoint or source is None:
                 raise
-    raise AssertionError("the last attempt returns or raises")
+            damaged[source] = DamagedCheckpointError(source, error.file, error.reason)
+            continue
+        except FileNotFoundError:
+            left -= 1
+            if left == 0 or is_checkpoint or not checkpoints_in(folder):
+                raise
+            continue  # a training has replaced it
+        reasons = "; ".join(f"{each.folder.name}: {each.reason}" for each in passed_over)
+        raise ValueError(
+            f"FOLDER must have a whole checkpoint (got {folder}{', where ' + reasons if reasons else ''}); name "
+            "output_dir, or the folder of l2l_realtime_checkpoint"
+        )
+
+
+def _looked_at(damaged: Mapping[Path, DamagedCheckpointError], checkpoint: Path) -> None:
+    """Raise DamagedCheckpointError for a checkpoint that has been found to be damaged, or whose manifest is: others
+    are compared when they are copied, since a training may delete them meanwhile."""
+    if checkpoint in damaged:
+        raise damaged[checkpoint]
+    if read_manifest(checkpoint) is None:
+        check_whole(checkpoint)
 
 
 def _copied(source: Path, target: Path) -> Manifest | None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="_l2l-copying-", dir=target.parent) as beside:
+    with ExitStack() as stack:
+        files = _opened(source, stack)
+        beside = stack.enter_context(tempfile.TemporaryDirectory(prefix="_l2l-copying-", dir=target.parent))
         copy = Path(beside) / "checkpoint"
-        # Links stay links, which the check refuses.
-        shutil.copytree(source, copy, symlinks=True)
+        copy.mkdir()
+        for name, descriptor in files.items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.dup(descriptor), "rb") as file, (copy / name).open("wb") as to:
+                shutil.copyfileobj(file, to, _AT_ONCE)
         manifest = check_whole(copy)
         for name in files_in(copy):
             sync(copy / name)
@@ -58,3 +96,26 @@ def _copied(source: Path, target: Path) -> Manifest | None:
         os.rename(copy, target)
     sync_folder(target.parent)
     return manifest
+
+
+def _opened(source: Path, stack: ExitStack) -> dict[str, int]:
+    """All files of a checkpoint, by name: they can be read when it has been deleted.
+
+    Raises:
+        DamagedCheckpointError: if one of them is a link.
+        FileNotFoundError: if it is deleted meanwhile.
+    """
+    found: dict[str, int] = {}
+    names = [*files_in(source), *([MANIFEST] if (source / MANIFEST).exists() else [])]
+    for name in names:
+        try:
+            descriptor = os.open(source / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise DamagedCheckpointError(source, name, LINK) from error
+            raise
+        stack.callback(os.close, descriptor)
+        found[name] = descriptor
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "the checkpoint is gone", str(source))
+    return found

@@ -33,9 +33,11 @@ class PutOffSave:
     is_generation = False
     """See `BackgroundSave`."""
 
-    def __init__(self, eps: EagerParamServer, begin: Callable[[], BackgroundSave]) -> None:
-        """`begin` makes the files, once the updates that are under way have been made."""
-        self._eps, self._begin_values = eps, begin
+    def __init__(self, eps: EagerParamServer, begin: Callable[[ExitStack], BackgroundSave], held: ExitStack) -> None:
+        """`begin` makes the files, once the updates that are under way have been made; what is written is removed by
+        `held`, unless it is in its place."""
+        self._eps, self._begin_values, self._held = eps, begin, held.pop_all()
+        self._updates_are_made = False
         self._begun: BackgroundSave | None = None
         self._error: BaseException | None = None
         self._masters = [master for master in eps.masters.on_host() if master.can_be_held]
@@ -47,7 +49,11 @@ class PutOffSave:
         self._handles = [each.register_load_state_dict_pre_hook(lambda *_: self.begin()) for each in optimizers]
 
     def begin(self) -> None:
-        """Make the files, if that has not been done. Errors are kept for `result`."""
+        """Make the files, if that has not been done. Errors of that are kept for `result`.
+
+        Raises:
+            Exception: that of an update that failed; there is no checkpoint then.
+        """
         masters, self._masters = self._masters, []
         if self._begun is not None or self._error is not None or self._eps.saving is not self:
             return
@@ -58,12 +64,14 @@ class PutOffSave:
             handle.remove()
         with ExitStack() as stack:
             stack.push(self._keep)
-            self._eps.synchronize()
-            self._begun = self._begin_values()
+            with self._held:
+                self._eps.synchronize()
+                self._updates_are_made = True
+                self._begun = self._begin_values(self._held)
 
     def _keep(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self._error = error
-        return isinstance(error, Exception)
+        return self._updates_are_made and isinstance(error, Exception)
 
     def secure(self, masters: Iterable[Master], *, rows: bool = False) -> None:
         """See `Saving.secure`. The updates of the checkpoint's own step change what it will have."""
@@ -133,7 +141,7 @@ class PutOffMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no 
             begun: BackgroundSave = super()._begun(eps, begin, held)
             return begun
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        return PutOffSave(eps, partial(_begin_all, later, begin, held.pop_all(), buffers))
+        return PutOffSave(eps, partial(_begin_all, later, begin, buffers), held)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Overridden because weights are saved later."""
@@ -163,11 +171,11 @@ class PutOffMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no 
 def _begin_all(
     later: list[Callable[[], object]],
     begin: Callable[[ExitStack], BackgroundSave],
-    held: ExitStack,
     buffers: list[tuple[torch.Tensor, torch.Tensor]],
+    held: ExitStack,
 ) -> BackgroundSave:
     """What was put off. `buffers` and their values at the end of the step are written here."""
-    with held, _as_they_were(buffers):
+    with _as_they_were(buffers):
         for save in later:
             save()
         return begin(held)

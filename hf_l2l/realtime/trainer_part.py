@@ -6,6 +6,7 @@ A generation is a checkpoint of transformers' Trainer in a folder of its own. It
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 else:
     _NextTrainer = object  # the part that saves comes after it
 
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
 _MANY_TERABYTES = 1.0
 """A day, from which on the wear of a disk is worth a warning."""
 
@@ -102,8 +104,14 @@ class RealtimeMixin(PutOffMixin):
                 self._l2l_lock = FolderLock(folder)
             except ValueError as error:
                 found = str(error)
-            except OSError as error:  # a generation may be written nevertheless, or tells the error
-                logger.warning(f"no other training is kept from the folder of l2l_realtime_checkpoint: {error}")
+            except OSError as error:
+                if error.errno in _CANNOT_WRITE and RealtimeOptions.of(self.args).stops:
+                    found = (
+                        f"l2l_realtime_checkpoint must be a folder in which files can be written (got {folder}: "
+                        f"{error.strerror}); name another one"
+                    )
+                else:  # a generation may be written nevertheless
+                    logger.warning(f"no other training is kept from the folder of l2l_realtime_checkpoint: {error}")
         found = of_rank_0(found)
         if found:
             raise ValueError(found)
@@ -140,6 +148,8 @@ class RealtimeMixin(PutOffMixin):
 
     def _begin_generation(self, schedule: Schedule, folder: Path, model: Any, trial: Any) -> None:
         self._finish_saving()
+        if self.eps is not None and not self._puts_off(self.eps):
+            self.eps.synchronize()  # an error of it is none of the generation
         self._l2l_is_generation = True
         is_first = self._l2l_rate is None and self.args.should_save
         if is_first:

@@ -58,10 +58,11 @@ def disk_sentences(found: MemoryEstimate, rates: DiskRates | None, step_s: float
         step_s = None if step_s is None else most
     # Beside weights and state, a checkpoint has a few KiB.
     num_bytes = found.masters + found.moments
-    write_s = num_bytes / rates.written
+    # Written, and read again for its digests; what is on disk is read first.
+    write_s = num_bytes / rates.written + num_bytes / rates.read * (2 if found.on_disk else 1)
     told = (
-        f"a real-time checkpoint has {size_text(num_bytes)}, which this disk takes in {write_s:.3g} s; copies of "
-        f"layers that are updated meanwhile take {size_text(found.layers_being_saved)} of host memory at most"
+        f"a real-time checkpoint has {size_text(num_bytes)}, which this disk takes in {write_s:.3g} s, with digests; "
+        f"copies of layers that are updated meanwhile take up to {size_text(found.layers_being_saved)} of host memory"
     )
     if step_s is None:
         yield told

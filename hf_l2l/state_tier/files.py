@@ -6,7 +6,9 @@ import mmap
 import os
 import tempfile
 
+from hf_l2l.option_names import option
 from hf_l2l.runtime.flat_memory import Room
+from hf_l2l.runtime.tensors import size_text
 
 _READ_AT_ONCE = 512 * 1024
 """Bytes; Linux cuts a longer piece of advice to what one request to the disk may read."""
@@ -34,7 +36,14 @@ class Segment:
         """
         self.num_bytes = -(-max(num_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
-        os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{option('state_dir')} must have room for masters and optimizer state (got {folder!r}, which has no "
+                f"{size_text(self.num_bytes)} more: {error.strerror}); make space, or name another folder",
+            ) from error
         self._pages = mmap.mmap(self._file.fileno(), self.num_bytes)
         if by_rows:
             self._pages.madvise(mmap.MADV_RANDOM)

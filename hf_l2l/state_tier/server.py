@@ -134,11 +134,13 @@ class DiskEagerParamServer(EagerParamServer):
         self, model: nn.Module, device: torch.device, config: L2LConfig, *, progress: Progress, **others: Any
     ) -> None:
         super().__init__(model, device, config, progress=progress, **others)
+        self._is_ending = False
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers whose state moves to disk when it is loaded."""
         self.state = StateOnDisk(self.masters, state_folder(config.state_dir), config.state_window, progress)
         self.copies.uses = self.state
         self.updates.around = self.state.around_update
+        self.updates.when_updated = self.state.keep_updated
         self.updates.always_splits = True  # one step of all layers would need all state at once
         self.updates.must_split = (
             f"{option('state_tier')}='disk' and {option('state_dir')} bring state to memory a layer at a time"
@@ -153,8 +155,19 @@ class DiskEagerParamServer(EagerParamServer):
 
     def start_forward(self) -> None:
         """See `EagerParamServer.start_forward`; parameters that are new move to disk."""
+        self.state.window.check()
         super().start_forward()
         self.state.adopt()
+
+    def synchronize(self) -> None:
+        """See `EagerParamServer.synchronize`.
+
+        Raises:
+            OSError: if the disk has failed: what it had to write may be lost.
+        """
+        super().synchronize()
+        if not self._is_ending:
+            self.state.window.check()
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
         """See `EagerParamServer.wrap`; state moves to disk."""
@@ -202,6 +215,11 @@ class DiskEagerParamServer(EagerParamServer):
 
     def release(self) -> list[torch.optim.Optimizer]:
         """See `EagerParamServer.release`; masters and state stay in their files, which are gone with them."""
+        self._is_ending = True
         optimizers = super().release()
+        try:
+            self.state.window.check()
+        except OSError as error:
+            warnings.warn(f"weights and optimizer state may be those of an earlier step: {error}", stacklevel=3)
         self.state.release()
         return optimizers

@@ -93,7 +93,7 @@ class StateOnDisk:
 
     def kept_of(self, optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
         """The tensors of the optimizer's state that are on disk."""
-        return set(self._kept.get(optimizer, {}).values())
+        return set(list(self._kept.get(optimizer, {}).values()))  # a list at once: updates add to it
 
     def adopt(self) -> None:
         """Move masters to disk that are new, or whose part has become another one; they stay the same objects.
@@ -124,6 +124,7 @@ class StateOnDisk:
         self._part_of = {master: part for part in self.parts for master in part.masters}
         self._parts_of_unit.clear()
         if new:
+            self._sweeps, self._updates = Order(), Order()  # which refer to parts that are no more
             return_freed_memory()
 
     def _move(self, part: DiskPart, sharing: set[torch.Tensor]) -> None:
@@ -181,10 +182,7 @@ class StateOnDisk:
     def around_update(
         self, run: Callable[[], None], optimizer: torch.optim.Optimizer, masters: Sequence[Master]
     ) -> Callable[[], None]:
-        """`run`, the update of `masters`, with masters and state in memory; state that it makes is moved to disk.
-
-        To be called when the update is submitted.
-        """
+        """`run`, the update of `masters`, with masters and state in memory. To be called when it is submitted."""
         part = self._part_of.get(masters[0])
         if part is None:
             return run
@@ -196,11 +194,16 @@ class StateOnDisk:
                 if following is not None:
                     self.window.read_ahead(following.of_update(optimizer), used)
                 run()
-                self.keep(optimizer, part, masters)
 
         return updated
 
     # ---- state
+
+    def keep_updated(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> None:
+        """Move state to disk that an update has made, within `around_update`, before the next one may use it."""
+        part = self._part_of.get(masters[0])
+        if part is not None:
+            self.keep(optimizer, part, masters)
 
     def keep_all(self, optimizer: torch.optim.Optimizer) -> None:
         """Move all state of an optimizer to disk."""
@@ -219,6 +222,7 @@ class StateOnDisk:
             kept: Kept = self._kept.setdefault(optimizer, {})
             segments = part.state.setdefault(optimizer, [])
         new: list[tuple[dict[str, Any], tuple[torch.Tensor, str], torch.Tensor]] = []
+        renewed: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         with without_interception():
             for master in masters:
                 state = optimizer.state.get(master.parameter) or {}
@@ -229,10 +233,15 @@ class StateOnDisk:
                     if there is value:
                         continue
                     if there is not None and (there.dtype, there.shape) == (value.dtype, value.shape):
-                        self.window.use(segments, changes=True)
-                        state[key] = there.copy_(value)  # the step, or the program, has made it anew
+                        renewed.append((state, key, there, value))  # the step, or the program, has made it anew
                     else:
                         new.append((state, (master.parameter, key), value))
+            if renewed:
+                self.window.use(segments, changes=True)
+                on_disk = {id(each) for each in list(kept.values())}  # which may have been given to other parameters
+                values = [value.clone() if id(value) in on_disk else value for *_, value in renewed]
+                for (state, key, there, _), value in zip(renewed, values, strict=True):
+                    state[key] = there.copy_(value)
             if not new:
                 return
             layout = Layout(value for _, _, value in new)

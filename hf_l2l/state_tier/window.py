@@ -42,7 +42,9 @@ class Window:
         self.disk = disk
         self.limit = self._reserve = 0
         self.peak = self.bytes_read = self.bytes_written = 0
-        self._lock = threading.Lock()
+        self._failure: OSError | None = None
+        """Of the disk, the first one: what was to be written is lost, whatever comes after."""
+        self._lock = threading.Condition()
         self._here: Recent[Any] = Recent()
         self._changed: set[Any] = set()
         self._held: Counter[Any] = Counter()
@@ -61,10 +63,23 @@ class Window:
         with self._lock:
             return self._count()
 
+    def check(self) -> None:
+        """Raise OSError if the disk has failed."""
+        with self._lock:
+            self._count()
+            if self._failure is not None:
+                raise OSError(
+                    self._failure.errno,
+                    f"masters and optimizer state on disk must be written and read (got {self._failure}); resume from "
+                    "a checkpoint, with a disk that works",
+                ) from self._failure
+
     @contextmanager
     def held(self, segments: Sequence[Any]) -> Iterator[None]:
-        """Have these segments in memory, and keep them there in the block, which writes to them."""
+        """Have these segments in memory, and keep them there in the block, which writes to them. Waits while others
+        hold so much that all of it would not fit; a thread holds one set of segments at a time."""
         with self._lock:
+            self._lock.wait_for(lambda: self._fits(segments))
             self._held.update(segments)
         try:
             self.use(segments, changes=True)
@@ -72,6 +87,11 @@ class Window:
         finally:
             with self._lock:
                 self._held -= Counter(segments)
+                self._lock.notify_all()
+
+    def _fits(self, segments: Sequence[Any]) -> bool:
+        own = sum(each.num_bytes for each in segments if each not in self._held)
+        return not self._held or sum(each.num_bytes for each in self._held) + own <= self.limit
 
     def use(self, segments: Iterable[Any], *, changes: bool = False, is_new: bool = False) -> None:
         """Have these segments in memory; waits until they have been read.
@@ -86,11 +106,18 @@ class Window:
         """
         for segment in segments:
             while (transfer := self._entered(segment, is_new=is_new, changes=changes)) is not None:
-                transfer.result()
+                self._wait(transfer)
             arriving = self._arriving.get(segment)
             if arriving is not None:
-                arriving.result()
+                self._wait(arriving)
                 self._arriving.pop(segment, None)
+        self.check()
+
+    def _wait(self, transfer: Any) -> None:
+        try:
+            transfer.result()
+        except OSError as error:
+            self._failure = self._failure or error
 
     def read_ahead(self, segments: Iterable[Any], used: Sequence[Any]) -> None:
         """Begin to read these segments, as far as there is room beside those that are `used` now, and without waiting
@@ -130,7 +157,7 @@ class Window:
 
     def _count(self) -> int:
         for segment in [each for each, transfer in self._leaving.items() if transfer.done()]:
-            self._leaving.pop(segment).result()  # raises what went wrong
+            self._wait(self._leaving.pop(segment))
         leaving: int = sum(segment.num_bytes for segment in self._leaving)
         return self._here.num_bytes + leaving
 

@@ -46,29 +46,45 @@ def test_one_that_is_replaced_meanwhile_is_not_copied(run, tmp_path, monkeypatch
     """The next one is, and nothing is left of the other."""
     live = Path(shutil.copytree(run, tmp_path / "run"))
     shutil.rmtree(live / "checkpoint-4")
-    copy = shutil.copytree
+    opened = copying._opened
 
-    def replaced(source: Any, target: Any, **options: Any) -> Any:
-        if Path(source).name == "checkpoint-2":
-            copy(run / "checkpoint-4", live / "checkpoint-4")
-            options["copy_function"] = vanishing
-        return copy(source, target, **options)
+    def replaced(source: Path, stack: Any) -> Any:
+        if source.name == "checkpoint-2":
+            shutil.copytree(run / "checkpoint-4", live / "checkpoint-4")
+            shutil.rmtree(live / "checkpoint-2")
+        return opened(source, stack)
 
-    def vanishing(file: str, to: str) -> object:
-        shutil.rmtree(live / "checkpoint-2", ignore_errors=True)
-        return shutil.copy2(file, to)
-
-    monkeypatch.setattr(copying.shutil, "copytree", replaced)
+    monkeypatch.setattr(copying, "_opened", replaced)
     source, manifest = copy_newest(live, tmp_path / "kept")
     assert source.name == "checkpoint-4" and manifest is not None and manifest.step == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "run"]
+
+
+def test_one_that_is_deleted_while_it_is_copied_is_copied(run, tmp_path, monkeypatch):
+    """A training with l2l_realtime_every="auto" deletes a generation about as soon as it can be read."""
+    live = Path(shutil.copytree(run, tmp_path / "run"))
+    copy = copying.shutil.copyfileobj
+
+    def deleted(*given: Any) -> None:
+        shutil.rmtree(live / "checkpoint-4", ignore_errors=True)
+        copy(*given)
+
+    monkeypatch.setattr(copying.shutil, "copyfileobj", deleted)
+    source, manifest = copy_newest(live, tmp_path / "kept")
+    assert source.name == "checkpoint-4" and manifest is not None and check_whole(tmp_path / "kept") is not None
+
+
+def test_a_target_within_the_checkpoint_is_refused(run, tmp_path):
+    live = Path(shutil.copytree(run, tmp_path / "run"))
+    with pytest.raises(ValueError, match="TARGET must not be in the checkpoint itself"):
+        copy_newest(live / "checkpoint-2", live / "checkpoint-2" / "part" / "kept")
 
 
 def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     def full(*_: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copying.shutil, "copytree", full)
+    monkeypatch.setattr(copying.shutil, "copyfileobj", full)
     found = ran(capsys, "checkpoint", str(run), str(tmp_path / "kept"))
     assert found.status == 2 and "No space left on device" in found.err
     assert list(tmp_path.iterdir()) == []
