@@ -222,7 +222,6 @@ class StateOnDisk:
             kept: Kept = self._kept.setdefault(optimizer, {})
             segments = part.state.setdefault(optimizer, [])
         new: list[tuple[dict[str, Any], tuple[torch.Tensor, str], torch.Tensor]] = []
-        renewed: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         with without_interception():
             for master in masters:
                 state = optimizer.state.get(master.parameter) or {}
@@ -233,15 +232,10 @@ class StateOnDisk:
                     if there is value:
                         continue
                     if there is not None and (there.dtype, there.shape) == (value.dtype, value.shape):
-                        renewed.append((state, key, there, value))  # the step, or the program, has made it anew
+                        self.window.use(segments, changes=True)
+                        state[key] = there.copy_(value)  # the step, or the program, has made it anew
                     else:
                         new.append((state, (master.parameter, key), value))
-            if renewed:
-                self.window.use(segments, changes=True)
-                on_disk = {id(each) for each in list(kept.values())}  # which may have been given to other parameters
-                values = [value.clone() if id(value) in on_disk else value for *_, value in renewed]
-                for (state, key, there, _), value in zip(renewed, values, strict=True):
-                    state[key] = there.copy_(value)
             if not new:
                 return
             layout = Layout(value for _, _, value in new)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from torch import nn
 
 from hf_l2l import L2LConfig, Lamb, attach_l2l, detach_l2l, estimate
 from hf_l2l.hf.attach import attach_new, attachment_of
-from hf_l2l.state_tier import server
+from hf_l2l.state_tier import files, server
+from hf_l2l.state_tier.files import Segment
 from training import batch_for, tiny_bert
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -331,3 +335,68 @@ def test_the_estimate_knows_the_window(kind, window, tmp_path):
     assert found.state_window == pytest.approx(eps.state.window.peak, rel=0.05)
     assert found.on_disk == pytest.approx(sum(part.num_bytes for part in eps.state.parts), rel=0.05)
     assert found.host_bytes == found.state_window + found.gradients
+
+
+def test_state_is_on_disk_before_the_next_update_uses_it(tmp_path, monkeypatch):
+    """Though another thread makes that: the file of the first state takes its time."""
+    is_slow = threading.Event()
+    make, slow_ones = Segment.__init__, [0.0, 0.0, 0.5]
+
+    def slow(segment: Segment, folder: str, num_bytes: int, **how: Any) -> None:
+        make(segment, folder, num_bytes, **how)
+        if is_slow.is_set() and slow_ones:
+            time.sleep(slow_ones.pop())
+
+    expected = trained(eps_update="deferred", num_threads=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "__init__", slow)
+        model = model_of()
+        config = L2LConfig(device="cpu", eps_update="deferred", num_threads=2, state_tier="disk", state_dir=tmp_path)
+        eps = attach_l2l(model, config)
+        optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+        is_slow.set()
+        steps(model, eps, optimizer, 3, clips=True)
+        assert_same(everything(model, optimizer), expected)
+
+
+def test_a_disk_that_has_failed_is_told_until_the_end(tmp_path, monkeypatch):
+    """By each forward and by `synchronize`; the report goes on, and `detach_l2l` warns."""
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(device="cpu", state_tier="disk", state_dir=tmp_path, state_window=3))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, optimizer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            files.os, "fdatasync", lambda descriptor: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        )
+        with pytest.raises(OSError, match="Input/output error"):
+            steps(model, eps, optimizer, 2)
+            eps.synchronize()
+    eps.memory_report()
+    for _ in range(2):
+        with pytest.raises(OSError, match="must be written and read .*Input/output error.*resume from a checkpoint"):
+            eps.synchronize()
+        with pytest.raises(OSError, match="Input/output error"):
+            model(**batch_for(model))
+    with pytest.warns(UserWarning, match="may be those of an earlier step"):
+        detach_l2l(model)
+
+
+def test_files_of_parts_that_are_no_more_are_gone(tmp_path):
+    """As when a program freezes parameters, and trains them again."""
+    model = model_of()
+    eps = attach_l2l(model, L2LConfig(device="cpu", state_tier="disk", state_dir=tmp_path))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    counts = []
+    for step in range(8):
+        model.bert.encoder.layer[0].requires_grad_(step % 2 == 0)
+        steps(model, eps, optimizer, 1)
+        eps.synchronize()
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert counts[3] >= counts[5] >= counts[7] and counts[2] >= counts[4] >= counts[6]
+
+
+def test_state_on_disk_is_for_masters_on_the_host():
+    with pytest.raises(ValueError, match="state_tier='disk' is for masters that are on the host"):
+        L2LConfig(state_tier="disk", resident="all")

@@ -136,3 +136,27 @@ def test_an_order_tells_what_followed_the_last_time():
     assert [order.next_after(each) for each in step].count(None) == len(step)
     again = [order.next_after(each) for each in step]
     assert again[2:] == [*step[3:], "s"] or again[2:-1] == list(step[3:])
+
+
+def test_two_updates_do_not_hold_more_than_fits():
+    """The second one waits for the first."""
+    (window, _), order, may_end = made(limit=10, reserve=1), list[str](), threading.Event()
+
+    def hold(name: str, size: int) -> None:
+        with window.held([Piece(size, name)]):
+            order.append(name)
+            assert may_end.wait(timeout=30)
+            order.append(f"{name} ended")
+
+    first = threading.Thread(target=hold, args=("large", 7))
+    first.start()
+    while not order:
+        pass
+    second = threading.Thread(target=hold, args=("other", 6))
+    second.start()
+    second.join(timeout=0.2)
+    assert order == ["large"]
+    may_end.set()
+    first.join()
+    second.join()
+    assert order == ["large", "large ended", "other", "other ended"] and window.peak <= 10
