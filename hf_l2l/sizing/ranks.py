@@ -49,6 +49,11 @@ class Launch:
                 f"{config.resident!r}, {option('resident_layers')}={config.resident_layers} and {self.count} ranks); "
                 f"set {option('resident_update')}='host', which keeps copies on the device, or leave both out"
             )
+        if self.count > 1 and config.state_tier == "disk":
+            raise ValueError(
+                f"{option('state_tier')}='disk' is for one process (got {self.count} ranks); use "
+                f"{option('state_tier')}='host', where all ranks of a host have one set of masters and state"
+            )
         if self.count > 1 and config.reduce == "device" and not self.may_add_on_devices(config):
             raise ValueError(
                 f"{option('reduce')}='device' adds gradients on the devices of several ranks of one host, one device "

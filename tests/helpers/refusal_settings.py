@@ -73,6 +73,7 @@ TOGETHER: list[dict[str, Any]] = [
     {"device_stash": 2},
     {"resident_update": "host"},
     {"resident": "all", "resident_layers": 2},
+    {"state_tier": "disk", "resident": "all"},
     {"host_copies": "per_sweep"},
     {"loss_scale_init": 2.0},
 ]

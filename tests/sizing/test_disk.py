@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hf_l2l import L2LConfig
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_traffic
 from hf_l2l.probe.disk import DiskRates, disk_rates, write_rate
 from hf_l2l.sizing.disk import disk_seconds, disk_sentences, measured_rates
+from hf_l2l.sizing.ranks import Launch
 
 GB = 10**9
 ON_DISK = MemoryEstimate(
@@ -88,3 +90,10 @@ def test_what_a_step_reads_and_writes(layers, read, written):
     assert alone == ([0, 0, 0] if layers == 8 else [3, 3, 2])
     copies = state_traffic(parts, layers, reads_masters=False, stays=0)
     assert (copies.read // page, copies.written // page) == ((0, 0) if layers == 8 else (12, 12))
+
+
+def test_ranks_have_no_state_on_disk():
+    """The estimate refuses what a training refuses."""
+    with pytest.raises(ValueError, match="state_tier='disk' is for one process .got 2 ranks.; use state_tier='host'"):
+        Launch(2, 1, 1).refuse(L2LConfig(state_tier="disk"))
+    Launch(1, 1, 1).refuse(L2LConfig(state_tier="disk"))
