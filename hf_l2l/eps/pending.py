@@ -188,7 +188,9 @@ class Saving(Protocol):
         """Bytes of host memory that copies of values take now."""
 
 
-class Saved(Protocol):  # the record of a master, in so far as it may be saved
+class Saved(Protocol):
+    """The record of a master, in so far as it may be saved."""
+
     saving: Saving | None
 
 
@@ -321,10 +323,8 @@ def downloaded(norms: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def taken_factors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[torch.Tensor, torch.Tensor]:
-    """Parameter -> the factor that is pending for its gradient, for pairs of parameter and gradient.
-
-    The gradients are let go, so the caller must scale them.
-    """
+    """Parameter -> the factor that is pending for its gradient, for pairs of parameter and gradient. The gradients are
+    let go, so the caller must scale them."""
     factors: dict[torch.Tensor, torch.Tensor] = {}
     held = []
     for parameter, gradient in pairs:

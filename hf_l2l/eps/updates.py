@@ -58,8 +58,7 @@ class Updates:
         self.rounds = config.moment_dtype == "bf16"  # state on the host is kept in bfloat16
         self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
-        self.always_splits = False
-        """Whether optimizers update layer by layer, if they can."""
+        self.always_splits = False  # whether optimizers update layer by layer, if they can
         self.must_split = why_in_parts() if self.in_parts else None
         """Why they must be able to."""
         self.around = _as_it_is
@@ -302,7 +301,7 @@ class Updates:
                 self._update_on_device(step, {master: gradients[master] for master in resident})
 
     def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
-        """The record of an update of these masters that is about to begin."""
+        """The record of an update that is about to begin."""
         update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
         if self.when_updated is not None:
             update.when_made = partial(self.when_updated, optimizer, masters)
