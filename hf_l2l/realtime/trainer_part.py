@@ -10,12 +10,13 @@ import errno
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils import logging
 
 from hf_l2l.checkpoint.finding import checkpoints_in, run_of
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_in, remove
+from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.probe.disk import write_rate
 from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.realtime.lock import FolderLock
@@ -26,11 +27,6 @@ from hf_l2l.runtime.tensors import size_text
 
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _NextTrainer
-else:
-    _NextTrainer = object  # the part that saves comes after it
 
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
 _MANY_TERABYTES = 1.0
@@ -148,7 +144,7 @@ class RealtimeMixin(PutOffMixin):
 
     def _begin_generation(self, schedule: Schedule, folder: Path, model: Any, trial: Any) -> None:
         self._finish_saving()
-        if self.eps is not None and not self._puts_off(self.eps):
+        if self.eps is not None and (schedule.seconds is None or not self._puts_off(self.eps)):
             self.eps.synchronize()  # an error of it is none of the generation
         self._l2l_is_generation = True
         is_first = self._l2l_rate is None and self.args.should_save
@@ -168,6 +164,12 @@ class RealtimeMixin(PutOffMixin):
             num_bytes = self._l2l_saving[0].num_bytes
             rate = f", of which {folder} takes {size_text(int(self._l2l_rate))}/s"
             self._say(schedule, num_bytes, num_bytes / self._l2l_rate, rate)
+
+    def _puts_off(self, eps: EagerParamServer | None) -> bool:
+        """Overridden because of the first generation, the bytes are said at once."""
+        schedule = self._l2l_schedule
+        is_first = self._l2l_is_generation and schedule is not None and schedule.seconds is None
+        return not is_first and super()._puts_off(eps)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Overridden because generations have a folder of their own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,29 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_checkpoint(tmp_pa
     whole = l2l_trainer(tmp_path / "whole", **given)
     whole.train()
     assert_same_run(made, whole)
+
+
+def test_the_bytes_of_a_generation_are_said_first(tmp_path, caplog):
+    """Its files are made at once for that, those of later ones when the updates are done."""
+    given = {**SAVING, "save_strategy": "no", "eps_update": "deferred", "l2l_realtime_every": 1}
+    made = l2l_trainer(tmp_path / "run", **given, l2l_realtime_checkpoint=str(tmp_path / "now"))
+    kinds: list[bool] = []
+    begin = made._begin_generation
+
+    def begun(*args: Any) -> None:
+        begin(*args)
+        kinds.append(isinstance(made._l2l_saving[0], PutOffSave))
+
+    made._begin_generation = begun  # type: ignore[method-assign]
+    hf.logging.set_verbosity_info()
+    hf.logging.enable_propagation()
+    try:
+        with caplog.at_level("INFO", "transformers.hf_l2l"):
+            made.train()
+    finally:
+        hf.logging.set_verbosity_warning()
+        hf.logging.disable_propagation()
+    sizes = [re.search(r"a real-time checkpoint has ([\d.]+) KiB", text) for text in dict.fromkeys(caplog.messages)]
+    first, then = (float(found[1]) for found in sizes if found is not None)
+    assert first == pytest.approx(then, rel=0.05), "before the first one is there, and when it is, with its manifest"
+    assert kinds == [False, True, True, True]
