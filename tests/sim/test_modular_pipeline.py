@@ -57,6 +57,7 @@ QUICK = {
 """What there is of a mode that tests of waits, faults and heads on several devices do not have."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("mode", "family", "count"),
     [
