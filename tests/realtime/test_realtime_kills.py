@@ -90,9 +90,25 @@ def test_it_is_killed_at_calls_that_change_files(whole, tmp_path, every):
 def test_it_is_killed_at_any_time(whole, tmp_path, seeds):
     for seed in seeds:
         run = tmp_path / str(seed)
-        found = end_of(training(run, seconds=random.Random(seed).uniform(0.0, 0.6)))
+        options = {"eps_update": ("deferred", "serial")[seed % 2]}
+        found = end_of(training(run, seconds=random.Random(seed).uniform(0.0, 0.6), options=options))
         assert found.error is None and found.killed_by in (None, *KILLED)
         step_of_newest(run)
+        assert_resumed(run, whole)
+        shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("every", [300, pytest.param(10, marks=pytest.mark.slow)])
+def test_it_is_killed_where_files_are_put_off(whole, tmp_path, every):
+    """As those of weights and state are with deferred updates, until these are done."""
+    options = {"eps_update": "deferred"}
+    unharmed = ended(tmp_path / "unharmed", options=options)
+    assert unharmed.digest == whole.digest
+    for number, at in enumerate(range(90, len(unharmed.calls), every)):
+        run = tmp_path / str(number)
+        found = end_of(training(run, fault=Fault(at), options=options))
+        assert found.error is None and found.killed_by in (None, *KILLED), found
+        assert step_of_newest(run) >= begun_before(unharmed.calls, at) - 2
         assert_resumed(run, whole)
         shutil.rmtree(run)
 
