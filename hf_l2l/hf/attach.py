@@ -267,7 +267,7 @@ def attach_new(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> E
         spilled = spill_file(config, device, len(layers))
         if spilled is not None:
             spilled.check()
-    check_state_tier(model, config, trains=trains)
+    check_state_tier(model, config)
     move_to_host(model)
     turn_off_activation_checkpointing(model)
     if trains and dtype is None:

@@ -47,9 +47,9 @@ def state_folder(asked: str | os.PathLike[str] | None) -> str:
     return os.path.abspath(tempfile.gettempdir() if asked is None else asked)
 
 
-def check_state_tier(model: nn.Module, config: L2LConfig, *, trains: bool = True) -> None:
-    """Check that masters and optimizer state (unless the model is for inference, `trains=False`) can be kept where
-    `config` says, before anything is moved. Warns (UserWarning) if a folder for them is in host memory.
+def check_state_tier(model: nn.Module, config: L2LConfig) -> None:
+    """Check that masters can be kept where `config` says, before anything is moved; the room for optimizer state is
+    checked when the optimizer is known. Warns (UserWarning) if a folder for them is in host memory.
 
     Raises:
         ValueError: if they cannot, with the reason.
@@ -61,8 +61,9 @@ def check_state_tier(model: nn.Module, config: L2LConfig, *, trains: bool = True
             f"{option('state_tier')}='disk' is for one process (got {launched_processes()} ranks of a launcher); use "
             f"{option('state_tier')}='host', where all ranks of a host have one set of masters and state"
         )
-    folder, need = state_folder(config.state_dir), estimate(model, config)
-    _check_folder(folder, need.on_disk if trains else need.masters)
+    folder = state_folder(config.state_dir)
+    _check_folder(folder)
+    _check_room(folder, estimate(model, config).masters, "masters")
     _make_room_for_files(model, config)
 
 
@@ -89,7 +90,7 @@ def _make_room_for_files(model: nn.Module, config: L2LConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _check_folder(folder: str, num_bytes: int) -> None:
+def _check_folder(folder: str) -> None:
     asked = f"{option('state_dir')}={folder!r}"
     if not can_map():
         raise ValueError(
@@ -98,22 +99,25 @@ def _check_folder(folder: str, num_bytes: int) -> None:
         )
     try:
         Segment(folder, 1)
-        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ValueError(
             f"{option('state_dir')} must be a folder in which a file can be written and mapped (got {folder!r}: "
             f"{error.strerror or error}); give a folder on a fast disk of this machine"
         ) from error
-    if free < num_bytes:
-        raise ValueError(
-            f"{option('state_dir')} must have room for masters and optimizer state, {size_text(num_bytes)} (got "
-            f"{folder!r}, where {size_text(free)} are free); make space, or name another folder"
-        )
     if is_in_memory(folder):
         warnings.warn(
             f"{option('state_dir')} is in host memory ({folder!r} is a tmpfs), so that state there takes as much of "
             f"it as {option('state_tier')}='host'; give a folder on a disk",
             stacklevel=2,
+        )
+
+
+def _check_room(folder: str, num_bytes: int, what: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ValueError(
+            f"{option('state_dir')} must have room for {what}, {size_text(num_bytes)} (got {folder!r}, where "
+            f"{size_text(free)} are free); make space, or name another folder"
         )
 
 
@@ -134,7 +138,7 @@ class DiskEagerParamServer(EagerParamServer):
         self, model: nn.Module, device: torch.device, config: L2LConfig, *, progress: Progress, **others: Any
     ) -> None:
         super().__init__(model, device, config, progress=progress, **others)
-        self._is_ending = False
+        self._is_ending, self._config = False, config
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers whose state moves to disk when it is loaded."""
         self.state = StateOnDisk(self.masters, state_folder(config.state_dir), config.state_window, progress)
@@ -170,8 +174,15 @@ class DiskEagerParamServer(EagerParamServer):
             self.state.window.check()
 
     def wrap(self, optimizer: OptimizerT) -> OptimizerT:
-        """See `EagerParamServer.wrap`; state moves to disk."""
+        """See `EagerParamServer.wrap`; state moves to disk.
+
+        Raises:
+            ValueError: if the disk has no room for it.
+        """
         inner = unwrapped(optimizer)
+        if inner not in self._known:
+            need = estimate(self.model, self._config, inner).moments
+            _check_room(state_folder(self._config.state_dir), need, "optimizer state")
         super().wrap(optimizer)
         if inner not in self._known:
             self._known.add(inner)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -400,3 +401,14 @@ def test_files_of_parts_that_are_no_more_are_gone(tmp_path):
 def test_state_on_disk_is_for_masters_on_the_host():
     with pytest.raises(ValueError, match="state_tier='disk' is for masters that are on the host"):
         L2LConfig(state_tier="disk", resident="all")
+
+
+def test_the_room_is_that_of_the_optimizer(tmp_path, monkeypatch):
+    """One without state needs none beside the masters."""
+    model = model_of()
+    free = SimpleNamespace(free=int(1.2 * sum(p.nbytes for p in model.parameters())))
+    monkeypatch.setattr(server.shutil, "disk_usage", lambda folder: free)
+    eps = attach_l2l(model, L2LConfig(device="cpu", state_tier="disk", state_dir=tmp_path))
+    with pytest.raises(ValueError, match="state_dir must have room for optimizer state, .* are free.; make space"):
+        eps.wrap(OPTIMIZERS["adamw"](model.parameters()))
+    steps(model, eps, eps.wrap(OPTIMIZERS["sgd"](model.parameters())), 1)
