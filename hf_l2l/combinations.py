@@ -58,7 +58,7 @@ def check_together(config: Any) -> None:
     if config.state_tier == "disk" and config.resident == "all":
         raise ValueError(
             f"{option('state_tier')}='disk' is for masters that are on the host (got {option('resident')}='all', with "
-            f"which all are on the device); leave out one"
+            "which all are on the device); leave out one"
         )
     for name, usual in (("state_dir", None), ("state_window", 4)):
         value = getattr(config, name)

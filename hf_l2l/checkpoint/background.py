@@ -204,7 +204,7 @@ class BackgroundSave:
         return self._snapshot.copied_bytes
 
     def poll(self) -> bool:
-        """`is_done`; to be called again and again, for what is done when the values are there."""
+        """`is_done`. With several ranks, a call is where they tell each other how far they are."""
         return self.is_done
 
     @property

@@ -83,11 +83,8 @@ class Copies:
         unit.wait()
         uses = self._uses()
         # With copies, too, what has the device's dtype already, as a frozen base in 16 bits, is read itself.
-        reads = uses or (
-            self.uses if any(p.dtype == d for p, d in zip(unit.parts, unit.dtypes, strict=True)) else None
-        )
-        if reads is not None:
-            reads.use_unit(unit)
+        if self.uses is not None and (uses is not None or any(map(_travels_itself, unit.parts, unit.dtypes))):
+            self.uses.use_unit(unit)
         # What is on disk cannot be page-locked: it travels through memory that is.
         if not self.precision.is_mixed and (stage is None or uses is None):
             with without_interception():
@@ -220,3 +217,8 @@ class Copies:
                 if copy is not None and copy.shape == p.shape:
                     copy.copy_(p)
                     master.copy_version, master.copy_is_right = p._version, True
+
+
+def _travels_itself(part: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a part of a master has the dtype in which it travels, so that no copy is made of it."""
+    return part.dtype == dtype

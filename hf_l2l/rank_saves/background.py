@@ -1,7 +1,8 @@
 """A checkpoint that the ranks write while training goes on: each writes the values of what it updates.
 
 Rank 0 writes the files, with room for all values, and tells each rank which bytes are its own. When all have written
-theirs, which they tell each other at the end of a step, rank 0 puts the checkpoint in its place.
+theirs, rank 0 puts the checkpoint in its place. On one host, each rank's thread tells it at once; those of other hosts
+are heard of when the ranks tell each other how far they are, before each batch and after each step.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class BackgroundSaveOfRanks(BackgroundSave):
         """Tell the other ranks how far this one is, and hear of them."""
         mine = self._wrote if self._stage is _Stage.WRITING else self._future
         if waits:
-            futures.wait([mine])
+            futures.wait([mine])  # else the others would hear "not yet", and ask again
         error = mine.exception() if mine.done() else None
         reason = error.reason if isinstance(error, CheckpointSaveError) else error
         told = self._team.tell(f"-{reason}" if error is not None else "+" if mine.done() else "", _WHY[self._stage])

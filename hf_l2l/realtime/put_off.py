@@ -65,7 +65,7 @@ class PutOffSave:
         with ExitStack() as stack:
             stack.push(self._keep)
             with self._held:
-                self._eps.synchronize()
+                self._eps.synchronize()  # the updates of the step, whose values the checkpoint has
                 self._updates_are_made = True
                 self._begun = self._begin_values(self._held)
 

@@ -28,6 +28,7 @@ from hf_l2l.runtime.tensors import size_text
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.get_logger("transformers.hf_l2l")
 
+# Of a folder that cannot be made or written; other errors may be those of locks alone.
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
 _MANY_TERABYTES = 1.0
 """A day, from which on the wear of a disk is worth a warning."""
@@ -166,7 +167,7 @@ class RealtimeMixin(PutOffMixin):
             self._say(schedule, num_bytes, num_bytes / self._l2l_rate, rate)
 
     def _puts_off(self, eps: EagerParamServer | None) -> bool:
-        """Overridden because of the first generation, the bytes are said at once."""
+        """Overridden because the bytes of the first generation are logged when it begins."""
         schedule = self._l2l_schedule
         is_first = self._l2l_is_generation and schedule is not None and schedule.seconds is None
         return not is_first and super()._puts_off(eps)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.memory.host_limits import own_bytes
 
 WIDTH, LAYERS = 768, 16
 
@@ -37,13 +38,6 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def anonymous_bytes() -> int:
-    """Memory that no file stands for."""
-    with open("/proc/self/status") as status:
-        lines = [line.split() for line in status]
-    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
-
-
 def main(tier: str, folder: str) -> None:
     torch.manual_seed(0)
     model, most, is_over = Stack(), [0], threading.Event()
@@ -53,7 +47,7 @@ def main(tier: str, folder: str) -> None:
 
     def watch() -> None:
         while not is_over.wait(0.005):
-            most[0] = max(most[0], anonymous_bytes())
+            most[0] = max(most[0], own_bytes())
 
     threading.Thread(target=watch, daemon=True).start()
     for step in range(3):
