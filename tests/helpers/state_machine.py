@@ -452,7 +452,8 @@ class Machine(RuleBasedStateMachine):
                 compare(twins.ours, twins.plain)
         self.compares = "weights"
         threads, files = self.left(but="hf_l2l-spill-")
-        assert len(threads) <= 2 * len(self.twins)
+        most = 2 * len(self.twins)  # a thread that has been told to end may take a moment
+        assert len(threads) <= most or gone(lambda: len(self.left()[0]) <= most), threads
         assert not files, files
 
     def teardown(self) -> None:
