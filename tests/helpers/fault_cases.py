@@ -87,10 +87,10 @@ def _in_conversion(patch: pytest.MonkeyPatch, model: Any, index: int, failing: F
     """When 16-bit weights are made for an upload."""
     made = Copies._made
 
-    def broken(unit: Any, *rest: Any) -> Any:
+    def broken(unit: Any, *rest: Any, **kwargs: Any) -> Any:
         if unit.module is model.blocks[index]:
             failing.now()
-        return made(unit, *rest)
+        return made(unit, *rest, **kwargs)
 
     patch.setattr(Copies, "_made", staticmethod(broken))
 

@@ -223,6 +223,7 @@ program.backward(0)
 program.step()
 if distributed.get_rank() == 0:
     torch.save([p.detach().clone() for p in program.model.parameters()], sys.argv[1])
+distributed.destroy_process_group()  # else its own threads may abort the process while Python ends
 """
 
 
