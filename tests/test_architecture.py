@@ -56,6 +56,7 @@ FLOORS: dict[str, set[str]] = {
     "realtime": HF,
     "hf": HF | {"tqdm"},
     "sizing": HF,
+    "scale": set(),
     "measure": HF | {"psutil"},
     "surroundings": TORCH | {"psutil"},
     "verify": HF | {"peft"},

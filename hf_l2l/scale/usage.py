@@ -1,0 +1,234 @@
+"""What a training needs of each device, and which part of the time it computes (appendix C).
+
+Symbols of the paper: batch `b`, micro-batch size `b_mu` and number `n_mu`; degrees of data, pipeline and tensor
+parallelism `n_b`, `n_l`, `n_a`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hf_l2l.scale.hardware import GIB, Hardware
+from hf_l2l.scale.shape import TransformerShape
+
+STATE_BYTES = 12
+"""Of a parameter: the weight and two moments of Adam, in fp32; gradients are used up at once (appendix C.3)."""
+
+
+class Method(Enum):
+    """How micro-batches, layers and state are arranged (section 5)."""
+
+    BASELINE = "baseline"
+    """Micro-batch after micro-batch through all layers; each data-parallel instance has the whole state."""
+    PARTITIONED = "partitioned"
+    """The same with the state divided among the data-parallel instances, as the third stage of ZeRO."""
+    IMPROVED = "improved"
+    """Layered gradient accumulation and modular pipeline parallelism, with the state divided."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How a batch and a model are divided."""
+
+    micro_batch: int
+    """Rows of a micro-batch, `b_mu`."""
+    micro_batches: int
+    """Micro-batches of an instance, one after the other, `n_mu`."""
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Rows of a step."""
+        return self.micro_batch * self.micro_batches * self.data
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return self.data * self.pipeline * self.tensor
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and what connects them."""
+
+    hardware: Hardware
+    network: float | None = None
+    """Between nodes, in GiB/s for each device, both directions together; None: that of the hardware."""
+    node_size: int | None = None
+    """Devices of a node; None: that of the hardware."""
+
+    @property
+    def largest_tensor(self) -> int:
+        """The largest degree of tensor parallelism."""
+        return self.node_size or self.hardware.node_size
+
+    @property
+    def network_intensity(self) -> float:
+        """From which on transfers between nodes are hidden, in flop/byte."""
+        return self.hardware.intensity(self.network or self.hardware.network)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What adds to the time of computing alone, as parts of it."""
+
+    bubble: float
+    """Devices of a pipeline that wait for their first micro-batch, or after their last one."""
+    tensor: float
+    """Sums of tensor parallelism, which nothing hides."""
+    pipeline: float
+    """Hidden states between devices of a pipeline, where they are not hidden."""
+    reduction: float
+    """Sums of gradients, and weights of other instances, where they are not hidden."""
+    offload: float
+    """Transfers of state to and from the host, where they are not hidden."""
+
+    @property
+    def value(self) -> float:
+        """The time of computing alone, as a part of the whole: a pipeline that waits does so for slower steps, too."""
+        return 1 / ((1 + self.bubble) * (1 + self.tensor + self.pipeline + self.reduction + self.offload))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device (appendix C.3)."""
+
+    state: float
+    checkpoints: float
+    """Hidden states between layers: the stash."""
+    buffers: float
+    """Two layers' weights and one layer's gradients, in 16 bits (appendix C.2)."""
+    activations: float
+
+    @property
+    def offloadable(self) -> float:
+        """What may be in host memory."""
+        return self.state + self.checkpoints
+
+    @property
+    def resident(self) -> float:
+        """What must be on the device."""
+        return self.buffers + self.activations
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A training of a model in one arrangement."""
+
+    shape: TransformerShape
+    cluster: Cluster
+    method: Method
+    degrees: Degrees
+
+    # ---- memory
+
+    @property
+    def memory(self) -> Memory:
+        """What a device holds."""
+        shape, to = self.shape, self.degrees
+        owners = to.pipeline * to.tensor if self.method is Method.BASELINE else to.devices
+        return Memory(
+            state=STATE_BYTES * shape.parameters / owners,
+            checkpoints=2 * to.batch * shape.tokens * shape.width * shape.layers / to.devices,
+            buffers=6 * shape.layer_parameters / to.tensor,
+            activations=to.micro_batch * shape.tokens * shape.activation_bytes / to.tensor,
+        )
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether state and checkpoints are in host memory, since the device cannot hold all."""
+        memory = self.memory
+        return memory.offloadable + memory.resident > self.cluster.hardware.memory_gib * GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds what must be there."""
+        return self.memory.resident <= self.cluster.hardware.memory_gib * GIB
+
+    # ---- intensities, in flop/byte
+
+    @property
+    def reduction_intensity(self) -> float:
+        """Of sums of gradients and, with a divided state, of weights (equations 5 to 9)."""
+        to = self.degrees
+        tokens = self.shape.tokens * to.batch / to.data
+        if self.method is Method.IMPROVED:
+            return tokens / 2
+        if self.method is Method.PARTITIONED:
+            return tokens / to.micro_batches / 2
+        return tokens if to.pipeline > 1 else 0.75 * tokens / to.micro_batches
+
+    @property
+    def pipeline_intensity(self) -> float:
+        """Of hidden states between devices (equations 10 and 11)."""
+        each = self.shape.layer_parameters / (2 * self.shape.width)
+        return each if self.method is Method.IMPROVED else each * self.shape.layers / self.degrees.pipeline
+
+    @property
+    def tensor_intensity(self) -> float:
+        """Of sums within a layer (equation 12)."""
+        return self.shape.layer_parameters / self.shape.width / (3 * (self.degrees.tensor - 1))
+
+    @property
+    def state_intensity(self) -> float:
+        """Of weights and gradients between host and device (equation 13)."""
+        to = self.degrees
+        tokens = self.shape.tokens * to.micro_batch
+        if self.method is Method.IMPROVED:
+            return tokens * to.micro_batches * to.data
+        return tokens * to.data if self.method is Method.PARTITIONED else tokens
+
+    @property
+    def checkpoint_intensity(self) -> float:
+        """Of hidden states between host and device (equation 14)."""
+        return self.shape.layer_parameters / self.shape.width
+
+    # ---- time
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """What adds to the time of computing alone."""
+        to, network = self.degrees, self.cluster.network_intensity
+        bubble = (to.pipeline - 1) / to.micro_batches
+        if self.method is Method.IMPROVED:
+            bubble *= to.pipeline / self.shape.layers
+        tensor = 0.0
+        if to.tensor > 1:
+            tensor = self.cluster.hardware.intensity(self.cluster.hardware.tensor_link) / self.tensor_intensity
+        return Efficiency(
+            bubble,
+            tensor,
+            pipeline=0.0 if to.pipeline == 1 or self.hides_pipeline else network / self.pipeline_intensity,
+            reduction=self._reduction() if to.data > 1 else 0.0,
+            offload=max(0.0, self._offload() - 1) if self.is_offloaded else 0.0,
+        )
+
+    @property
+    def hides_pipeline(self) -> bool:
+        """Whether there are enough micro-batches beside those that devices compute for the transfers between them
+        (appendix C.4.2)."""
+        more = 1 + self.cluster.network_intensity / self.pipeline_intensity
+        return self.degrees.micro_batches >= self.degrees.pipeline * more
+
+    def _reduction(self) -> float:
+        needed = self.cluster.network_intensity / self.reduction_intensity
+        if self.method is Method.BASELINE and self.degrees.pipeline > 1:
+            return needed  # no device has anything to compute meanwhile (equation 6)
+        return max(0.0, needed - 1)
+
+    def _offload(self) -> float:
+        """The time of transfers of the host over that of computing, over the narrowest of what they pass."""
+        hardware, to = self.cluster.hardware, self.degrees
+        found = hardware.intensity(hardware.cpu_gpu) / min(self.state_intensity, self.checkpoint_intensity)
+        if to.data > 1:  # the slot also has what goes to other nodes
+            both = 1 / self.state_intensity + 1 / self.reduction_intensity
+            found = max(found, hardware.intensity(hardware.pci_express) * both)
+        return found
+
+    def seconds(self, steps: int = 100_000) -> float:
+        """Of a training of so many steps at the critical batch; with smaller batches as many rows in more steps."""
+        flops = self.shape.flops(self.shape.critical_batch) * steps
+        return flops / (self.degrees.devices * self.cluster.hardware.peak_flops * self.efficiency.value)

@@ -1,0 +1,116 @@
+"""What a plan is refused for, and what must hold for any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_l2l.scale import (
+    HARDWARE,
+    PARALLELISM,
+    Cluster,
+    Limits,
+    Method,
+    Plan,
+    TransformerShape,
+    fastest,
+    hardware_named,
+    smallest,
+)
+from hf_l2l.scale.planner import DAY_S
+
+X32 = TransformerShape.family(32)
+A100 = Cluster(HARDWARE["a100"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([2, 8, 16, 24, 32, 64]),
+    st.sampled_from(sorted(HARDWARE)),
+    st.sampled_from(list(Method)),
+    st.sampled_from(PARALLELISM),
+    st.integers(1, 2000),
+)
+def test_plans_are_within_their_bounds(x, card, method, parallelism, devices):
+    shape, cluster = TransformerShape.family(x), Cluster(HARDWARE[card])
+    try:
+        plan = fastest(shape, cluster, method, parallelism, Limits(devices=devices))
+    except ValueError as error:
+        assert "no arrangement" in str(error)
+        return
+    usage, to = plan.usage, plan.usage.degrees
+    assert to.devices <= devices and to.batch <= shape.critical_batch
+    assert shape.layers % to.pipeline == 0 and shape.heads % to.tensor == 0 and usage.fits
+    assert 0 < usage.efficiency.value <= 1
+    assert usage.hides_pipeline or usage.efficiency.pipeline > 0 or to.pipeline == 1
+    slow = replace(usage, degrees=replace(to, data=1))
+    assert slow.seconds() >= usage.seconds() * 0.999, "fewer instances are not faster"
+
+
+def test_more_devices_are_not_slower():
+    found = [fastest(X32, A100, limits=Limits(devices=n)).seconds for n in (1, 8, 64, 512, 4096)]
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("days", [1, 7, 100])
+def test_the_smallest_cluster_is_just_fast_enough(days):
+    plan = smallest(TransformerShape.family(64), A100, days)
+    devices = plan.usage.degrees.devices
+    assert plan.seconds <= days * DAY_S
+    assert (
+        fastest(TransformerShape.family(64), A100, limits=Limits(devices=max(1, devices // 2))).seconds > days * DAY_S
+    )
+
+
+def test_slow_networks_need_longer_pipelines():
+    """Section 8.3: 25 Gbit/s cost a model of a trillion parameters some percent."""
+    x160 = TransformerShape.family(160)
+    fast, slow = fastest(x160, A100), fastest(x160, Cluster(HARDWARE["a100"], network=6.25))
+    assert slow.usage.degrees.pipeline > fast.usage.degrees.pipeline
+    assert 1.01 < slow.seconds / fast.seconds < 1.6
+
+
+def planned(**limits: int) -> Plan:
+    return fastest(X32, A100, limits=Limits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: hardware_named("a1000"), r"one of v100, .* \(got 'a1000'\); did you mean a100\?"),
+        (lambda: TransformerShape.family(7), r"must be even, from 2 to 10,000 \(got 7\)"),
+        (lambda: TransformerShape.of(2, 10, 3, 8), r"heads must divide the width \(got 3 heads and a width of 10\)"),
+        (lambda: TransformerShape.of(0, 8, 2, 8), r"layers of a transformer must be at least 1 \(got 0\)"),
+        (lambda: fastest(X32, A100, parallelism="4d"), r"parallelism must be one of none, .* \(got '4d'\)"),
+        (lambda: planned(devices=0), r"devices of a plan must be at least 1 \(got 0\)"),
+        (lambda: planned(batch=0), r"batch of a plan must be at least 1 \(got 0\)"),
+        (lambda: planned(pipeline=5), r"the pipeline must divide the 32 layers \(got 5\)"),
+        (lambda: planned(tensor=3), r"tensor parallelism must divide the 16 heads \(got 3\)"),
+        (
+            lambda: planned(devices=8, pipeline=4, tensor=4),
+            r"instance of the model takes 16 devices.*\(got 8\)",
+        ),
+        (lambda: fastest(X32, A100, steps=0), r"at least 1 step \(got 0\)"),
+        (lambda: smallest(X32, A100, days=0), r"more than 0 days \(got 0\)"),
+        (lambda: smallest(X32, A100, days=1e-6), r"no arrangement .* within 1e-06 days"),
+        (
+            lambda: fastest(TransformerShape.family(160), A100, Method.BASELINE, "none", Limits(offload=False)),
+            "no arrangement with parallelism none and the baseline method .* without offload",
+        ),
+    ],
+)
+def test_refusals(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_names_of_hardware():
+    assert hardware_named("RTX 4090") is HARDWARE["rtx4090"] and hardware_named("H100").memory_gib == 80
+
+
+def test_degrees_that_are_asked_for():
+    to = planned(pipeline=4, tensor=2, devices=64).usage.degrees
+    assert (to.pipeline, to.tensor) == (4, 2) and to.devices <= 64
