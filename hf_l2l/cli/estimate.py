@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
-from hf_l2l.cli.estimate_output import show
+from hf_l2l.cli.printed.estimate import show
 
 if TYPE_CHECKING:
     import torch

@@ -103,7 +103,9 @@ class _Search:
             data = most if "data" in self.parallelism or self.parallelism == "3d" else 1
             usage = replace(usage, degrees=replace(usage.degrees, data=data))
             if not usage.fits:
-                return  # larger ones do not fit either
+                if data == 1:
+                    return  # larger ones do not fit either
+                continue  # fewer instances share the memory of their node
             if usage.is_offloaded and not self.limits.offload:
                 continue  # fewer instances may be enough for a smaller stash
             if self._hides_transfers(usage):
@@ -115,7 +117,8 @@ class _Search:
         to = usage.degrees
         if self.method is Method.IMPROVED or to.pipeline == 1 and self.parallelism != "none":
             return usage
-        return replace(usage, degrees=replace(to, micro_batches=self.rows // (to.micro_batch * to.data)))
+        more = replace(usage, degrees=replace(to, micro_batches=self.rows // (to.micro_batch * to.data)))
+        return more if more.fits and self._hides_transfers(more) else usage
 
     @staticmethod
     def _hides_transfers(usage: Usage) -> bool:

@@ -6,6 +6,7 @@ parallelism `n_b`, `n_l`, `n_a`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -59,6 +60,12 @@ class Cluster:
     """Between nodes, in GiB/s for each device, both directions together; None: that of the hardware."""
     node_size: int | None = None
     """Devices of a node; None: that of the hardware."""
+    host_bytes: float | None = None
+    """Memory of a node for what its devices offload; None: as much as they need."""
+
+    def host_bytes_of(self, devices: int) -> float:
+        """The share of a device in its node's memory, if a training has so many devices."""
+        return math.inf if self.host_bytes is None else self.host_bytes / min(devices, self.largest_tensor)
 
     @property
     def largest_tensor(self) -> int:
@@ -145,8 +152,10 @@ class Usage:
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds what must be there."""
-        return self.memory.resident <= self.cluster.hardware.memory_gib * GIB
+        """Whether the device holds what must be there, and the host what is offloaded."""
+        memory, share = self.memory, self.cluster.host_bytes_of(self.degrees.devices)
+        on_device = memory.resident <= self.cluster.hardware.memory_gib * GIB
+        return on_device and (not self.is_offloaded or memory.offloadable <= share)
 
     # ---- intensities, in flop/byte
 
@@ -227,6 +236,12 @@ class Usage:
             both = 1 / self.state_intensity + 1 / self.reduction_intensity
             found = max(found, hardware.intensity(hardware.pci_express) * both)
         return found
+
+    @property
+    def offload_gib_per_s(self) -> float:
+        """The bandwidth between host and device that hides the transfers of state and checkpoints (section 8.2)."""
+        intensity = min(self.state_intensity, self.checkpoint_intensity)
+        return self.cluster.hardware.peak_flops / intensity / GIB
 
     def seconds(self, steps: int = 100_000) -> float:
         """Of a training of so many steps at the critical batch; with smaller batches as many rows in more steps."""

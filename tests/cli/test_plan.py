@@ -1,0 +1,96 @@
+"""`hf-l2l plan`: plans of the paper's models and of configs, for so many devices or days, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import transformers
+
+from cli_models import LLAMA, ran, refused, written
+
+
+def test_the_paper_s_model(capsys):
+    found = ran(capsys, "plan", "X160").out
+    first = next(line for line in found.splitlines() if line.startswith("3d "))
+    assert " ".join(first.split()) == "3d improved 38,640 483 5 16 2,415 1 5 0.88 6.8 d 4.72 0"
+    assert "X160: 1.3 T parameters in 160 layers of width 25600" in found and "critical batch is 2,416 rows" in found
+    assert "at their peak" in found
+
+
+def test_json_has_the_parts_of_the_time_and_of_the_memory(capsys):
+    found = ran(capsys, "plan", "X64", "--method", "improved", "--parallelism", "3d", "--json").json
+    [plan] = found["plans"]
+    parts = plan["overheads"]
+    computing = (1 + parts["bubble"]) * (1 + sum(parts.values()) - parts["bubble"])
+    assert plan["efficiency"] == pytest.approx(1 / computing)
+    memory = plan["memory"]
+    assert memory["offloadable"] == pytest.approx(memory["state"] + memory["checkpoints"])
+    assert plan["devices"] == plan["data"] * plan["pipeline"] * plan["tensor"]
+    assert found["hardware"]["name"] == "a100" and found["shape"]["parameters"] == 12 * 64**5
+
+
+def test_layers_of_a_config_are_counted(tmp_path, capsys):
+    found = ran(capsys, "plan", written(tmp_path, LLAMA), "--gpus", "1", "--tokens", "100", "--json").json
+    layers = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).model.layers
+    assert found["shape"]["parameters"] == sum(p.numel() for p in layers.parameters())
+    assert (found["shape"]["layers"], found["shape"]["tokens"]) == (len(layers), 100)
+
+
+def test_with_few_devices_equal_plans_are_told_once(capsys):
+    plans = ran(capsys, "plan", "X32", "--gpus", "1", "--json").json["plans"]
+    assert len({(plan["micro_batch"], plan["micro_batches"], plan["method"]) for plan in plans}) == len(plans)
+    assert all(plan["devices"] == 1 for plan in plans) and len(plans) <= 3
+
+
+def test_days_give_the_smallest_cluster_first(capsys):
+    plans = ran(capsys, "plan", "--model", "X160", "--days", "180", "--json").json["plans"]
+    assert [plan["devices"] for plan in plans] == sorted(plan["devices"] for plan in plans)
+    assert all(plan["seconds"] <= 180 * 86_400 for plan in plans) and plans[0]["method"] == "improved"
+
+
+def test_host_memory_bounds_what_is_offloaded(capsys):
+    given = ["X64", "--hardware", "rtx4090", "--gpus", "8", "--json"]
+    free = ran(capsys, "plan", *given).json["plans"]
+    bound = ran(capsys, "plan", *given, "--host-memory", "256GiB").json["plans"]
+    assert max(plan["devices"] * plan["memory"]["offloadable"] for plan in free) > 256 * 2**30
+    for plan in bound:
+        assert not plan["is_offloaded"] or plan["devices"] * plan["memory"]["offloadable"] <= 256 * 2**30
+
+
+def test_a_slower_network_takes_longer(capsys):
+    fast, slow = (
+        ran(capsys, "plan", "X160", "--parallelism", "3d", "--method", "improved", "--network", gbits, "--json").json
+        for gbits in ("200", "25")
+    )
+    assert slow["plans"][0]["seconds"] > fast["plans"][0]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([], "a plan needs a model: give MODEL"),
+        (["X7"], r"must be even, from 2 to 10,000 \(got 7\)"),
+        (["X32", "--hardware", "h10"], r"the hardware must be one of v100, .* \(got 'h10'\); did you mean h100\?"),
+        (["X32", "--gpus", "0"], r"devices of a plan must be at least 1 \(got 0\)"),
+        (["X32", "--gpus", "4", "--pipeline", "8"], r"takes 8 devices, pipeline times tensor \(got 4\)"),
+        (["X32", "--pipeline", "5"], r"must divide the 32 layers \(got 5\)"),
+        (["X32", "--tokens", "0"], r"--tokens must be at least 1 \(got 0\)"),
+        (["X32", "--network", "0"], r"--network must be above 0 \(got 0.0\)"),
+        (["X32", "--node-size", "0"], r"--node-size must be above 0 \(got 0\)"),
+        (["X32", "--host-memory", "64"], "--host-memory"),
+        (["X160", "--gpus", "1", "--host-memory", "64GiB"], "trains this model on at most 1 devices"),
+        (["X32", "--days", "-1"], r"more than 0 days \(got -1.0\)"),
+        (["X32", "--days", "1", "--gpus", "1"], "not allowed with argument"),
+    ],
+)
+def test_refusals(given, says, capsys):
+    assert re.search(says, refused(capsys, "plan", *given))
+
+
+def test_experts_are_refused(tmp_path, capsys):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, **heads, architectures=["MixtralForCausalLM"])
+    config.save_pretrained(tmp_path / "experts")
+    assert "layers have experts" in refused(capsys, "plan", str(tmp_path / "experts"))
