@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.scale import METHODS, PARALLELISM, Limits, Method
 
     if options.model is None:
-        raise ValueError("a plan needs a model: give MODEL, such as X160 or the folder of a config.json")
+        raise ValueError("a plan needs a model (got none); give MODEL, such as X160 or the folder of a config.json")
     quiet()
     cluster, shape = _cluster(options), _shape(options)
     limits = Limits(options.gpus, options.batch, options.pipeline, options.tensor, not options.no_offload)
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
                 shown.add((usage.degrees, usage.memory, usage.efficiency))
                 found.append((parallelism, plan))
     if not found:
-        raise ValueError(refused[0] if len(refused) == 1 else f"{refused[-1]}; nor does any other arrangement")
+        raise ValueError(refused[-1])  # that of the most kinds of parallelism at once
     wants_fewest = options.days is not None
     found.sort(key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
     if options.json:
@@ -128,7 +128,9 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     for name in ("network", "node_size"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0 (got {value})")
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be above 0 (got {value}); leave it out for the hardware's own"
+            )
     hardware = hardware_named(options.hardware)
     both_ways = None if options.network is None else 2 * options.network * 1e9 / 8 / GIB
     host = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
@@ -140,7 +142,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
     from hf_l2l.scale import TransformerShape
 
     if options.tokens is not None and options.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1 (got {options.tokens})")
+        raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for the model's own")
     shape = TransformerShape.named(options.model)
     if shape is None:
         shape = _of_config(options)
@@ -159,13 +161,13 @@ def _of_config(options: argparse.Namespace) -> TransformerShape:
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(
             f"a plan is for transformers whose layers compute with all of their weights (got {options.model!r}, whose "
-            "layers have experts)"
+            "layers have experts); give the shape of a dense one"
         )
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not facts.stacks or not isinstance(width, int) or not isinstance(heads, int):
         raise ValueError(
             "a plan needs a config with layers, hidden_size and num_attention_heads "
-            f"(got {options.model!r} without them)"
+            f"(got {options.model!r} without them); give that of a transformer"
         )
     stack = max(facts.stacks, key=lambda each: each.total.parameters)
     inner = getattr(config, "intermediate_size", None)

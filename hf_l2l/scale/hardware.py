@@ -90,5 +90,5 @@ def hardware_named(name: str) -> Hardware:
     if plain in HARDWARE:
         return HARDWARE[plain]
     near = get_close_matches(plain, HARDWARE, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"the hardware must be one of {', '.join(HARDWARE)} (got {name!r}){meant}")
+    remedy = f"did you mean {near[0]}?" if near else "take the one that is most like yours"
+    raise ValueError(f"the hardware must be one of {', '.join(HARDWARE)} (got {name!r}); {remedy}")

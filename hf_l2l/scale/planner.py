@@ -60,11 +60,17 @@ class Limits:
         for name in ("devices", "batch", "pipeline", "tensor"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} of a plan must be at least 1 (got {value})")
+                raise ValueError(f"{name} of a plan must be at least 1 (got {value}); leave it out for what is best")
         if self.pipeline is not None and shape.layers % self.pipeline:
-            raise ValueError(f"the pipeline must divide the {shape.layers} layers (got {self.pipeline})")
+            raise ValueError(
+                f"the pipeline must divide the {shape.layers} layers (got {self.pipeline}); take one of "
+                f"{_listed(_divisors(shape.layers))}"
+            )
         if self.tensor is not None and shape.heads % self.tensor:
-            raise ValueError(f"tensor parallelism must divide the {shape.heads} heads (got {self.tensor})")
+            raise ValueError(
+                f"tensor parallelism must divide the {shape.heads} heads (got {self.tensor}); take one of "
+                f"{_listed(_divisors(shape.heads))}"
+            )
         needed = (self.pipeline or 1) * (self.tensor or 1)
         if self.devices is not None and self.devices < needed:
             raise ValueError(
@@ -196,7 +202,9 @@ def fastest(
         key=lambda usage: (usage.seconds(steps), usage.degrees.devices, usage.memory.resident),
         default=None,
     )
-    return _planned(search, found, steps, "" if devices is None else f" on at most {devices:,} devices")
+    return _planned(
+        search, found, steps, "" if devices is None else f" on at most {devices:,} device{'s' if devices > 1 else ''}"
+    )
 
 
 def smallest(
@@ -216,7 +224,7 @@ def smallest(
     """
     search = _search(shape, cluster, method, parallelism, limits, steps)
     if not days > 0:
-        raise ValueError(f"a plan needs more than 0 days (got {days})")
+        raise ValueError(f"a plan needs more than 0 days (got {days}); give a number such as 30")
     devices = search.limits.devices
 
     def data_of(usage: Usage) -> int:
@@ -237,7 +245,7 @@ def _search(
     if parallelism not in PARALLELISM:
         raise ValueError(f"parallelism must be one of {', '.join(PARALLELISM)} (got {parallelism!r})")
     if steps < 1:
-        raise ValueError(f"a training has at least 1 step (got {steps})")
+        raise ValueError(f"a training has at least 1 step (got {steps}); give a number such as 100000")
     limits = limits or Limits()
     limits.check(shape)
     return _Search(shape, cluster, method, parallelism, limits)
@@ -247,10 +255,15 @@ def _planned(search: _Search, found: Usage | None, steps: int, where: str) -> Pl
     if found is None:
         where += "" if search.limits.offload else " without offload"
         raise ValueError(
-            f"no arrangement with parallelism {search.parallelism} and the {search.method.value} method trains this "
-            f"model{where}, with at most {search.rows:,} rows in a batch and its transfers hidden"
+            f"an arrangement must hide its transfers and fit the memory of devices and hosts{where}, with at most "
+            f"{search.rows:,} rows in a batch (got none with parallelism {search.parallelism} and the "
+            f"{search.method.value} method); allow more devices, days or host memory, or another kind of parallelism"
         )
     return Plan(found, steps)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _divisors(of: int) -> list[int]:

@@ -30,7 +30,9 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise ValueError(f"{name.replace('_', ' ')} of a transformer must be at least 1 (got {value})")
+                raise ValueError(
+                    f"{name.replace('_', ' ')} of a transformer must be at least 1 (got {value}); look at the config"
+                )
 
     @classmethod
     def of(cls, layers: int, width: int, heads: int, tokens: int, intermediate: int | None = None) -> TransformerShape:
@@ -43,7 +45,10 @@ class TransformerShape:
         inner = 4 * width if intermediate is None else intermediate
         shape = cls(layers, width, heads, tokens, inner, 4 * width**2 + 2 * width * inner)
         if width % heads:
-            raise ValueError(f"the heads must divide the width (got {heads} heads and a width of {width})")
+            raise ValueError(
+                f"the heads must divide the width (got {heads} heads and a width of {width}); the width is "
+                "their number times the size of one"
+            )
         return shape
 
     @classmethod
@@ -54,7 +59,10 @@ class TransformerShape:
             ValueError: if `x` is odd, below 2 or above 10,000.
         """
         if x % 2 or not 2 <= x <= _LARGEST_OF_FAMILY:
-            raise ValueError(f"the number of an X model must be even, from 2 to {_LARGEST_OF_FAMILY:,} (got {x})")
+            raise ValueError(
+                f"the number of an X model must be even, from 2 to {_LARGEST_OF_FAMILY:,} (got {x}); the paper's own "
+                "are X32, X64, X108 and X160"
+            )
         return cls.of(layers=x, width=x**2, heads=x // 2, tokens=16 * x)
 
     @classmethod
@@ -98,5 +106,8 @@ def critical_batch(parameters: int, tokens: int = 1) -> float:
         ValueError: if a number is below 1.
     """
     if parameters < 1 or tokens < 1:
-        raise ValueError(f"parameters and tokens must be at least 1 (got {parameters} and {tokens})")
+        raise ValueError(
+            f"parameters and tokens must be at least 1 (got {parameters} and {tokens}); count those of the "
+            "layers, and of a row"
+        )
     return 573 * math.cbrt(parameters) / tokens

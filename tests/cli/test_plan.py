@@ -69,7 +69,7 @@ def test_a_slower_network_takes_longer(capsys):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ([], "a plan needs a model: give MODEL"),
+        ([], r"a plan needs a model \(got none\); give MODEL"),
         (["X7"], r"must be even, from 2 to 10,000 \(got 7\)"),
         (["X32", "--hardware", "h10"], r"the hardware must be one of v100, .* \(got 'h10'\); did you mean h100\?"),
         (["X32", "--gpus", "0"], r"devices of a plan must be at least 1 \(got 0\)"),
@@ -79,7 +79,7 @@ def test_a_slower_network_takes_longer(capsys):
         (["X32", "--network", "0"], r"--network must be above 0 \(got 0.0\)"),
         (["X32", "--node-size", "0"], r"--node-size must be above 0 \(got 0\)"),
         (["X32", "--host-memory", "64"], "--host-memory"),
-        (["X160", "--gpus", "1", "--host-memory", "64GiB"], "trains this model on at most 1 devices"),
+        (["X160", "--gpus", "1", "--host-memory", "64GiB"], "hosts on at most 1 device, with at most 2,416 rows"),
         (["X32", "--days", "-1"], r"more than 0 days \(got -1.0\)"),
         (["X32", "--days", "1", "--gpus", "1"], "not allowed with argument"),
     ],
