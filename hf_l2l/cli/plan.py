@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import GOOD, Command, add_json, count_text, print_json, quiet
+from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
 
 if TYPE_CHECKING:
     from hf_l2l.scale import Limits, Plan, TransformerShape
@@ -84,7 +84,11 @@ def _run(options: argparse.Namespace) -> int:
         for name in [options.method] if options.method else METHODS:
             method = Method(name)
             if method is Method.PARTITIONED and parallelism in ("none", "pipe+tensor"):
-                continue  # there is nobody to divide the state among
+                refused.append(
+                    f"the partitioned method divides the state among data-parallel instances (got parallelism "
+                    f"{parallelism}); take one with data, or another method"
+                )
+                continue
             try:
                 plan = _planned(options, shape, cluster, method, parallelism, limits)
             except ValueError as error:
@@ -123,16 +127,15 @@ def _planned(
 def _cluster(options: argparse.Namespace) -> Cluster:
     from hf_l2l.plan.planner import parse_budget
     from hf_l2l.scale import Cluster, hardware_named
-    from hf_l2l.scale.hardware import GIB
 
     for name in ("network", "node_size"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0.01 <= value <= 1e6:
             raise ValueError(
-                f"--{name.replace('_', '-')} must be above 0 (got {value}); leave it out for the hardware's own"
+                f"{flag(name)} must be from 0.01 to 1,000,000 (got {value}); leave it out for that of the hardware"
             )
     hardware = hardware_named(options.hardware)
-    both_ways = None if options.network is None else 2 * options.network * 1e9 / 8 / GIB
+    both_ways = None if options.network is None else 2 * options.network / 8  # as table A.1 counts
     host = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
     return Cluster(hardware, both_ways, options.node_size, host)
 

@@ -59,11 +59,11 @@ class Hardware:
 
 
 INFINIBAND, ETHERNET, NVME, HARD_DRIVE = 50.0, 6.25, 3.2, 0.1
-"""GiB/s of 200 Gbit/s and 25 Gbit/s, both directions together, and of disks (table A.1)."""
+"""Of 200 Gbit/s and 25 Gbit/s, both directions together, and of disks, as table A.1 has them."""
 
 PAPER = "arXiv:2106.02679, appendix A"
 _CARDS = (
-    Hardware("v100", 125 * TERA, 32, 900, 31.5, 15.75, 300, 16, INFINIBAND / 2, "NVIDIA V100 datasheet (SXM2, 2020)"),
+    Hardware("v100", 125 * TERA, 32, 900, 31.5, 15.75, 300, 8, INFINIBAND / 4, "NVIDIA V100 datasheet (SXM2), DGX-1"),
     Hardware("a100", 312 * TERA, 80, 2039, 63, 31.5, 600, 16, INFINIBAND, PAPER),
     Hardware("h100", 989.4 * TERA, 80, 3350, 126, 126, 900, 8, 2 * INFINIBAND, "NVIDIA H100 datasheet (SXM, dense)"),
     Hardware("h200", 989.4 * TERA, 141, 4800, 126, 126, 900, 8, 2 * INFINIBAND, "NVIDIA H200 datasheet (SXM, dense)"),

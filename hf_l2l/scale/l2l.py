@@ -98,7 +98,8 @@ def throughput(rows: int, ubatches: int, forward: float, upload: float, layers: 
     """Rows per second of a forward, and of a whole step, with uploads that nothing hides (later text, equations 4 to
     6; with one ubatch 1 to 3).
 
-    Equation 6 is printed without the number of layers, which its total time, equation 4, has; it is here.
+    Equations 3 and 6 are printed without the number of layers, and 5 without that of ubatches in its denominator;
+    the total times, equations 1 and 4, have them, and so has this.
 
     Args:
         rows: of a ubatch, `ub`.

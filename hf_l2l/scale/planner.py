@@ -21,7 +21,8 @@ YEAR_S = 365 * DAY_S
 MOST_OVERHEAD = 0.25
 """Of tensor parallelism, and of a reduction that a standard pipeline cannot hide (section 5)."""
 _GROWTH = 1.05
-"""From one tried number of micro-batches to the next, where many are tried."""
+"""From one tried number to the next, where many are tried."""
+_MOST_STEPS = 10**12
 
 
 @dataclass(frozen=True)
@@ -90,53 +91,80 @@ class _Search:
     @property
     def rows(self) -> int:
         """Most rows of a batch."""
-        return self.limits.batch or max(1, int(self.shape.critical_batch))
+        critical = max(1, int(self.shape.critical_batch))
+        return min(self.limits.batch or critical, critical)
 
-    def found(self, data_of: Callable[[Usage], int], *, fast: bool) -> Iterator[Usage]:
-        """Arrangements whose transfers are hidden; `data_of` gives the degree of data parallelism for one without it.
-        If all are to be as fast as possible (`fast`), a standard pipeline is as long as the model."""
+    def found(
+        self, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool], *, fast: bool
+    ) -> Iterator[Usage]:
+        """Arrangements whose transfers are hidden, and which are wanted; `data_of` gives the least degree of
+        data parallelism to try. If all are to be as fast as possible (`fast`), a standard pipeline is as long as the
+        model."""
         for tensor in self._tensor():
             for pipeline in self._pipeline(longest=fast):
                 for number in self._micro_batches(pipeline, many=not fast):
-                    yield from self._smallest_micro_batch(Degrees(1, number, 1, pipeline, tensor), data_of)
+                    yield from self._smallest_micro_batch(Degrees(1, number, 1, pipeline, tensor), data_of, is_wanted)
 
-    def _smallest_micro_batch(self, to: Degrees, data_of: Callable[[Usage], int]) -> Iterator[Usage]:
-        for size in range(1, self.rows // to.micro_batches + 1):
-            usage = Usage(self.shape, self.cluster, self.method, replace(to, micro_batch=size))
-            most = min(data_of(usage), self.rows // usage.degrees.batch)
-            if most < 1:
+    def _smallest_micro_batch(
+        self, to: Degrees, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]
+    ) -> Iterator[Usage]:
+        for size in _growing(1, self.rows // to.micro_batches):
+            alone = Usage(self.shape, self.cluster, self.method, replace(to, micro_batch=size))
+            if not alone.fits_device:
+                return  # larger ones do not fit either
+            most = self.rows // alone.degrees.batch
+            least = min(data_of(alone), most)
+            if least < 1:
                 return
-            data = most if "data" in self.parallelism or self.parallelism == "3d" else 1
-            usage = replace(usage, degrees=replace(usage.degrees, data=data))
-            if not usage.fits:
-                if data == 1:
-                    return  # larger ones do not fit either
-                continue  # fewer instances share the memory of their node
-            if usage.is_offloaded and not self.limits.offload:
-                continue  # fewer instances may be enough for a smaller stash
-            if self._hides_transfers(usage):
-                yield self._with_all_rows(usage)
-                return
+            hides = False
+            # More instances than are needed for the time may be needed for the memory, or for what they send.
+            for data in _growing(least, most) if self._has_data else [1]:
+                usage = replace(alone, degrees=replace(alone.degrees, data=data))
+                hides = self._hides_transfers(usage)
+                if not hides:
+                    break  # more instances do not send less
+                if usage.fits and (self.limits.offload or not usage.is_offloaded):
+                    usage = self._with_all_rows(usage)
+                    if is_wanted(usage):
+                        yield usage
+                        return
+            if hides:
+                return  # larger micro-batches take more memory, and are not faster
+
+    @property
+    def _has_data(self) -> bool:
+        return "data" in self.parallelism or self.parallelism == "3d"
+
+    @property
+    def _has_pipeline(self) -> bool:
+        return "pipe" in self.parallelism or self.parallelism == "3d"
+
+    @property
+    def _has_tensor(self) -> bool:
+        return "tensor" in self.parallelism or self.parallelism == "3d"
 
     def _with_all_rows(self, usage: Usage) -> Usage:
         """With as many micro-batches as there are rows for: those shorten the bubble."""
         to = usage.degrees
-        if self.method is Method.IMPROVED or to.pipeline == 1 and self.parallelism != "none":
+        if to.pipeline == 1 and (self._has_data or self.method is Method.IMPROVED):
+            return usage
+        if self._has_data and self.method is Method.IMPROVED:
             return usage
         more = replace(usage, degrees=replace(to, micro_batches=self.rows // (to.micro_batch * to.data)))
         return more if more.fits and self._hides_transfers(more) else usage
 
     @staticmethod
     def _hides_transfers(usage: Usage) -> bool:
-        found = usage.efficiency
-        return found.offload == 0 and (
-            found.reduction <= MOST_OVERHEAD
-            if usage.method is Method.BASELINE and usage.degrees.pipeline > 1
-            else found.reduction == 0
-        )
+        """As section 5 has it: a modular pipeline may wait for what passes between its devices, for it needs few
+        micro-batches; a standard one may wait for some of its reduction."""
+        found, is_standard = usage.efficiency, usage.method is not Method.IMPROVED
+        if is_standard and found.pipeline > 0 or found.offload > 0:
+            return False
+        allowed = MOST_OVERHEAD if usage.method is Method.BASELINE and usage.degrees.pipeline > 1 else 0
+        return found.reduction <= allowed
 
     def _tensor(self) -> list[int]:
-        if "tensor" not in self.parallelism and self.parallelism != "3d":
+        if not self._has_tensor:
             return [1]
         if self.limits.tensor is not None:
             return [self.limits.tensor]
@@ -149,7 +177,7 @@ class _Search:
         ]
 
     def _pipeline(self, *, longest: bool) -> list[int]:
-        if "pipe" not in self.parallelism and self.parallelism != "3d":
+        if not self._has_pipeline:
             return [1]
         if self.limits.pipeline is not None:
             return [self.limits.pipeline]
@@ -159,16 +187,15 @@ class _Search:
     def _micro_batches(self, pipeline: int, *, many: bool) -> list[int]:
         """Their numbers to try: those that fill the pipeline, with and without hiding its transfers."""
         usage = Usage(self.shape, self.cluster, self.method, Degrees(1, 1, pipeline=pipeline))
-        hiding = math.ceil(pipeline * (1 + self.cluster.network_intensity / usage.pipeline_intensity))
-        found = {1} if pipeline == 1 else {hiding}
-        if self.method is Method.IMPROVED:
-            enough = math.ceil(2 * self.cluster.network_intensity / self.shape.tokens)
-            found |= {pipeline, max(pipeline, enough), max(hiding, enough)}
+        found = {1} if pipeline == 1 else set()
+        for network in {self.cluster.network_intensity, self.cluster.node_intensity}:
+            hiding = math.ceil(pipeline * (1 + network / usage.pipeline_intensity))
+            found |= {hiding} if pipeline > 1 else set()
+            if self.method is Method.IMPROVED:
+                enough = math.ceil(2 * network / self.shape.tokens)
+                found |= {pipeline, max(pipeline, enough), max(hiding, enough)}
         if many:
-            number = float(min(found))
-            while number < self.rows:
-                number = max(number + 1, number * _GROWTH)
-                found.add(int(number))
+            found |= set(_growing(min(found), self.rows))
         return sorted(number for number in found if number <= self.rows)
 
 
@@ -197,8 +224,11 @@ def fastest(
     def data_of(usage: Usage) -> int:
         return search.rows if devices is None else devices // (usage.degrees.pipeline * usage.degrees.tensor)
 
+    def is_wanted(usage: Usage) -> bool:
+        return devices is None or usage.degrees.devices <= devices
+
     found = min(
-        search.found(data_of, fast=devices is None),
+        search.found(data_of, is_wanted, fast=devices is None),
         key=lambda usage: (usage.seconds(steps), usage.degrees.devices, usage.memory.resident),
         default=None,
     )
@@ -223,16 +253,19 @@ def smallest(
         ValueError: as `fastest`, and if no arrangement is so fast.
     """
     search = _search(shape, cluster, method, parallelism, limits, steps)
-    if not days > 0:
+    if not 0 < days < math.inf:
         raise ValueError(f"a plan needs more than 0 days (got {days}); give a number such as 30")
     devices = search.limits.devices
 
     def data_of(usage: Usage) -> int:
-        enough = math.ceil(usage.seconds(steps) / (days * DAY_S))
-        return enough if devices is None or enough * usage.degrees.devices <= devices else 0
+        return max(1, math.ceil(usage.seconds(steps) / (days * DAY_S)))
+
+    def is_wanted(usage: Usage) -> bool:
+        is_within = devices is None or usage.degrees.devices <= devices
+        return is_within and usage.seconds(steps) <= days * DAY_S
 
     found = min(
-        (usage for usage in search.found(data_of, fast=False) if usage.seconds(steps) <= days * DAY_S),
+        search.found(data_of, is_wanted, fast=False),
         key=lambda usage: (usage.degrees.devices, usage.seconds(steps), usage.memory.resident),
         default=None,
     )
@@ -244,11 +277,23 @@ def _search(
 ) -> _Search:
     if parallelism not in PARALLELISM:
         raise ValueError(f"parallelism must be one of {', '.join(PARALLELISM)} (got {parallelism!r})")
-    if steps < 1:
-        raise ValueError(f"a training has at least 1 step (got {steps}); give a number such as 100000")
+    if not 1 <= steps <= _MOST_STEPS:
+        raise ValueError(f"a training has from 1 to {_MOST_STEPS:,} steps (got {steps}); give a number such as 100000")
     limits = limits or Limits()
     limits.check(shape)
-    return _Search(shape, cluster, method, parallelism, limits)
+    search = _Search(shape, cluster, method, parallelism, limits)
+    for name, has in (("pipeline", search._has_pipeline), ("tensor", search._has_tensor)):
+        degree = getattr(limits, name)
+        if degree is not None and degree > 1 and not has:
+            raise ValueError(
+                f"parallelism {parallelism} has no {name} degree (got {degree}); leave it out, or take 3d"
+            )
+    if limits.tensor is not None and limits.tensor > cluster.largest_tensor:
+        raise ValueError(
+            f"tensor parallelism stays within a node of {cluster.largest_tensor} devices (got {limits.tensor}); lower "
+            "it, or give the size of the nodes"
+        )
+    return search
 
 
 def _planned(search: _Search, found: Usage | None, steps: int, where: str) -> Plan:
@@ -260,6 +305,14 @@ def _planned(search: _Search, found: Usage | None, steps: int, where: str) -> Pl
             f"{search.method.value} method); allow more devices, days or host memory, or another kind of parallelism"
         )
     return Plan(found, steps)
+
+
+def _growing(first: int, last: int) -> Iterator[int]:
+    """Numbers from `first` to `last`: one by one, and later in steps of some percent."""
+    number = first
+    while number <= last:
+        yield number
+        number = max(number + 1, int(number * _GROWTH))
 
 
 def _listed(numbers: list[int]) -> str:

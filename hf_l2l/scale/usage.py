@@ -77,6 +77,11 @@ class Cluster:
         """From which on transfers between nodes are hidden, in flop/byte."""
         return self.hardware.intensity(self.network or self.hardware.network)
 
+    @property
+    def node_intensity(self) -> float:
+        """The same within a node."""
+        return self.hardware.intensity(self.hardware.tensor_link)
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -151,11 +156,21 @@ class Usage:
         return memory.offloadable + memory.resident > self.cluster.hardware.memory_gib * GIB
 
     @property
+    def fits_device(self) -> bool:
+        """Whether the device holds what must be there."""
+        return self.memory.resident <= self.cluster.hardware.memory_gib * GIB
+
+    @property
     def fits(self) -> bool:
         """Whether the device holds what must be there, and the host what is offloaded."""
-        memory, share = self.memory, self.cluster.host_bytes_of(self.degrees.devices)
-        on_device = memory.resident <= self.cluster.hardware.memory_gib * GIB
-        return on_device and (not self.is_offloaded or memory.offloadable <= share)
+        share = self.cluster.host_bytes_of(self.degrees.devices)
+        return self.fits_device and (not self.is_offloaded or self.memory.offloadable <= share)
+
+    @property
+    def network_intensity(self) -> float:
+        """From which on transfers between instances are hidden, in flop/byte: those of one node have its links."""
+        is_one_node = self.degrees.devices <= self.cluster.largest_tensor
+        return self.cluster.node_intensity if is_one_node else self.cluster.network_intensity
 
     # ---- intensities, in flop/byte
 
@@ -200,7 +215,7 @@ class Usage:
     @property
     def efficiency(self) -> Efficiency:
         """What adds to the time of computing alone."""
-        to, network = self.degrees, self.cluster.network_intensity
+        to, network = self.degrees, self.network_intensity
         bubble = (to.pipeline - 1) / to.micro_batches
         if self.method is Method.IMPROVED:
             bubble *= to.pipeline / self.shape.layers
@@ -219,11 +234,11 @@ class Usage:
     def hides_pipeline(self) -> bool:
         """Whether there are enough micro-batches beside those that devices compute for the transfers between them
         (appendix C.4.2)."""
-        more = 1 + self.cluster.network_intensity / self.pipeline_intensity
+        more = 1 + self.network_intensity / self.pipeline_intensity
         return self.degrees.micro_batches >= self.degrees.pipeline * more
 
     def _reduction(self) -> float:
-        needed = self.cluster.network_intensity / self.reduction_intensity
+        needed = self.network_intensity / self.reduction_intensity
         if self.method is Method.BASELINE and self.degrees.pipeline > 1:
             return needed  # no device has anything to compute meanwhile (equation 6)
         return max(0.0, needed - 1)

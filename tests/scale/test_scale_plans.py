@@ -93,7 +93,7 @@ def planned(**limits: int) -> Plan:
             lambda: planned(devices=8, pipeline=4, tensor=4),
             r"instance of the model takes 16 devices.*\(got 8\)",
         ),
-        (lambda: fastest(X32, A100, steps=0), r"at least 1 step \(got 0\)"),
+        (lambda: fastest(X32, A100, steps=0), r"from 1 to 1,000,000,000,000 steps \(got 0\)"),
         (lambda: smallest(X32, A100, days=0), r"more than 0 days \(got 0\)"),
         (lambda: smallest(X32, A100, days=1e-6), r"must hide its transfers .* within 1e-06 days"),
         (
@@ -114,3 +114,34 @@ def test_names_of_hardware():
 def test_degrees_that_are_asked_for():
     to = planned(pipeline=4, tensor=2, devices=64).usage.degrees
     assert (to.pipeline, to.tensor) == (4, 2) and to.devices <= 64
+
+
+def test_a_batch_above_the_critical_one_is_no_use():
+    assert planned(batch=10**6) == planned()
+
+
+def test_more_instances_than_the_time_needs_may_be_needed_for_the_memory():
+    plan = smallest(TransformerShape.family(64), A100, 100_000, Method.IMPROVED, "data", Limits(offload=False))
+    assert 1 < plan.usage.degrees.devices <= 8 and not plan.usage.is_offloaded
+
+
+def test_the_fastest_plan_is_among_those_for_its_time():
+    fast = fastest(X32, A100, Method.BASELINE, "3d")
+    found = smallest(X32, A100, fast.seconds * 1.001 / DAY_S, Method.BASELINE, "3d")
+    assert found.usage.degrees.devices <= fast.usage.degrees.devices
+
+
+def test_devices_of_one_node_do_not_use_the_network():
+    shape = TransformerShape.of(32, 4096, 32, 2048, 14336)
+    plan = fastest(shape, Cluster(HARDWARE["rtx4090"]), Method.PARTITIONED, "data", Limits(devices=8))
+    assert plan.usage.degrees.devices == 8 and plan.usage.efficiency.reduction == 0
+
+
+def test_without_instances_all_rows_fill_the_pipeline():
+    found = fastest(TransformerShape.family(160), A100, Method.IMPROVED, "pipe+tensor").usage
+    assert found.efficiency.value > 0.85
+
+
+def test_large_models_are_refused_at_once():
+    with pytest.raises(ValueError, match="an arrangement must"):
+        fastest(TransformerShape.family(1000), A100, limits=Limits(devices=8))
