@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
 
 if TYPE_CHECKING:
-    from hf_l2l.scale import Limits, Plan, TransformerShape
-    from hf_l2l.scale.usage import Cluster
+    from hf_l2l.scale import Cluster, Limits, Method, Plan, TransformerShape
 
 MOST_TOKENS = 4096
 """Tokens of a row without `--tokens`, if the config allows longer ones."""
@@ -113,7 +112,7 @@ def _planned(
     options: argparse.Namespace,
     shape: TransformerShape,
     cluster: Cluster,
-    method: Any,
+    method: Method,
     parallelism: str,
     limits: Limits,
 ) -> Plan:
@@ -235,6 +234,8 @@ def _gib_text(size: float) -> str:
 def _as_json(
     options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
 ) -> dict[str, Any]:
+    from hf_l2l.scale.hardware import GIB
+
     plans = []
     for parallelism, plan in found:
         usage = plan.usage
@@ -251,7 +252,7 @@ def _as_json(
                 "seconds": plan.seconds,
                 "is_offloaded": usage.is_offloaded,
                 "memory": {**vars(memory), "offloadable": memory.offloadable, "resident": memory.resident},
-                "offload_bandwidth": usage.offload_gib_per_s * 2**30,
+                "offload_bandwidth": usage.offload_gib_per_s * GIB,
             }
         )
     return {

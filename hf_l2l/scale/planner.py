@@ -146,10 +146,11 @@ class _Search:
     def _with_all_rows(self, usage: Usage) -> Usage:
         """With as many micro-batches as there are rows for: those shorten the bubble."""
         to = usage.degrees
-        if to.pipeline == 1 and (self._has_data or self.method is Method.IMPROVED):
-            return usage
-        if self._has_data and self.method is Method.IMPROVED:
-            return usage
+        is_improved = self.method is Method.IMPROVED
+        if to.pipeline == 1 and (self._has_data or is_improved):
+            return usage  # without a bubble, more of them only take memory
+        if self._has_data and is_improved:
+            return usage  # rows make more instances instead
         more = replace(usage, degrees=replace(to, micro_batches=self.rows // (to.micro_batch * to.data)))
         return more if more.fits and self._hides_transfers(more) else usage
 
