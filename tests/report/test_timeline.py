@@ -313,9 +313,11 @@ def test_work_in_the_background_is_drawn(tmp_path):
             with line.host_works(done[-1]):
                 time.sleep(1e-5)
 
+    steps = 0
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(work, thread) for thread in range(2)]
-        for _ in range(300):
+        while steps < 300 or len(done) <= 100:  # on a busy machine the threads need more steps than 300
+            steps += 1
             line.start_forward()
             with line.inside("forward"), line.waiting_for_eps("a layer"):
                 pass
@@ -324,12 +326,12 @@ def test_work_in_the_background_is_drawn(tmp_path):
     for future in futures:
         future.result()
     averages = line.averages()
-    assert averages is not None and averages.steps == 300
+    assert averages is not None and averages.steps == steps
     spans = read(file)
-    assert len([row for row, *_ in spans if row == "steps"]) == 300
+    assert len([row for row, *_ in spans if row == "steps"]) == steps
     rows = {row: [span for span in spans if span[0] == row] for row in ("host update", "host update 2")}
     assert sorted(name for found in rows.values() for _, name, *_ in found) == sorted(done)
-    assert len(done) > 100 and rows["host update 2"]
+    assert rows["host update 2"]
     for found in rows.values():
         assert all(end <= start for (_, _, _, end), (_, _, start, _) in pairwise(sorted(found, key=itemgetter(2))))
 
