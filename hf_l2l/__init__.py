@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_l2l.hf.variants import make_l2l_arguments, make_l2l_trainer
     from hf_l2l.loading import load_once
     from hf_l2l.model.precision import copy_as
+    from hf_l2l.noise.growth import L2LBatchGrowth
     from hf_l2l.optim.lamb import Lamb
     from hf_l2l.ranks.peers import RankFailedError
     from hf_l2l.runtime.worker import EngineFailedError
@@ -48,6 +49,7 @@ __all__ = [
     "EagerParamServer",
     "EngineFailedError",
     "L2LArgumentsMixin",
+    "L2LBatchGrowth",
     "L2LCallback",
     "L2LConfig",
     "L2LTrainer",
@@ -70,6 +72,7 @@ _PLACES = {
     "EagerParamServer": "eps.server",
     "EngineFailedError": "runtime.worker",
     "L2LArgumentsMixin": "hf.training_args",
+    "L2LBatchGrowth": "noise.growth",
     "L2LCallback": "hf.callback",
     "L2LConfig": "config",
     "L2LTrainer": "hf.trainer",

@@ -54,6 +54,7 @@ FLOORS: dict[str, set[str]] = {
     "checkpoint": HF | {"safetensors"},
     "rank_saves": TORCH,
     "realtime": HF,
+    "noise": HF,
     "hf": HF | {"tqdm"},
     "sizing": HF,
     "scale": set(),

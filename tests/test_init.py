@@ -20,6 +20,7 @@ NAMES = [
     "EagerParamServer",
     "EngineFailedError",
     "L2LArgumentsMixin",
+    "L2LBatchGrowth",
     "L2LCallback",
     "L2LConfig",
     "L2LTrainer",

@@ -103,7 +103,8 @@ def test_the_options_are_all_in_the_table():
     # What `eps.wrap` and `copy_as` take, and what the Trainer logs, needs no option elsewhere.
     names = (
         *("devices", "optimizer", "save_dtype", "async_save"),
-        *("realtime_checkpoint", "realtime_every", "realtime_errors", "merge_accumulation", "log_times"),
+        *("realtime_checkpoint", "realtime_every", "realtime_errors", "merge_accumulation"),
+        *("noise_scale", "noise_scale_every", "log_times"),
     )
     of_the_trainer = [f"`l2l_{name}`" for name in names]
     assert [row[1] for row in rows if not row[0]] == of_the_trainer

@@ -43,7 +43,7 @@ def disagreement(step: Step, batches: Sequence[Batch], merged: Merged, items: An
             return f"all rows at once cannot be run ({error})"
         rest = {name: _norm(p.grad) for name, p in parameters.items()}
         found = loss.detach()
-    tolerance = _half_of_the_digits(step)
+    tolerance = half_of_the_digits(step)
     norms, differences = torch.tensor(list(expected.values())), torch.tensor(list(rest.values()))
     if not all(bool(numbers.isfinite().all()) for numbers in (total, found, norms, differences)):
         return None  # as a first step in fp16, whose loss scale is still too large
@@ -102,7 +102,7 @@ def _norm(gradient: torch.Tensor | None) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float32))
 
 
-def _half_of_the_digits(step: Step) -> float:
+def half_of_the_digits(step: Step) -> float:
     """The tolerance: half the digits of the least precise dtype, since kernels add other numbers of rows in another
     order."""
     precision = step.eps.masters.precision

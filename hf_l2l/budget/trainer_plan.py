@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_l2l.accumulation.conditions import own_method, why_not_folded
+from hf_l2l.accumulation.folding import Folding
 from hf_l2l.budget.agreed import is_so_for_all, reason_of_any
 from hf_l2l.budget.example import NoExample, longest_batch
 from hf_l2l.budget.saved import save_plan, saved_choice
@@ -100,6 +101,13 @@ class TrainerPlan:
             "the batches of a step run one by one: device_memory_budget has no room for all at once, or they would "
             "not be faster"
         )
+
+    def start(self, folding: Folding, reason: str | None, warn: Callable[[str], None]) -> None:
+        """Begin to run accumulated batches as one, as many as have been planned; `reason` is why not, apart from a
+        plan, which is told with `warn`."""
+        planned = self.why_one_by_one()
+        tell = logger.info if reason is None and planned else warn
+        folding.start(reason or planned, tell, None if self.plan is None else self.plan.batches)
 
     def make(self, trainer: Any, purpose: Purpose | None, checkpoint: str | None) -> None:
         """Plan for a training that begins, or is resumed from `checkpoint`. The model must not be attached.

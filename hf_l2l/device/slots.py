@@ -15,10 +15,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from hf_l2l.compat import without_interception
+from hf_l2l.compat import in_whole_backward, without_interception
 from hf_l2l.device.device_weights import DeviceWeights, OnGradient, as_leaves, as_parameter
+from hf_l2l.device.ubatch_norms import UbatchNorms, norm_of_gradient
 from hf_l2l.eps.masters import Masters, MasterUnit
 from hf_l2l.eps.weight_copies import Copies, Stage
+from hf_l2l.model.batch_dims import Ubatch
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import HookErrors
 from hf_l2l.runtime.tensors import with_own_version
@@ -233,6 +235,10 @@ class GradientSlots:
         self._masters = ref(masters)
         """Hooks of leaves refer to this object: with a reference to modules they would keep the model alive."""
         self.slots = [_GradientSlot(0, device) for _ in range(count)]
+        self.norms: UbatchNorms | None = None
+        """Takes the norms of the gradients of each micro-batch, while somebody wants them."""
+        self._norms: dict[int, list[torch.Tensor]] = {}
+        """Those of the layer that computes, by the number of the parameter."""
         self._errors: HookErrors | None = None
         """What the hooks of the layer raised."""
         self._unit: MasterUnit | None = None
@@ -245,9 +251,11 @@ class GradientSlots:
         """True until the first gradient of the layer is added."""
 
     @contextmanager
-    def summing(self, weights: DeviceWeights, *, in_slot: bool) -> Iterator[LayerSums]:
-        """Inside, gradients of the leaves of `weights` are summed in a slot, or in memory of their own, and not in
-        `leaf.grad`.
+    def summing(
+        self, weights: DeviceWeights, ubatches: Sequence[Ubatch | None], *, in_slot: bool
+    ) -> Iterator[LayerSums]:
+        """Inside, gradients of the leaves of `weights`, of one after the other of `ubatches`, are summed in a slot, or
+        in memory of their own, and not in `leaf.grad`.
 
         Yields the sums; after their downloads have been submitted, `leave` must be called.
         """
@@ -257,17 +265,19 @@ class GradientSlots:
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
                 slot = self.slots[0] = _GradientSlot(self._num_bytes(unit), self.device)
             self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
-        self._unit, self._is_empty = unit, True
+        self._unit, self._is_empty, self._norms = unit, True, {}
         errors = self._errors = HookErrors()
         sums = self._sums = [None] * len(weights.leaves)
         for leaf in weights.leaves:
             leaf.grad = None  # a backward that failed may have left one
         try:
             yield LayerSums(sums, flat)
+            if self.norms is not None and in_whole_backward():
+                self.norms.add(unit, ubatches, self._norms, self.device)
         finally:
             # Hooks of the leaves refer to this object, which Python's garbage collector does not see. A reference from
             # here to a module would therefore keep the model alive.
-            self._unit, self._sums, self._views, self._errors = None, [], {}, None
+            self._unit, self._sums, self._views, self._norms, self._errors = None, [], {}, {}, None
         errors.raise_first()
 
     def _num_bytes(self, unit: MasterUnit) -> int:
@@ -284,9 +294,13 @@ class GradientSlots:
             return
         # Sparse gradients are summed by autograd, in the leaf.
         if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
+            if self.norms is not None:
+                self.norms.problem = f"sparse gradients in a {type(self._unit.module).__name__}"
             return
         leaf.grad = None
         with errors:
+            if self.norms is not None:
+                self._norms.setdefault(number, []).append(norm_of_gradient(gradient))
             total = self._sums[number]
             if total is not None:
                 total.add_(gradient)

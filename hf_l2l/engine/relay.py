@@ -377,21 +377,23 @@ class Relay:
 
     def _summing(self, call: LayerCall, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
         stays = self._stays(weights.unit)
-        if stays and not self.eps.copies.precision.is_mixed:
+        if stays and not self._sums_in_hooks(call):
             # Autograd sums the gradients in the leaves, which are where the masters are.
             return nullcontext(LayerSums([], None))
-        return call.at.gradient_slots.summing(weights, in_slot=not stays)
+        return call.at.gradient_slots.summing(weights, call.ubatches, in_slot=not stays)
+
+    def _sums_in_hooks(self, call: LayerCall) -> bool:
+        return self.eps.copies.precision.is_mixed or call.at.gradient_slots.norms is not None
 
     def _weights(
         self, call: LayerCall, *, requires_grad: bool, graph: KeptGraph | None = None
     ) -> AbstractContextManager[DeviceWeights]:
         """The weights of the layer on its device, in the block; those of a `graph` are leaves of it."""
         copies, unit = self.eps.copies, call.unit
-        on_gradient = call.at.gradient_slots.add
         if self._stays(unit) and graph is not None:
             return nullcontext(graph.weights)
         if self._stays(unit):
-            hook = on_gradient if copies.precision.is_mixed else None
+            hook = call.at.gradient_slots.add if self._sums_in_hooks(call) else None
             weights = uploaded(unit, call.device, copies, requires_grad=requires_grad, on_gradient=hook)
             self.eps.ledger.on_device.holds(RESIDENT, weights.leaves)
             return nullcontext(weights)

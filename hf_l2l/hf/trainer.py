@@ -51,6 +51,7 @@ from hf_l2l.logits.heads import loss_alone
 from hf_l2l.memory.host_remedies import check_training_fits
 from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.noise.trainer_part import NoiseScaleMixin
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
@@ -64,7 +65,7 @@ from hf_l2l.shared_eps.server import ranks_text
 logger = logging.get_logger("transformers.hf_l2l")
 
 
-class L2LTrainerMixin(RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
+class L2LTrainerMixin(NoiseScaleMixin, RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
     """Makes any subclass of transformers' `Trainer` run layer to layer: `class Mine(L2LTrainerMixin, DPOTrainer)`.
 
     It takes the arguments of that class; `make_l2l_trainer(DPOTrainer)` combines the two without a class statement.
@@ -260,10 +261,8 @@ class L2LTrainerMixin(RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
         if eps is not None:
             read_rates_of_state(self.lr_scheduler)
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
-            config = self._l2l_config()
-            reason, planned = why_not_folded(self, self._asked_config()), self._l2l_plan.why_one_by_one()
-            warn = partial(warn_of_accumulation, self.args, config)
-            self._folding.start(reason or planned, logger.info if reason is None and planned else warn)
+            warn = partial(warn_of_accumulation, self.args, self._l2l_config())
+            self._l2l_plan.start(self._folding, why_not_folded(self, self._asked_config()), warn)
             if self._logs_times:
                 eps.timeline.watch()
             self._tokens.restart()  # drop those of an interrupted training
@@ -325,7 +324,8 @@ class L2LTrainerMixin(RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
             self._tr_loss += late
 
     def _l2l_step(self, attached: Attachment, model: nn.Module) -> Step:
-        return step_of(self, attached.eps, attached.cuts, partial(super().training_step, model))
+        train = partial(super().training_step, model)
+        return self._measuring(attached, step_of(self, attached.eps, attached.cuts, train))
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Overridden to count tokens, and to run the batches of a step as one (`l2l_merge_accumulation`)."""

@@ -28,6 +28,7 @@ from hf_l2l.config import (
     help_text,
 )
 from hf_l2l.counts import OptionNames, parsed_devices
+from hf_l2l.noise.options import check_noise_scale, noise_scale_every_field, noise_scale_field
 from hf_l2l.option_names import argument, options_of_the_trainer
 from hf_l2l.ranks.team import launched_processes
 from hf_l2l.realtime.options import check_realtime
@@ -187,6 +188,8 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
             "that grows with the batch (stash and boundary)."
         },
     )
+    l2l_noise_scale: bool = noise_scale_field()
+    l2l_noise_scale_every: str = noise_scale_every_field()
     l2l_log_times: bool = field(
         default=True,
         metadata={
@@ -271,6 +274,7 @@ def refuse_conflicts(args: TrainingArguments) -> None:
             "out"
         )
     check_realtime(args)
+    check_noise_scale(args)
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(

@@ -99,15 +99,15 @@ class RowCuts:
 
     @contextmanager
     def between(self, rows: Sequence[int]) -> Iterator[None]:
-        """Inside, the model's batch is merged of batches with so many rows each.
+        """Inside, the model's batch is merged of batches with so many rows each; without any, of a single one.
 
         A call whose rows are others, or that cannot be cut, raises NotCut.
         """
-        self.merged = tuple(rows)
+        before, self.merged = self.merged, tuple(rows)
         try:
             yield
         finally:
-            self.merged = ()
+            self.merged = before
 
     def of(self, rows: int) -> list[Ubatch]:
         """The row ranges of the inner loop; one if all rows run at once.

@@ -18,6 +18,7 @@ COPIES_READ = "memory of 16-bit copies is reused after the copies in it have bee
 GRADIENTS_COMPUTED = "gradients are downloaded after they have been computed"
 GRADIENT_SLOT_FREE = "gradients are accumulated in a slot after those in it have been downloaded"
 NORMS_COMPUTED = "norms of resident gradients that have changed are read after they have been computed"
+UBATCH_NORMS_COMPUTED = "norms of the gradients of micro-batches are read after they have been computed"
 ALL_GRADIENTS_DOWNLOADED = "backward returns after all gradients have been downloaded"
 FAILED_DOWNLOADS_FINISHED = "memory of a failed backward is reused after its downloads have finished"
 GRADIENTS_ADDED = "sums of the gradients of all ranks are downloaded after they have been added on the device"

@@ -89,6 +89,8 @@ OF_THE_TRAINER: dict[str, Any] = {
     "l2l_realtime_checkpoint": 3,
     "l2l_realtime_every": 0,
     "l2l_realtime_errors": "ignore",
+    "l2l_noise_scale": "yes",
+    "l2l_noise_scale_every": 0,
 }
 """Options that the Trainer's arguments alone have."""
 
@@ -234,6 +236,7 @@ WITH_THE_TRAINER = [
     Case("`l2l_async_save=True`, on Windows", _no_places),
     _trained(l2l_realtime_checkpoint="now", save_only_model=True),
     _trained(l2l_realtime_every=5),
+    _trained(l2l_noise_scale_every=5),
     Case("`output_dir='run', l2l_realtime_checkpoint='run'`", _in_one_folder),
     Case("`accelerate launch --mixed_precision fp16`", _launched("ACCELERATE_MIXED_PRECISION", "fp16")),
     Case(

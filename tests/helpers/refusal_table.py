@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 from refusal_commands import ESTIMATE, ESTIMATE_WARNINGS, PROGRAM, SCRIPT, SCRIPT_WARNINGS
 from refusal_models import CALLBACKS, DEVICES, MODELS, OPTIMIZERS, WARNINGS
+from refusal_noise import NOISE, NOISE_WARNINGS
 from refusal_settings import OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
 from refusals import Case, Found, parts_of, provoke
 
@@ -49,11 +50,12 @@ ERRORS: dict[str, list[Case]] = {
     "Devices and memory": DEVICES,
     "Optimizers": OPTIMIZERS,
     "`L2LCallback`": CALLBACKS,
+    "The noise scale": NOISE,
     "`estimate`": ESTIMATE,
     "The program `hf-l2l`": PROGRAM,
 }
 WARNED: dict[str, list[Case]] = {
-    "Warnings: what is turned off, chosen, or without effect": [*WARNINGS, *ESTIMATE_WARNINGS],
+    "Warnings: what is turned off, chosen, or without effect": [*WARNINGS, *NOISE_WARNINGS, *ESTIMATE_WARNINGS],
 }
 if HAS_DATASETS:  # without it, the script does not look at its options
     ERRORS["The script `run_glue_l2l.py`"] = SCRIPT

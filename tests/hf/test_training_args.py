@@ -148,7 +148,8 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
 def test_own_options_are_those_that_plain_arguments_lack():
     names = (
         *("devices", "optimizer", "save_dtype", "async_save"),
-        *("realtime_checkpoint", "realtime_every", "realtime_errors", "merge_accumulation", "log_times"),
+        *("realtime_checkpoint", "realtime_every", "realtime_errors", "merge_accumulation"),
+        *("noise_scale", "noise_scale_every", "log_times"),
     )
     trainer_only = [f"l2l_{name}" for name in names]
     assert list(OWN_OPTIONS) == [*map(argument_of, OPTIONS), *trainer_only]
