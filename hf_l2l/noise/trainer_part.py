@@ -123,7 +123,9 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Overridden because arguments that a callback has changed are to be what they were, whatever happens."""
         try:
-            return super().train(*args, **kwargs)
+            found = super().train(*args, **kwargs)
+            self._read_noise()
+            return found
         finally:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, L2LBatchGrowth):

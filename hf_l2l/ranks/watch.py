@@ -66,7 +66,8 @@ class State:
         """The first rank that has failed, and how."""
         self.failed_at = 0.0
         self.is_announced = False
-        """Whether the others have been told of it."""
+        """Whether the others are told of it, by a thread that holds the lock until they have been."""
+        self.announcing = threading.RLock()
         self.told: set[int] = set()
         """Threads in which the error was raised and has not been kept for later: the program has got it."""
         self.far: list[Callable[[bytes, float], None]] = []
@@ -160,12 +161,19 @@ def tell(state: State, text: str) -> None:
 def announce(state: State) -> None:
     """Tell the others which rank has failed: whoever hears of the end of this one first shall not take it for the
     cause."""
-    with state.changed:
-        if state.failure is None or state.is_announced:
-            return
-        state.is_announced = True
-        rank, text = state.failure
-    _send_all(state, _failed(rank, text))
+    # While another thread tells them, this one waits: it may be about to close the sockets. It does so for a time, for
+    # it may be collecting garbage in the midst of what the other one waits for.
+    has_lock = state.announcing.acquire(timeout=_LEAVES_WITHIN * state.timeout_s)
+    try:
+        with state.changed:
+            if state.failure is None or state.is_announced:
+                return
+            state.is_announced = True
+            rank, text = state.failure
+        _send_all(state, _failed(rank, text))
+    finally:
+        if has_lock:
+            state.announcing.release()
 
 
 def _failed(rank: int, text: str) -> bytes:

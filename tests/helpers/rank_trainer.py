@@ -181,6 +181,7 @@ def trained(
         "devices": [] if kind == "hf" else [str(each) for each in devices_of(args, None)],
         "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,
+        "noise": trainer._l2l_noise.averages if options.get("l2l_noise_scale") else None,
         "wrapped": type(trainer.model_wrapped).__name__,
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
     }

@@ -161,6 +161,28 @@ def test_the_first_cause_is_told_not_the_messenger():
         assert str(until_failed(rank)) == "rank 2 has failed: its process has ended"
 
 
+def test_a_rank_that_leaves_while_its_thread_tells_of_another_one_waits_for_that(monkeypatch):
+    """Else who hears of its end only would take it for the cause."""
+    sockets = connected(3)
+    rank = Peers(0, sockets[0], LONG_S)
+    send_all, has_left = watch._send_all, threading.Event()
+
+    def late(state: watch.State, message: bytes) -> None:
+        if threading.current_thread().name == "hf_l2l ranks":
+            has_left.wait(1.0)  # it may not leave before
+        send_all(state, message)
+
+    monkeypatch.setattr(watch, "_send_all", late)
+    with sockets[2][0] as raw, sockets[2][1], sockets[1][2]:
+        sockets[1][0].close()
+        until(lambda: rank._state.is_announced)
+        rank.tell_failure("its model cannot be attached")
+        rank.close()
+        has_left.set()
+        messages = [message for message in iter(lambda: raw.recv(1024), b"") if message[0] != HEARTBEAT]
+    assert [HEADER.unpack_from(message) for message in messages] == [(FAILED, 1)]
+
+
 def test_a_rank_that_ends_because_of_another_tells_which():
     with one_and_raw() as (rank, raw):
         raw.send(HEADER.pack(FAILED, 7) + b"why")

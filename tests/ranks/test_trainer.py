@@ -128,3 +128,35 @@ def test_each_rank_writes_a_trace(pool, tmp_path):
     trace = tmp_path / "trace.json"
     pool(2).run(trained, "bert", "l2l", str(tmp_path / "run"), layered({"l2l_trace": str(trace)}))
     assert trace.is_file() and (tmp_path / "trace.rank1.json").is_file()
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["tokens of all ranks", "tokens of each"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path, name, average):
+    """In one process that accumulates the batches of the ranks in turn, they weigh the same, if ranks divide by the
+    tokens of all of them: else each rank does."""
+    options = layered({"l2l_merge_accumulation": "off", "ubatch_size": 2, "learning_rate": 0.0, "max_steps": 3})
+    options |= {"l2l_noise_scale": True, "l2l_noise_scale_every": "1", "logging_steps": 2}
+    alone = {**options, "gradient_accumulation_steps": 2}
+    expected = pool(1).run(trained, name, "l2l", str(tmp_path / "alone"), alone)[0]["noise"]
+    found = pool(2).run(
+        trained, name, "l2l", str(tmp_path / "ranks"), {**options, "average_tokens_across_devices": average}
+    )
+    assert found[0]["noise"] == found[1]["noise"] and expected["steps"] == 3
+    for what in ("items", "rows", "steps"):
+        assert found[0]["noise"][what] == expected[what]
+    # A mean, as BERT's loss is, transformers multiplies by the ranks unless each divides by its own.
+    noise = found[0]["noise"]["noise"] * (4 if name == "bert" and not average else 1)
+    unequal = name == "llama" and not average
+    assert noise == pytest.approx(expected["noise"], rel=0.2 if unequal else 1e-3)
+    assert (noise != pytest.approx(expected["noise"], rel=1e-5)) == unequal
+
+
+def test_a_noise_scale_is_resumed_by_all_ranks(pool, tmp_path):
+    options = layered({"ubatch_size": 2, "l2l_noise_scale": True, "l2l_noise_scale_every": "1", "logging_steps": 3})
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    whole = pool(2).run(trained, "llama", "l2l", str(tmp_path), options)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    again = pool(2).run(trained, "llama", "l2l", str(tmp_path), options, 70, checkpoint)
+    assert [each["noise"] for each in again] == [each["noise"] for each in whole]
+    assert whole[0]["noise"] == whole[1]["noise"] and whole[0]["noise"]["steps"] == 4
