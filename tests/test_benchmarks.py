@@ -21,7 +21,7 @@ import transformers as hf
 
 import hf_l2l
 from benchmark_output import columns, refused
-from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, launch_time, saving, throughput
+from benchmarks import cmp_glue, cmp_glue_report, environment, eps_cpu, launch_time, noise_scale, saving, throughput
 from glue_script import ROWS, write
 from rank_pool import RankPool
 
@@ -377,3 +377,28 @@ def test_checkpoints_are_timed_by_each_trainer(capsys):
     assert list(result["kinds"]) == ["Trainer", "L2LTrainer", "L2LTrainer, l2l_async_save"]
     assert all(each["held_ms"] > 0 and each["mib"] > 1 for each in result["kinds"].values())
     assert "l2l_async_save" in text
+
+
+# ---- noise_scale
+
+
+def test_the_noise_scale_is_beside_that_of_two_batch_sizes(glue_folder, tiny_model, capsys):
+    options = ["--data", str(glue_folder), "--model", tiny_model, "--batch", "4", "--ubatch", "2", "--draws", "1"]
+    result = noise_scale.main([*options, "--rows", "16"])
+    text, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert json.loads(last) == result
+    assert [each["step"] for each in result["steps"]] == [1, 2, 3, 4]
+    assert [*result["two batch sizes"]] == ["0", "1", "2", "3", "4"]
+    assert len([line for line in text.splitlines() if line.startswith("| ")]) == 6
+
+
+def test_what_measuring_costs_is_measured(capsys):
+    result = noise_scale.main(["--cost", "--pairs", "2", "--tokens", "32", "--hidden", "16"])
+    assert len(result["ratios"]) == 2 and min(result["ratios"]) > 0
+    assert "| 32 |" in capsys.readouterr().out
+
+
+def test_a_noise_scale_of_no_data_is_refused(tmp_path, capsys):
+    message = refused(noise_scale.main, ["--data", str(tmp_path)], capsys)
+    assert message == f"--data must be a folder with sst2_sentences/train.csv (got {tmp_path})"
+    assert refused(noise_scale.main, ["--cost", "--pairs", "0"], capsys) == "--pairs must be at least 1 (got 0)"

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "kept graphs": ({"l2l_kept_graphs": 2}, 1e-3),
     "eager": ({"eps_update": "eager", "max_grad_norm": 0.0}, 1e-3),
     "serial": ({"eps_update": "serial"}, 1e-3),
+    "state on disk": ({"l2l_state_tier": "disk"}, 1e-3),
     "bf16": ({"cmp": "bf16"}, 0.05),
     "fp16": ({"cmp": "fp16"}, 0.05),
     "fp16 without clipping": ({"cmp": "fp16", "max_grad_norm": 0.0}, 0.05),
