@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def is_sum_over_rows(step: Step, batch: Mapping[str, Any], loss_items: Any, item
 
     Returns:
         Whether the losses of the parts add up to the whole. Otherwise it is their mean. None if this batch does not
-        tell, since a single row has items.
+        tell, since a single row has items, or the loss is not finite.
 
     Raises:
         ValueError: if it is neither.
@@ -44,6 +45,8 @@ def is_sum_over_rows(step: Step, batch: Mapping[str, Any], loss_items: Any, item
             loss = float(step.loss(of_part, loss_items)[0])
             added += loss
             mean += loss * sum(items[part]) / sum(items)
+    if not isfinite(whole):
+        return None  # the step will tell
     tolerance = half_of_the_digits(step) * abs(whole)
     for is_sum, found in ((True, added), (False, mean)):
         if abs(found - whole) <= tolerance:

@@ -25,6 +25,7 @@ from hf_l2l.noise.estimate import Measured, NoiseScale, together
 from hf_l2l.noise.growth import L2LBatchGrowth
 from hf_l2l.noise.items import items_of_rows, measured, rows_of
 from hf_l2l.noise.options import ENOUGH_TOKENS, every_of
+from hf_l2l.ranks.team import of_rank_0
 
 if TYPE_CHECKING:
     from transformers import Trainer as _NextTrainer
@@ -190,8 +191,8 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
 
         def train(batch: Any, items: Any) -> torch.Tensor:
             noise, rows = self._l2l_noise, rows_of(batch)
-            if noise.every is None:
-                noise.every = self._every_of(batch, rows)
+            if noise.every is None:  # batches of other ranks have other lengths
+                noise.every = int(of_rank_0(str(self._every_of(batch, rows))))
             if self.state.global_step % noise.every:
                 return step.train(batch, items)
             return self._train_measured(attached, step, batch, items)
@@ -203,15 +204,16 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         if asked is not None:
             return asked
         tokens = batch.get(getattr(self.model, "main_input_name", "input_ids"))
-        if not isinstance(tokens, torch.Tensor):
-            return 1
+        if not isinstance(tokens, torch.Tensor) or tokens.is_floating_point():
+            return 1  # of pixels or sounds, nobody knows how many tokens they become
         ubatch = min(self._l2l_config().ubatch_size or rows, rows)
         return max(1, -(-ENOUGH_TOKENS * rows // (tokens.numel() * ubatch)))
 
     def _train_measured(self, attached: Any, step: Step, batch: Any, items: Any) -> torch.Tensor:
         of_rows = items_of_rows(batch, shifts=bool(getattr(self, "_loss_shifts_labels", False)))
-        if self._l2l_is_sum is None:
-            self._l2l_is_sum = is_sum_over_rows(step, batch, items, of_rows)
+        if self._l2l_is_sum is None:  # in all ranks or none
+            answers = self._of_ranks(is_sum_over_rows(step, batch, items, of_rows), "ranks look at the loss")
+            self._l2l_is_sum = next((each for each in answers if each is not None), None)
         norms, eps = UbatchNorms(), attached.eps
         slots = [at.gradient_slots for at in attached.relay.devices]
         scale = eps.loss_scale.value if eps.loss_scale is not None and eps.loss_scale.is_dynamic else 1.0
@@ -244,20 +246,21 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             return
         averaged = bool(getattr(self.args, "average_tokens_across_devices", False))
         own = [each.of_this_rank(weight_1=self.args.world_size > 1 and not averaged) for each in steps]
-        of_ranks = [own]
-        team = None if self._eps_of_model_alone is None else self._eps_of_model_alone.team
-        if team is not None:
-            texts = team.tell(json.dumps([each.values() for each in own]), "ranks add up what they have measured")
-            of_ranks = [[Measured(*values) for values in json.loads(text)] for text in texts]
+        of_ranks = self._of_ranks([each.values() for each in own], "ranks add up what they have measured")
         noise = self._l2l_noise.found
         for step, *parts in zip(steps, *of_ranks, strict=True):
-            noise.observe(together(parts), step.norm)
+            noise.observe(together(Measured(*values) for values in parts), step.norm)
         if not noise.steps and not self._l2l_is_told:
             self._l2l_is_told = True
             logger.warning(
                 "l2l_noise_scale=True measures nothing so far: no step has had several micro-batches whose gradients "
                 "are finite"
             )
+
+    def _of_ranks(self, found: Any, why: str) -> list[Any]:
+        """What each rank has found, as JSON passes it; all of them call this. `why` says what they wait for."""
+        team = None if self.eps is None else self.eps.team
+        return [found] if team is None else [json.loads(text) for text in team.tell(json.dumps(found), why)]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Overridden to read what was measured, from time to time."""

@@ -22,6 +22,7 @@ from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.hf.preparation import devices_of
+from hf_l2l.noise.trainer_part import NoiseScaleMixin
 from hf_l2l.rank_saves import background
 from hf_l2l.realtime import trainer_part
 from rank_cases import large
@@ -189,6 +190,13 @@ def trained(
         detach_l2l(model)
     PartialState._reset_state()
     return found
+
+
+def trained_with_other_lengths(*args: Any) -> dict[str, Any]:
+    """`trained`, by ranks whose first batches would have them measure the noise scale at other steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoiseScaleMixin, "_every_of", lambda self, batch, rows: 2 + distributed.get_rank())
+        return trained(*args)
 
 
 class HeadLoss(nn.Module):

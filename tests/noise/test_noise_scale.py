@@ -159,6 +159,30 @@ def test_how_often_is_by_the_tokens_of_a_micro_batch(tmp_path, ubatch, every):
     assert mine._l2l_noise.found.steps == 1
 
 
+def test_of_inputs_that_are_no_tokens_each_step_is_measured(tmp_path):
+    mine = l2l_trainer(tmp_path, ubatch_size=2, max_steps=1, l2l_noise_scale=True)
+    assert mine._every_of({"input_ids": torch.rand(8, 3)}, 8) == mine._every_of({"ids": torch.ones(8, 3)}, 8) == 1
+    assert mine._every_of({"input_ids": torch.ones(8, 3, dtype=torch.long)}, 8) == 512
+
+
+def test_a_first_loss_that_is_not_finite_is_not_taken_for_one_that_couples_rows(tmp_path):
+    """The next batch tells what it is."""
+    mine = l2l_trainer(tmp_path, ubatch_size=2, l2l_nonfinite="skip", max_steps=3, **ON)
+    weight = mine.model.classifier.weight
+    before = weight.detach().clone()
+
+    class Mend(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                weight.copy_(before)
+
+    with torch.no_grad():
+        weight.fill_(float("inf"))
+    mine.add_callback(Mend())
+    mine.train()
+    assert mine._l2l_is_sum is False and mine._l2l_noise.found.steps == 2
+
+
 SAVED = {"save_strategy": "steps", "save_steps": 2, "ubatch_size": 2, "max_steps": 6, "l2l_log_times": False, **ON}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rank_trainer import trained, trained_with_loss
+from rank_trainer import trained, trained_with_loss, trained_with_other_lengths
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
 
@@ -160,3 +160,10 @@ def test_a_noise_scale_is_resumed_by_all_ranks(pool, tmp_path):
     again = pool(2).run(trained, "llama", "l2l", str(tmp_path), options, 70, checkpoint)
     assert [each["noise"] for each in again] == [each["noise"] for each in whole]
     assert whole[0]["noise"] == whole[1]["noise"] and whole[0]["noise"]["steps"] == 4
+
+
+def test_ranks_measure_at_the_same_steps(pool, tmp_path):
+    """As rank 0 would: the first batches of ranks may have other lengths."""
+    options = layered({"ubatch_size": 2, "l2l_noise_scale": True})
+    found = pool(2).run(trained_with_other_lengths, "llama", "l2l", str(tmp_path), options)
+    assert [each["noise"]["steps"] for each in found] == [2, 2] and found[0]["noise"] == found[1]["noise"]
