@@ -67,7 +67,19 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def _as_typed(option: str) -> str:
+    """What the command line calls what `hf_l2l.scale` calls `option`."""
+    return flag({"devices": "gpus", "host_bytes": "host_memory"}.get(option, option))
+
+
 def _run(options: argparse.Namespace) -> int:
+    from hf_l2l.option_names import options_called
+
+    with options_called(_as_typed):
+        return _planned_or_refused(options)
+
+
+def _planned_or_refused(options: argparse.Namespace) -> int:
     from hf_l2l.scale import METHODS, PARALLELISM, Limits, Method
 
     if options.model is None:
@@ -127,12 +139,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     from hf_l2l.plan.planner import parse_budget
     from hf_l2l.scale import Cluster, hardware_named
 
-    for name in ("network", "node_size"):
-        value = getattr(options, name)
-        if value is not None and not 0.01 <= value <= 1e6:
-            raise ValueError(
-                f"{flag(name)} must be from 0.01 to 1,000,000 (got {value}); leave it out for that of the hardware"
-            )
+    if options.network is not None and not 0.01 <= options.network <= 1e6:
+        raise ValueError(
+            f"--network must be from 0.01 to 1,000,000 (got {options.network}); leave it out for that of the hardware"
+        )
     hardware = hardware_named(options.hardware)
     both_ways = None if options.network is None else 2 * options.network / 8  # as table A.1 counts
     host = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")

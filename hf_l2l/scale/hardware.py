@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from hf_l2l.option_names import option
+
 GIB = 1024**3
 """Bytes of what the paper calls a GB: its intensities and its memory are in these."""
 TERA = 1e12
@@ -91,4 +93,4 @@ def hardware_named(name: str) -> Hardware:
         return HARDWARE[plain]
     near = get_close_matches(plain, HARDWARE, n=1)
     remedy = f"did you mean {near[0]}?" if near else "take the one that is most like yours"
-    raise ValueError(f"the hardware must be one of {', '.join(HARDWARE)} (got {name!r}); {remedy}")
+    raise ValueError(f"{option('hardware')} must be one of {', '.join(HARDWARE)} (got {name!r}); {remedy}")

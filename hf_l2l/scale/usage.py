@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from hf_l2l.option_names import option
 from hf_l2l.scale.hardware import GIB, Hardware
 from hf_l2l.scale.shape import TransformerShape
 
@@ -62,6 +63,17 @@ class Cluster:
     """Devices of a node; None: that of the hardware."""
     host_bytes: float | None = None
     """Memory of a node for what its devices offload; None: as much as they need."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: if the node has no device.
+        """
+        if self.node_size is not None and self.node_size < 1:
+            raise ValueError(
+                f"{option('node_size')} must be a whole number from 1 (got {self.node_size}); leave it out for that "
+                "of the hardware"
+            )
 
     def host_bytes_of(self, devices: int) -> float:
         """The share of a device in its node's memory, if a training has so many devices."""

@@ -68,6 +68,8 @@ PROGRAM = [
     _of_program("plan", "X160", "--gpus", "8", "--pipeline", "16"),
     _of_program("plan", "X160", "--pipeline", "7"),
     _of_program("plan", "X160", "--gpus", "1", "--host-memory", "64GiB"),
+    _of_program("plan", "X160", "--node-size", "0"),
+    _of_program("plan", "X160", "--days", "inf"),
     _of_program("env", "--device", "cuda"),
     _of_program("inspect", "MODEL", "--class", "Nothing")._replace(varies=r"5\.\d+\.\d+"),
     Case("`hf-l2l inspect ./nowhere`", _ran("inspect", "MODEL", model="./nowhere")),
