@@ -52,10 +52,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--node-size", type=int, metavar="N", help="devices of a node, the most for tensor parallelism"
     )
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a node for what is offloaded, such as 64GiB")
+    parser.add_argument(
+        "--host-bandwidth",
+        type=float,
+        metavar="N",
+        help="GiB/s of a node's host memory, which bounds updates on the host (l2l)",
+    )
     wanted = parser.add_mutually_exclusive_group()
     wanted.add_argument("--gpus", type=int, metavar="N", help="the fastest plans on at most so many devices")
     wanted.add_argument("--days", type=float, metavar="D", help="the smallest clusters that train within so many days")
-    parser.add_argument("--method", choices=METHODS, help="of the paper's methods only this one")
+    parser.add_argument("--method", choices=METHODS, help="only this method")
     parser.add_argument("--parallelism", choices=PARALLELISM, help="only this kind")
     parser.add_argument("--pipeline", type=int, metavar="N", help="the degree of pipeline parallelism")
     parser.add_argument("--tensor", type=int, metavar="N", help="the degree of tensor parallelism")
@@ -80,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _planned_or_refused(options: argparse.Namespace) -> int:
-    from hf_l2l.scale import METHODS, PARALLELISM, Limits, Method
+    from hf_l2l.scale import Limits
 
     if options.model is None:
         raise ValueError("a plan needs a model (got none); give MODEL, such as X160 or the folder of a config.json")
@@ -91,24 +97,16 @@ def _planned_or_refused(options: argparse.Namespace) -> int:
     found: list[tuple[str, Plan]] = []
     shown: set[object] = set()
     refused: list[str] = []
-    for parallelism in [options.parallelism] if options.parallelism else PARALLELISM:
-        for name in [options.method] if options.method else METHODS:
-            method = Method(name)
-            if method is Method.PARTITIONED and parallelism in ("none", "pipe+tensor"):
-                refused.append(
-                    f"the partitioned method divides the state among data-parallel instances (got parallelism "
-                    f"{parallelism}); take one with data, or another method"
-                )
-                continue
-            try:
-                plan = _planned(options, shape, cluster, method, parallelism, limits)
-            except ValueError as error:
-                refused.append(str(error))
-                continue
-            usage = plan.usage  # with few devices, kinds of parallelism and methods may come to the same
-            if (usage.degrees, usage.memory, usage.efficiency) not in shown:
-                shown.add((usage.degrees, usage.memory, usage.efficiency))
-                found.append((parallelism, plan))
+    for parallelism, method in _combinations(options):
+        try:
+            plan = _planned(options, shape, cluster, method, parallelism, limits)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        usage = plan.usage  # with few devices, kinds of parallelism and methods may come to the same
+        if (usage.degrees, usage.memory, usage.efficiency) not in shown:
+            shown.add((usage.degrees, usage.memory, usage.efficiency))
+            found.append((parallelism, plan))
     if not found:
         raise ValueError(refused[-1])  # that of the most kinds of parallelism at once
     wants_fewest = options.days is not None
@@ -118,6 +116,22 @@ def _planned_or_refused(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(options, shape, cluster, found)))
     return GOOD
+
+
+def _combinations(options: argparse.Namespace) -> list[tuple[str, Method]]:
+    """Kinds of parallelism with the methods that they are for; both as asked for, if both are."""
+    from hf_l2l.scale import ARRANGED, PARALLELISM, Method
+
+    if options.method and options.parallelism:
+        return [(options.parallelism, Method(options.method))]
+    return [
+        (parallelism, method)
+        for parallelism in PARALLELISM
+        for method in Method
+        if parallelism in ARRANGED[method]
+        and options.parallelism in (None, parallelism)
+        and options.method in (None, method.value)
+    ]
 
 
 def _planned(
@@ -139,14 +153,16 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     from hf_l2l.plan.planner import parse_budget
     from hf_l2l.scale import Cluster, hardware_named
 
-    if options.network is not None and not 0.01 <= options.network <= 1e6:
-        raise ValueError(
-            f"--network must be from 0.01 to 1,000,000 (got {options.network}); leave it out for that of the hardware"
-        )
+    for name in ("network", "host_bandwidth"):
+        value = getattr(options, name)
+        if value is not None and not 0.01 <= value <= 1e6:
+            raise ValueError(
+                f"{flag(name)} must be from 0.01 to 1,000,000 (got {value}); leave it out for that of the hardware"
+            )
     hardware = hardware_named(options.hardware)
     both_ways = None if options.network is None else 2 * options.network / 8  # as table A.1 counts
     host = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
-    return Cluster(hardware, both_ways, options.node_size, host)
+    return Cluster(hardware, both_ways, options.node_size, host, options.host_bandwidth)
 
 
 def _shape(options: argparse.Namespace) -> TransformerShape:
@@ -225,14 +241,14 @@ def _row(parallelism: str, plan: Plan) -> tuple[str, ...]:
     from hf_l2l.scale.hardware import GIB
 
     usage, to = plan.usage, plan.usage.degrees
-    memory, moved = usage.memory, usage.is_offloaded
+    on_host = usage.in_host_memory
     counts = (to.devices, to.data, to.pipeline, to.tensor, to.batch, to.micro_batch, to.micro_batches)
     return (
         *(parallelism, usage.method.value),
         *(f"{count:,}" for count in counts),
         *(f"{usage.efficiency.value:.2f}", time_text(plan.seconds)),
-        _gib_text((memory.resident + (0 if moved else memory.offloadable)) / GIB),
-        _gib_text(memory.offloadable / GIB) if moved else "0",
+        _gib_text((usage.memory.total - on_host) / GIB),
+        _gib_text(on_host / GIB) if on_host else "0",
     )
 
 
@@ -261,6 +277,7 @@ def _as_json(
                 "overheads": vars(usage.efficiency),
                 "seconds": plan.seconds,
                 "is_offloaded": usage.is_offloaded,
+                "in_host_memory": usage.in_host_memory,
                 "memory": {**vars(memory), "offloadable": memory.offloadable, "resident": memory.resident},
                 "offload_bandwidth": usage.offload_gib_per_s * GIB,
             }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hf_l2l.option_names import option
 from hf_l2l.scale.hardware import GIB
 from hf_l2l.scale.shape import TransformerShape
-from hf_l2l.scale.usage import STATE_BYTES, Cluster, Degrees, Method, Usage
+from hf_l2l.scale.usage import ARRANGED, Cluster, Degrees, Method, Usage
 
 METHODS = tuple(method.value for method in Method)
 PARALLELISM = ("none", "data", "data+pipe", "data+tensor", "pipe+tensor", "3d")
@@ -102,10 +102,28 @@ class _Search:
         """Arrangements whose transfers are hidden, and which are wanted; `data_of` gives the least degree of
         data parallelism to try. If all are to be as fast as possible (`fast`), a standard pipeline is as long as the
         model."""
+        if self.method is Method.L2L:
+            yield from self._layer_to_layer(data_of, is_wanted)
+            return
         for tensor in self._tensor():
             for pipeline in self._pipeline(longest=fast):
                 for number in self._micro_batches(pipeline, many=not fast):
                     yield from self._smallest_micro_batch(Degrees(1, number, 1, pipeline, tensor), data_of, is_wanted)
+
+    def _layer_to_layer(self, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]) -> Iterator[Usage]:
+        """Arrangements of L2L, whose transfers and updates need not be hidden: what is not counts as time. One device
+        or one node may be faster than several nodes."""
+        for number in _growing(1, self.rows):
+            alone = Usage(self.shape, self.cluster, self.method, Degrees(1, number))
+            most = self.rows // number if self._has_data else 1
+            least = min(data_of(alone), most)
+            few = {1, min(self.cluster.largest_tensor, least)}
+            for data in (*sorted(few), *_growing(max(1, least), most)):
+                usage = replace(alone, degrees=replace(alone.degrees, data=data))
+                if usage.fits and self.limits.offload and is_wanted(usage):
+                    yield usage
+                    if data >= least:
+                        break
 
     def _smallest_micro_batch(
         self, to: Degrees, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]
@@ -284,6 +302,11 @@ def _search(
         raise ValueError(
             f"{option('steps')} must be from 1 to {_MOST_STEPS:,} (got {steps}); give a number such as 100000"
         )
+    if parallelism not in ARRANGED[method]:
+        raise ValueError(
+            f"{option('parallelism')} must be one of {', '.join(ARRANGED[method])} with {option('method')} "
+            f"{method.value} (got {parallelism}); take one of those, or another {option('method')}"
+        )
     limits = limits or Limits()
     limits.check(shape)
     search = _Search(shape, cluster, method, parallelism, limits)
@@ -304,12 +327,13 @@ def _search(
 
 def _planned(search: _Search, found: Usage | None, steps: int, where: str) -> Plan:
     if found is None:
+        state = Usage(search.shape, search.cluster, search.method, Degrees(1, 1)).memory.state
         where += "" if search.limits.offload else " without offload"
         raise ValueError(
             f"an arrangement must hide its transfers and fit the memory of devices and hosts{where}, with at most "
             f"{search.rows:,} rows in a batch (got none with parallelism {search.parallelism} and the "
             f"{search.method.value} method, and the state alone takes "
-            f"{STATE_BYTES * search.shape.parameters / GIB:,.1f} GiB); allow more with {option('devices')}, "
+            f"{state / GIB:,.1f} GiB); allow more with {option('devices')}, "
             f"{option('days')} or {option('host_bytes')}, or another {option('parallelism')}"
         )
     return Plan(found, steps)

@@ -40,7 +40,7 @@ def test_layers_of_a_config_are_counted(tmp_path, capsys):
 def test_with_few_devices_equal_plans_are_told_once(capsys):
     plans = ran(capsys, "plan", "X32", "--gpus", "1", "--json").json["plans"]
     assert len({(plan["micro_batch"], plan["micro_batches"], plan["method"]) for plan in plans}) == len(plans)
-    assert all(plan["devices"] == 1 for plan in plans) and len(plans) <= 3
+    assert all(plan["devices"] == 1 for plan in plans) and len(plans) <= 4
 
 
 def test_days_give_the_smallest_cluster_first(capsys):
@@ -55,7 +55,7 @@ def test_host_memory_bounds_what_is_offloaded(capsys):
     bound = ran(capsys, "plan", *given, "--host-memory", "256GiB").json["plans"]
     assert max(plan["devices"] * plan["memory"]["offloadable"] for plan in free) > 256 * 2**30
     for plan in bound:
-        assert not plan["is_offloaded"] or plan["devices"] * plan["memory"]["offloadable"] <= 256 * 2**30
+        assert plan["devices"] * plan["in_host_memory"] <= 256 * 2**30
 
 
 def test_a_slower_network_takes_longer(capsys):
@@ -93,12 +93,18 @@ def test_a_slower_network_takes_longer(capsys):
         ),
         (
             ["X160", "--parallelism", "none", "--method", "partitioned"],
-            r"\(got parallelism none\); take one with data",
+            r"--parallelism must be one of data, .* with --method partitioned \(got none\)",
         ),
         (["X32", "--days", "inf"], r"--days must be a number above 0 \(got inf\)"),
         (["X32", "--days", "-1"], r"--days must be a number above 0 \(got -1.0\)"),
         (["X32", "--days", "nan"], r"--days must be a number above 0 \(got nan\)"),
         (["X32", "--network", "nan"], r"--network must be from .* \(got nan\)"),
+        (["X32", "--host-bandwidth", "0"], r"--host-bandwidth must be from 0.01 to 1,000,000 \(got 0.0\)"),
+        (
+            ["X32", "--method", "l2l", "--parallelism", "3d"],
+            r"--parallelism must be one of none, data with --method l2l",
+        ),
+        (["X160", "--method", "l2l", "--gpus", "1"], r"with parallelism data and the l2l method, and the state alone"),
         (["X32", "--node-size", "nan"], "--node-size: invalid int value: 'nan'"),
         (["X32", "--batch", "0"], r"--batch must be at least 1 \(got 0\)"),
         (["X32", "--steps", "0"], r"--steps must be from 1 to .* \(got 0\)"),
