@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
+from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_l2l.scale import Cluster, Limits, Method, Plan, TransformerShape
 
 MOST_TOKENS = 4096
 """Tokens of a row without `--tokens`, if the config allows longer ones."""
-COLUMNS = (
-    "parallelism",
-    "method",
-    "devices",
-    "data",
-    "pipe",
-    "tensor",
-    "batch",
-    "ubatch",
-    "number",
-    "efficiency",
-    "time",
-)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _planned_or_refused(options: argparse.Namespace) -> int:
+    from hf_l2l.cli.printed.plan import show
     from hf_l2l.scale import Limits
 
     if options.model is None:
@@ -111,10 +100,7 @@ def _planned_or_refused(options: argparse.Namespace) -> int:
         raise ValueError(refused[-1])  # that of the most kinds of parallelism at once
     wants_fewest = options.days is not None
     found.sort(key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
-    if options.json:
-        print_json(_as_json(options, shape, cluster, found))
-    else:
-        print("\n".join(_lines(options, shape, cluster, found)))
+    show(options, shape, cluster, found)
     return GOOD
 
 
@@ -179,6 +165,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
 
 def _of_config(options: argparse.Namespace) -> TransformerShape:
     from hf_l2l.cli.model_facts import facts_of
+    from hf_l2l.model.stacks import find_stacks
     from hf_l2l.model_source import load_shapes
     from hf_l2l.scale import TransformerShape
 
@@ -198,98 +185,23 @@ def _of_config(options: argparse.Namespace) -> TransformerShape:
             f"(got {options.model!r} without them); give that of a transformer"
         )
     stack = max(facts.stacks, key=lambda each: each.total.parameters)
-    inner = getattr(config, "intermediate_size", None)
+    [layers] = [each.layers for each in find_stacks(model) if each.path == stack.path]
     tokens = min(facts.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
     each = stack.total.parameters // stack.num_layers
-    return TransformerShape(
-        stack.num_layers, width, heads, tokens, inner if isinstance(inner, int) else 4 * width, each
-    )
+    inner = max(_intermediate(layer, width) for layer in layers)
+    return TransformerShape(stack.num_layers, width, heads, tokens, inner or 4 * width, each)
 
 
-def time_text(seconds: float) -> str:
-    """A time with the unit that fits, to two digits or more."""
-    for unit, size in (("y", 365 * 86_400), ("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.2g} s"
-
-
-def _lines(
-    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
-) -> Iterator[str]:
-    hardware = cluster.hardware
-    yield (
-        f"{options.model}: {count_text(shape.parameters)} parameters in {shape.layers} layers of width {shape.width}, "
-        f"rows of {shape.tokens} tokens; the critical batch is {shape.critical_batch:,.0f} rows"
-    )
-    yield (
-        f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s and {hardware.memory_gib:g} GiB; "
-        f"{options.steps:,} steps at the critical batch, or as many rows in more steps\n"
-    )
-    rows = [(*COLUMNS, "device GiB", "host GiB"), *(_row(parallelism, plan) for parallelism, plan in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        texts = [row[n].ljust(w) if n < 2 else row[n].rjust(w) for n, w in enumerate(widths)]
-        yield "  ".join(texts).rstrip()
-    yield (
-        "\nDevices and links are at their peak: a real training takes longer (arXiv:2106.02679, section 5). "
-        "Parameters outside the layers are not counted."
-    )
-
-
-def _row(parallelism: str, plan: Plan) -> tuple[str, ...]:
-    from hf_l2l.scale.hardware import GIB
-
-    usage, to = plan.usage, plan.usage.degrees
-    on_host = usage.in_host_memory
-    counts = (to.devices, to.data, to.pipeline, to.tensor, to.batch, to.micro_batch, to.micro_batches)
-    return (
-        *(parallelism, usage.method.value),
-        *(f"{count:,}" for count in counts),
-        *(f"{usage.efficiency.value:.2f}", time_text(plan.seconds)),
-        _gib_text((usage.memory.total - on_host) / GIB),
-        _gib_text(on_host / GIB) if on_host else "0",
-    )
-
-
-def _gib_text(size: float) -> str:
-    """Three digits, or all of a number before its point."""
-    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
-
-
-def _as_json(
-    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
-) -> dict[str, Any]:
-    from hf_l2l.scale.hardware import GIB
-
-    plans = []
-    for parallelism, plan in found:
-        usage = plan.usage
-        memory = usage.memory
-        plans.append(
-            {
-                "parallelism": parallelism,
-                "method": usage.method.value,
-                **vars(usage.degrees),
-                "batch": usage.degrees.batch,
-                "devices": usage.degrees.devices,
-                "efficiency": usage.efficiency.value,
-                "overheads": vars(usage.efficiency),
-                "seconds": plan.seconds,
-                "is_offloaded": usage.is_offloaded,
-                "in_host_memory": usage.in_host_memory,
-                "memory": {**vars(memory), "offloadable": memory.offloadable, "resident": memory.resident},
-                "offload_bandwidth": usage.offload_gib_per_s * GIB,
-            }
-        )
-    return {
-        "model": options.model,
-        "shape": {**vars(shape), "parameters": shape.parameters},
-        "critical_batch": shape.critical_batch,
-        "hardware": vars(cluster.hardware),
-        "steps": options.steps,
-        "plans": plans,
-    }
+def _intermediate(layer: nn.Module, width: int) -> int:
+    """Elements for a token between the matrices of a layer's feedforward network: those with the width on one side,
+    outside of attention, make the states on their other side, and the last one consumes them. A gated network makes
+    two states of one size, by two matrices or by one. 0 if there are no such matrices."""
+    others = [
+        weight.shape[0] if weight.shape[1] == width else weight.shape[1]
+        for name, weight in layer.named_parameters()
+        if weight.dim() == 2 and width in weight.shape and "att" not in name.lower()
+    ]
+    return sum(others) - min(others, default=0)
 
 
 COMMAND = Command(

@@ -37,6 +37,32 @@ def test_layers_of_a_config_are_counted(tmp_path, capsys):
     assert (found["shape"]["layers"], found["shape"]["tokens"]) == (len(layers), 100)
 
 
+@pytest.mark.parametrize(
+    ("config", "states"),
+    [
+        ("LlamaConfig", 2),
+        ("Phi3Config", 2),  # one matrix makes both
+        ("GPTNeoXConfig", 1),
+        ("BertConfig", 1),
+    ],
+)
+def test_gated_networks_have_two_intermediate_states(config, states, tmp_path, capsys):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "pad_token_id": 0}
+    name = f"{config.removesuffix('Config')}{'Model' if config != 'GPTNeoXConfig' else 'ForCausalLM'}"
+    given = getattr(transformers, config)(**sizes, num_attention_heads=2, architectures=[name])
+    given.save_pretrained(tmp_path / "model")
+    found = ran(capsys, "plan", str(tmp_path / "model"), "--gpus", "1", "--json").json
+    assert found["shape"]["intermediate"] == states * 40
+
+
+def test_the_intermediate_size_is_that_of_the_modules(tmp_path, capsys):
+    """GPT-2 names it otherwise in its config, and its matrices are transposed."""
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_inner=24, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(tmp_path / "model")
+    found = ran(capsys, "plan", str(tmp_path / "model"), "--gpus", "1", "--json").json
+    assert found["shape"]["intermediate"] == 24
+
+
 def test_with_few_devices_equal_plans_are_told_once(capsys):
     plans = ran(capsys, "plan", "X32", "--gpus", "1", "--json").json["plans"]
     assert len({(plan["micro_batch"], plan["micro_batches"], plan["method"]) for plan in plans}) == len(plans)
