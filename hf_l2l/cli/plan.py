@@ -58,6 +58,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=100_000, metavar="N", help="steps at the critical batch (default: 100000)"
     )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory, time and offload over the size of models (.png, .pdf, .svg)"
+    )
     add_json(parser)
 
 
@@ -75,6 +78,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _planned_or_refused(options: argparse.Namespace) -> int:
     from hf_l2l.cli.printed.plan import show
+    from hf_l2l.cli.printed.plan_figures import draw
     from hf_l2l.scale import Limits
 
     if options.model is None:
@@ -100,6 +104,8 @@ def _planned_or_refused(options: argparse.Namespace) -> int:
         raise ValueError(refused[-1])  # that of the most kinds of parallelism at once
     wants_fewest = options.days is not None
     found.sort(key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
+    if options.plot:
+        draw(options.plot, options.model, shape, cluster, found, options.steps)
     show(options, shape, cluster, found)
     return GOOD
 

@@ -292,7 +292,9 @@ class Usage:
             bubble *= to.pipeline / self.shape.layers
         tensor = 0.0
         if to.tensor > 1:
-            tensor = self.cluster.hardware.intensity(self.cluster.hardware.tensor_link) / self.tensor_intensity
+            is_in_node = to.tensor <= self.cluster.largest_tensor
+            link = self.cluster.node_intensity if is_in_node else self.cluster.network_intensity
+            tensor = link / self.tensor_intensity
         return Efficiency(
             bubble,
             tensor,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -90,6 +92,28 @@ def test_a_slower_network_takes_longer(capsys):
         for gbits in ("200", "25")
     )
     assert slow["plans"][0]["seconds"] > fast["plans"][0]["seconds"]
+
+
+@pytest.mark.parametrize("name", ["figures.png", "figures.svg", "figures.pdf"])
+def test_figures_are_drawn_and_the_model_is_marked(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    found = ran(capsys, "plan", "X160", "--network", "25", "--plot", str(tmp_path / name))
+    assert found.status == 0 and "X160: 1.3 T parameters" in found.out
+    begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[Path(name).suffix]
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_picture_needs_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "--plot needs the package matplotlib (got 'a.png'" in refused(capsys, "plan", "X32", "--plot", "a.png")
+
+
+@pytest.mark.parametrize("file", ["nowhere/a.png", "a.xyz"])
+def test_a_picture_that_cannot_be_written(file, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    says = f"--plot must be a file that can be written, with an ending such as .png (got {file!r}: "
+    assert says in refused(capsys, "plan", "X32", "--plot", file)
 
 
 @pytest.mark.parametrize(
