@@ -10,6 +10,7 @@ from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_l2l.cli.printed.plan_measured import Beside
     from hf_l2l.scale import Cluster, Limits, Method, Plan, TransformerShape
 
 MOST_TOKENS = 4096
@@ -59,6 +60,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=100_000, metavar="N", help="steps at the critical batch (default: 100000)"
     )
     parser.add_argument(
+        "--measured",
+        metavar="TRACE",
+        help="each layer's time in a run, from the file of --l2l_trace, beside that of the plan; with --batch",
+    )
+    parser.add_argument(
         "--plot", metavar="FILE", help="draw memory, time and offload over the size of models (.png, .pdf, .svg)"
     )
     add_json(parser)
@@ -73,10 +79,10 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.option_names import options_called
 
     with options_called(_as_typed):
-        return _planned_or_refused(options)
+        return _answered(options)
 
 
-def _planned_or_refused(options: argparse.Namespace) -> int:
+def _answered(options: argparse.Namespace) -> int:
     from hf_l2l.cli.printed.plan import show
     from hf_l2l.cli.printed.plan_figures import draw
     from hf_l2l.scale import Limits
@@ -87,6 +93,37 @@ def _planned_or_refused(options: argparse.Namespace) -> int:
     cluster, shape = _cluster(options), _shape(options)
     limits = Limits(options.gpus, options.batch, options.pipeline, options.tensor, not options.no_offload)
     limits.check(shape)
+    beside = _beside(options, shape, cluster)
+    found = _found(options, shape, cluster, limits) if beside is None else []
+    if options.plot:
+        draw(options.plot, options.model, shape, cluster, found, options.steps)
+    show(options, shape, cluster, found, beside)
+    return GOOD
+
+
+def _beside(options: argparse.Namespace, shape: TransformerShape, cluster: Cluster) -> Beside | None:
+    """The run of `--measured` beside the plan."""
+    from hf_l2l.cli.printed.plan_measured import Beside
+    from hf_l2l.report.traced_steps import traced_steps
+
+    if options.measured is None:
+        return None
+    if options.batch is None:
+        raise ValueError(
+            f"--measured needs --batch, the rows of a step of that run (got {options.measured!r} alone: a trace does "
+            "not have them); add --batch, and --tokens for those of a row"
+        )
+    return Beside(traced_steps(options.measured), shape, cluster, options.batch)
+
+
+def _found(
+    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, limits: Limits
+) -> list[tuple[str, Plan]]:
+    """Plans by time, or by devices for a wanted time.
+
+    Raises:
+        ValueError: if there is none.
+    """
     found: list[tuple[str, Plan]] = []
     shown: set[object] = set()
     refused: list[str] = []
@@ -103,11 +140,7 @@ def _planned_or_refused(options: argparse.Namespace) -> int:
     if not found:
         raise ValueError(refused[-1])  # that of the most kinds of parallelism at once
     wants_fewest = options.days is not None
-    found.sort(key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
-    if options.plot:
-        draw(options.plot, options.model, shape, cluster, found, options.steps)
-    show(options, shape, cluster, found)
-    return GOOD
+    return sorted(found, key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
 
 
 def _combinations(options: argparse.Namespace) -> list[tuple[str, Method]]:

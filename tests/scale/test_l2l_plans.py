@@ -25,17 +25,11 @@ def of(shape: TransformerShape, cluster: Cluster, ubatches: int, data: int = 1) 
 def test_one_device_takes_the_time_of_equation_7(cluster, ubatches):
     """First text, section 3.1: uploads longer than forwards, and updates longer than backwards, are added."""
     usage, hardware = of(X48, cluster, ubatches), cluster.hardware
-    forward = 2 * X48.tokens * X48.layer_parameters / hardware.peak_flops
-    host = (cluster.host_bandwidth or hardware.host_memory_bandwidth) * GIB
-    times = LayerTimes(
-        layers=X48.layers,
-        ubatches=ubatches,
-        forward=forward,
-        backward=2 * forward,
-        layer_bytes=2 * X48.layer_parameters,
-        host_to_device=hardware.cpu_gpu / 2 * GIB,
-        host_update=30 * X48.parameters / host,
-    )
+    times = LayerTimes.of(X48, cluster, ubatches)
+    assert times.forward == ubatches * 2 * X48.tokens * X48.layer_parameters / hardware.peak_flops
+    assert times.host_to_device == hardware.cpu_gpu * GIB / 2 and times.layer_bytes == 2 * X48.layer_parameters
+    host = cluster.host_bandwidth or hardware.host_memory_bandwidth
+    assert times.host_update == 30 * X48.parameters / (host * GIB)
     step = usage.seconds(1) * ubatches / X48.critical_batch
     assert step == pytest.approx(times.parallel)
     assert usage.efficiency.value == pytest.approx(times.computing / times.parallel)

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import count_text, print_json
+from hf_l2l.cli.command import count_text, digits_text, print_json
 from hf_l2l.scale.hardware import GIB
 
 if TYPE_CHECKING:
+    from hf_l2l.cli.printed.plan_measured import Beside
     from hf_l2l.scale import Cluster, Plan, TransformerShape
 
 COLUMNS = (
@@ -28,13 +29,19 @@ COLUMNS = (
 
 
 def show(
-    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
+    options: argparse.Namespace,
+    shape: TransformerShape,
+    cluster: Cluster,
+    found: list[tuple[str, Plan]],
+    beside: Beside | None,
 ) -> None:
-    """Print plans, each with its kind of parallelism."""
+    """Print plans, each with its kind of parallelism, or what was measured beside one."""
     if options.json:
-        print_json(_as_json(options, shape, cluster, found))
+        measured = None if beside is None else beside.as_json()
+        print_json({**_as_json(options, shape, cluster, found), "measured": measured})
     else:
-        print("\n".join(_lines(options, shape, cluster, found)))
+        lines = _plans(found) if beside is None else beside.lines()
+        print("\n".join((*_head(options, shape, cluster), *lines)))
 
 
 def time_text(seconds: float) -> str:
@@ -45,9 +52,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2g} s"
 
 
-def _lines(
-    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
-) -> Iterator[str]:
+def _head(options: argparse.Namespace, shape: TransformerShape, cluster: Cluster) -> Iterator[str]:
     hardware = cluster.hardware
     yield (
         f"{options.model}: {count_text(shape.parameters)} parameters in {shape.layers} layers of width {shape.width}, "
@@ -57,6 +62,9 @@ def _lines(
         f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s and {hardware.memory_gib:g} GiB; "
         f"{options.steps:,} steps at the critical batch, or as many rows in more steps\n"
     )
+
+
+def _plans(found: list[tuple[str, Plan]]) -> Iterator[str]:
     rows = [(*COLUMNS, "device GiB", "host GiB"), *(_row(parallelism, plan) for parallelism, plan in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -76,14 +84,9 @@ def _row(parallelism: str, plan: Plan) -> tuple[str, ...]:
         *(parallelism, usage.method.value),
         *(f"{count:,}" for count in counts),
         *(f"{usage.efficiency.value:.2f}", time_text(plan.seconds)),
-        _gib_text((usage.memory.total - on_host) / GIB),
-        _gib_text(on_host / GIB) if on_host else "0",
+        digits_text((usage.memory.total - on_host) / GIB),
+        digits_text(on_host / GIB) if on_host else "0",
     )
-
-
-def _gib_text(size: float) -> str:
-    """Three digits, or all of a number before its point."""
-    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
 
 
 def _as_json(
