@@ -328,9 +328,10 @@ def _search(
 def _planned(search: _Search, found: Usage | None, steps: int, where: str) -> Plan:
     if found is None:
         state = Usage(search.shape, search.cluster, search.method, Degrees(1, 1)).memory.state
+        hides = "" if search.method is Method.L2L else "hide its transfers and "
         where += "" if search.limits.offload else " without offload"
         raise ValueError(
-            f"an arrangement must hide its transfers and fit the memory of devices and hosts{where}, with at most "
+            f"an arrangement must {hides}fit the memory of devices and hosts{where}, with at most "
             f"{search.rows:,} rows in a batch (got none with parallelism {search.parallelism} and the "
             f"{search.method.value} method, and the state alone takes "
             f"{state / GIB:,.1f} GiB); allow more with {option('devices')}, "
