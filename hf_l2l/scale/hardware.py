@@ -70,7 +70,7 @@ _HOPPER = "dense, half of what is listed with sparsity; DGX: 400 Gbit/s per GPU,
 _DESKTOP = "fp16 with fp32 sums, dense; two channels of DDR5-5600; 25 Gbit/s assumed"
 _CARDS = (
     Hardware(
-        *("v100", 125 * TERA, 32, 900, 31.5, 15.75, 300, 8, INFINIBAND / 4, 136.6),
+        *("v100", 125 * TERA, 32, 900, 31.5, 15.75, 300, 8, INFINIBAND / 4, 136.5),
         source="NVIDIA V100 datasheet (SXM2); DGX-1: four times 100 Gbit/s, two Xeon E5-2698 v4 at DDR4-2133",
     ),
     Hardware(
