@@ -108,6 +108,12 @@ def _beside(options: argparse.Namespace, shape: TransformerShape, cluster: Clust
 
     if options.measured is None:
         return None
+    for name in ("gpus", "days", "method", "parallelism", "pipeline", "tensor", "host_memory", "no_offload"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--measured is beside layer-to-layer execution on one device, which has no {flag(name)} (got "
+                f"{getattr(options, name)}); leave that out"
+            )
     if options.batch is None:
         raise ValueError(
             f"--measured needs --batch, the rows of a step of that run (got {options.measured!r} alone: a trace does "

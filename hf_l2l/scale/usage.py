@@ -324,11 +324,13 @@ class Usage:
         """The time of transfers of the host that is not hidden, over the narrowest of what they pass."""
         hardware, to = self.cluster.hardware, self.degrees
         if self.method is Method.L2L:
-            # Equation 7: uploads as long as the forward, a quarter of what is computed, are hidden.
-            link = hardware.intensity(hardware.cpu_gpu)
-            stash = 1.0 if self.in_host_memory > self.memory.state else 0.0
-            needed = max(link / self.state_intensity, stash * link / self.checkpoint_intensity)
-            return max(0.0, needed - 1) / 4
+            # In forwards, each a quarter of what is computed. One hides uploads (equation 7) and a stash that leaves.
+            # A backward is three: weights and the stash go up meanwhile, and sums of gradients in fp32 down.
+            link, has_stash = hardware.intensity(hardware.cpu_gpu), self.in_host_memory > self.memory.state
+            weights = link / self.state_intensity
+            stash = 2 * link / self.checkpoint_intensity if has_stash else 0.0
+            forward, backward = max(weights, stash), max(weights + stash, 2 * weights)
+            return (max(0.0, forward - 1) + max(0.0, backward - 3)) / 4
         found = hardware.intensity(hardware.cpu_gpu) / min(self.state_intensity, self.checkpoint_intensity)
         if to.data > 1:  # the slot also has what goes to other nodes
             both = 1 / self.state_intensity + 1 / self.reduction_intensity
@@ -346,9 +348,18 @@ class Usage:
     def _update(self) -> float:
         """Equation 7 of the first text of arXiv:2002.05645: updates are hidden by backwards, half of what is computed
         with the recomputation."""
+        return max(0.0, self.update_seconds / self.computing_seconds - 0.5)
+
+    @property
+    def computing_seconds(self) -> float:
+        """What a device computes in a step."""
         to = self.degrees
-        computing = self.shape.flops(to.batch) / (to.devices * self.cluster.hardware.peak_flops)
-        return max(0.0, self.update_seconds / computing - 0.5)
+        return self.shape.flops(to.batch) / (to.devices * self.cluster.hardware.peak_flops)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step."""
+        return self.computing_seconds / self.efficiency.value
 
     @property
     def offload_gib_per_s(self) -> float:

@@ -99,6 +99,9 @@ def test_refusals(tmp_path, trace, capsys):
     folder = tmp_path / "other"
     plain = ["plan", "X32", "--measured", str(trace)]
     assert "--measured needs --batch, the rows of a step of that run (got" in refused(capsys, *plain)
+    says = "on one device, which has no --gpus (got 8); leave that out"
+    assert says in refused(capsys, *plain, "--batch", "4", "--gpus", "8")
+    assert "has no --no-offload (got True)" in refused(capsys, *plain, "--batch", "4", "--no-offload")
     says = "--measured must be of a run of MODEL, which has 32 layers (got 3 in the trace); give the model of that run"
     assert says in refused(capsys, *plain, "--batch", "4")
     folder.mkdir()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hf_l2l.cli.command import digits_text
 from hf_l2l.report.traced_steps import TracedLayer, TracedSteps
+from hf_l2l.scale import Degrees, Method, Usage
 from hf_l2l.scale.l2l import LayerTimes
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Beside:
             "upload": 2 * times.upload,
             "update": times.host_update / shape.layers,
         }
-        self.step = _compared(found.step, times.parallel)
+        step = Usage(shape, cluster, Method.L2L, Degrees(micro_batch=1, micro_batches=rows)).step_seconds
+        self.step = _compared(found.step, step)
 
     def layer(self, layer: TracedLayer) -> dict[str, Compared]:
         """The parts of one layer."""
