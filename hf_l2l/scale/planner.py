@@ -111,19 +111,17 @@ class _Search:
                     yield from self._smallest_micro_batch(Degrees(1, number, 1, pipeline, tensor), data_of, is_wanted)
 
     def _layer_to_layer(self, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]) -> Iterator[Usage]:
-        """Arrangements of L2L, whose transfers and updates need not be hidden: what is not counts as time. One device
-        or one node may be faster than several nodes."""
+        """Arrangements of L2L, whose transfers and updates need not be hidden: what is not counts as time. Those with
+        many micro-batches have rows for few instances only, which may be faster than several nodes."""
         for number in _growing(1, self.rows):
             alone = Usage(self.shape, self.cluster, self.method, Degrees(1, number))
             most = self.rows // number if self._has_data else 1
             least = min(data_of(alone), most)
-            few = {1, min(self.cluster.largest_tensor, least)}
-            for data in (*sorted(few), *_growing(max(1, least), most)):
+            for data in _growing(max(1, least), most):
                 usage = replace(alone, degrees=replace(alone.degrees, data=data))
                 if usage.fits and self.limits.offload and is_wanted(usage):
                     yield usage
-                    if data >= least:
-                        break
+                    break
 
     def _smallest_micro_batch(
         self, to: Degrees, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]
