@@ -76,3 +76,8 @@ def count_text(number: float, billions: str = "B") -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:g}"
+
+
+def digits_text(number: float) -> str:
+    """A number as text with three digits, or with all those before its point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"

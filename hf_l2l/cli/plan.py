@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_l2l.cli.command import GOOD, Command, add_json, count_text, flag, print_json, quiet
+from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_l2l.cli.printed.plan_measured import Beside
     from hf_l2l.scale import Cluster, Limits, Method, Plan, TransformerShape
 
 MOST_TOKENS = 4096
 """Tokens of a row without `--tokens`, if the config allows longer ones."""
-COLUMNS = (
-    "parallelism",
-    "method",
-    "devices",
-    "data",
-    "pipe",
-    "tensor",
-    "batch",
-    "ubatch",
-    "number",
-    "efficiency",
-    "time",
-)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +41,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--node-size", type=int, metavar="N", help="devices of a node, the most for tensor parallelism"
     )
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a node for what is offloaded, such as 64GiB")
+    parser.add_argument(
+        "--host-bandwidth",
+        type=float,
+        metavar="N",
+        help="GiB/s of a node's host memory, which bounds updates on the host (l2l)",
+    )
     wanted = parser.add_mutually_exclusive_group()
     wanted.add_argument("--gpus", type=int, metavar="N", help="the fastest plans on at most so many devices")
     wanted.add_argument("--days", type=float, metavar="D", help="the smallest clusters that train within so many days")
-    parser.add_argument("--method", choices=METHODS, help="of the paper's methods only this one")
+    parser.add_argument("--method", choices=METHODS, help="only this method")
     parser.add_argument("--parallelism", choices=PARALLELISM, help="only this kind")
     parser.add_argument("--pipeline", type=int, metavar="N", help="the degree of pipeline parallelism")
     parser.add_argument("--tensor", type=int, metavar="N", help="the degree of tensor parallelism")
@@ -64,11 +59,33 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=100_000, metavar="N", help="steps at the critical batch (default: 100000)"
     )
+    parser.add_argument(
+        "--measured",
+        metavar="TRACE",
+        help="each layer's time in a run, from the file of --l2l_trace, beside that of the plan; with --batch",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory, time and offload over the size of models (.png, .pdf, .svg)"
+    )
     add_json(parser)
 
 
+def _as_typed(option: str) -> str:
+    """What the command line calls what `hf_l2l.scale` calls `option`."""
+    return flag({"devices": "gpus", "host_bytes": "host_memory"}.get(option, option))
+
+
 def _run(options: argparse.Namespace) -> int:
-    from hf_l2l.scale import METHODS, PARALLELISM, Limits, Method
+    from hf_l2l.option_names import options_called
+
+    with options_called(_as_typed):
+        return _answered(options)
+
+
+def _answered(options: argparse.Namespace) -> int:
+    from hf_l2l.cli.printed.plan import show
+    from hf_l2l.cli.printed.plan_figures import draw
+    from hf_l2l.scale import Limits
 
     if options.model is None:
         raise ValueError("a plan needs a model (got none); give MODEL, such as X160 or the folder of a config.json")
@@ -76,36 +93,76 @@ def _run(options: argparse.Namespace) -> int:
     cluster, shape = _cluster(options), _shape(options)
     limits = Limits(options.gpus, options.batch, options.pipeline, options.tensor, not options.no_offload)
     limits.check(shape)
+    beside = _beside(options, shape, cluster)
+    found = _found(options, shape, cluster, limits) if beside is None else []
+    if options.plot:
+        draw(options.plot, options.model, shape, cluster, found, options.steps)
+    show(options, shape, cluster, found, beside)
+    return GOOD
+
+
+def _beside(options: argparse.Namespace, shape: TransformerShape, cluster: Cluster) -> Beside | None:
+    """The run of `--measured` beside the plan."""
+    from hf_l2l.cli.printed.plan_measured import Beside
+    from hf_l2l.report.traced_steps import traced_steps
+
+    if options.measured is None:
+        return None
+    for name in ("gpus", "days", "method", "parallelism", "pipeline", "tensor", "host_memory", "no_offload"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--measured is beside layer-to-layer execution on one device, which has no {flag(name)} (got "
+                f"{getattr(options, name)}); leave that out"
+            )
+    if options.batch is None:
+        raise ValueError(
+            f"--measured needs --batch, the rows of a step of that run (got {options.measured!r} alone: a trace does "
+            "not have them); add --batch, and --tokens for those of a row"
+        )
+    return Beside(traced_steps(options.measured), shape, cluster, options.batch)
+
+
+def _found(
+    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, limits: Limits
+) -> list[tuple[str, Plan]]:
+    """Plans by time, or by devices for a wanted time.
+
+    Raises:
+        ValueError: if there is none.
+    """
     found: list[tuple[str, Plan]] = []
     shown: set[object] = set()
     refused: list[str] = []
-    for parallelism in [options.parallelism] if options.parallelism else PARALLELISM:
-        for name in [options.method] if options.method else METHODS:
-            method = Method(name)
-            if method is Method.PARTITIONED and parallelism in ("none", "pipe+tensor"):
-                refused.append(
-                    f"the partitioned method divides the state among data-parallel instances (got parallelism "
-                    f"{parallelism}); take one with data, or another method"
-                )
-                continue
-            try:
-                plan = _planned(options, shape, cluster, method, parallelism, limits)
-            except ValueError as error:
-                refused.append(str(error))
-                continue
-            usage = plan.usage  # with few devices, kinds of parallelism and methods may come to the same
-            if (usage.degrees, usage.memory, usage.efficiency) not in shown:
-                shown.add((usage.degrees, usage.memory, usage.efficiency))
-                found.append((parallelism, plan))
+    for parallelism, method in _combinations(options):
+        try:
+            plan = _planned(options, shape, cluster, method, parallelism, limits)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        usage = plan.usage  # with few devices, kinds of parallelism and methods may come to the same
+        if (usage.degrees, usage.memory, usage.efficiency) not in shown:
+            shown.add((usage.degrees, usage.memory, usage.efficiency))
+            found.append((parallelism, plan))
     if not found:
         raise ValueError(refused[-1])  # that of the most kinds of parallelism at once
     wants_fewest = options.days is not None
-    found.sort(key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
-    if options.json:
-        print_json(_as_json(options, shape, cluster, found))
-    else:
-        print("\n".join(_lines(options, shape, cluster, found)))
-    return GOOD
+    return sorted(found, key=lambda each: (each[1].usage.degrees.devices if wants_fewest else 0, each[1].seconds))
+
+
+def _combinations(options: argparse.Namespace) -> list[tuple[str, Method]]:
+    """Kinds of parallelism with the methods that they are for; both as asked for, if both are."""
+    from hf_l2l.scale import ARRANGED, PARALLELISM, Method
+
+    if options.method and options.parallelism:
+        return [(options.parallelism, Method(options.method))]
+    return [
+        (parallelism, method)
+        for parallelism in PARALLELISM
+        for method in Method
+        if parallelism in ARRANGED[method]
+        and options.parallelism in (None, parallelism)
+        and options.method in (None, method.value)
+    ]
 
 
 def _planned(
@@ -127,7 +184,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     from hf_l2l.plan.planner import parse_budget
     from hf_l2l.scale import Cluster, hardware_named
 
-    for name in ("network", "node_size"):
+    for name in ("network", "host_bandwidth"):
         value = getattr(options, name)
         if value is not None and not 0.01 <= value <= 1e6:
             raise ValueError(
@@ -136,7 +193,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     hardware = hardware_named(options.hardware)
     both_ways = None if options.network is None else 2 * options.network / 8  # as table A.1 counts
     host = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
-    return Cluster(hardware, both_ways, options.node_size, host)
+    return Cluster(hardware, both_ways, options.node_size, host, options.host_bandwidth)
 
 
 def _shape(options: argparse.Namespace) -> TransformerShape:
@@ -153,6 +210,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
 
 def _of_config(options: argparse.Namespace) -> TransformerShape:
     from hf_l2l.cli.model_facts import facts_of
+    from hf_l2l.model.stacks import find_stacks
     from hf_l2l.model_source import load_shapes
     from hf_l2l.scale import TransformerShape
 
@@ -172,97 +230,23 @@ def _of_config(options: argparse.Namespace) -> TransformerShape:
             f"(got {options.model!r} without them); give that of a transformer"
         )
     stack = max(facts.stacks, key=lambda each: each.total.parameters)
-    inner = getattr(config, "intermediate_size", None)
+    [layers] = [each.layers for each in find_stacks(model) if each.path == stack.path]
     tokens = min(facts.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
     each = stack.total.parameters // stack.num_layers
-    return TransformerShape(
-        stack.num_layers, width, heads, tokens, inner if isinstance(inner, int) else 4 * width, each
-    )
+    inner = max(_intermediate(layer, width) for layer in layers)
+    return TransformerShape(stack.num_layers, width, heads, tokens, inner or 4 * width, each)
 
 
-def time_text(seconds: float) -> str:
-    """A time with the unit that fits, to two digits or more."""
-    for unit, size in (("y", 365 * 86_400), ("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.2g} s"
-
-
-def _lines(
-    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
-) -> Iterator[str]:
-    hardware = cluster.hardware
-    yield (
-        f"{options.model}: {count_text(shape.parameters)} parameters in {shape.layers} layers of width {shape.width}, "
-        f"rows of {shape.tokens} tokens; the critical batch is {shape.critical_batch:,.0f} rows"
-    )
-    yield (
-        f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s and {hardware.memory_gib:g} GiB; "
-        f"{options.steps:,} steps at the critical batch, or as many rows in more steps\n"
-    )
-    rows = [(*COLUMNS, "device GiB", "host GiB"), *(_row(parallelism, plan) for parallelism, plan in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        texts = [row[n].ljust(w) if n < 2 else row[n].rjust(w) for n, w in enumerate(widths)]
-        yield "  ".join(texts).rstrip()
-    yield (
-        "\nDevices and links are at their peak: a real training takes longer (arXiv:2106.02679, section 5). "
-        "Parameters outside the layers are not counted."
-    )
-
-
-def _row(parallelism: str, plan: Plan) -> tuple[str, ...]:
-    from hf_l2l.scale.hardware import GIB
-
-    usage, to = plan.usage, plan.usage.degrees
-    memory, moved = usage.memory, usage.is_offloaded
-    counts = (to.devices, to.data, to.pipeline, to.tensor, to.batch, to.micro_batch, to.micro_batches)
-    return (
-        *(parallelism, usage.method.value),
-        *(f"{count:,}" for count in counts),
-        *(f"{usage.efficiency.value:.2f}", time_text(plan.seconds)),
-        _gib_text((memory.resident + (0 if moved else memory.offloadable)) / GIB),
-        _gib_text(memory.offloadable / GIB) if moved else "0",
-    )
-
-
-def _gib_text(size: float) -> str:
-    """Three digits, or all of a number before its point."""
-    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
-
-
-def _as_json(
-    options: argparse.Namespace, shape: TransformerShape, cluster: Cluster, found: list[tuple[str, Plan]]
-) -> dict[str, Any]:
-    from hf_l2l.scale.hardware import GIB
-
-    plans = []
-    for parallelism, plan in found:
-        usage = plan.usage
-        memory = usage.memory
-        plans.append(
-            {
-                "parallelism": parallelism,
-                "method": usage.method.value,
-                **vars(usage.degrees),
-                "batch": usage.degrees.batch,
-                "devices": usage.degrees.devices,
-                "efficiency": usage.efficiency.value,
-                "overheads": vars(usage.efficiency),
-                "seconds": plan.seconds,
-                "is_offloaded": usage.is_offloaded,
-                "memory": {**vars(memory), "offloadable": memory.offloadable, "resident": memory.resident},
-                "offload_bandwidth": usage.offload_gib_per_s * GIB,
-            }
-        )
-    return {
-        "model": options.model,
-        "shape": {**vars(shape), "parameters": shape.parameters},
-        "critical_batch": shape.critical_batch,
-        "hardware": vars(cluster.hardware),
-        "steps": options.steps,
-        "plans": plans,
-    }
+def _intermediate(layer: nn.Module, width: int) -> int:
+    """Elements for a token between the matrices of a layer's feedforward network: those with the width on one side,
+    outside of attention, make the states on their other side, and the last one consumes them. A gated network makes
+    two states of one size, by two matrices or by one. 0 if there are no such matrices."""
+    others = [
+        weight.shape[0] if weight.shape[1] == width else weight.shape[1]
+        for name, weight in layer.named_parameters()
+        if weight.dim() == 2 and width in weight.shape and "att" not in name.lower()
+    ]
+    return sum(others) - min(others, default=0)
 
 
 COMMAND = Command(

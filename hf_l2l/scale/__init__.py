@@ -8,9 +8,10 @@ from __future__ import annotations
 from hf_l2l.scale.hardware import HARDWARE, Hardware, hardware_named
 from hf_l2l.scale.planner import METHODS, PARALLELISM, Limits, Plan, fastest, smallest
 from hf_l2l.scale.shape import TransformerShape, critical_batch
-from hf_l2l.scale.usage import Cluster, Degrees, Efficiency, Memory, Method, Usage
+from hf_l2l.scale.usage import ARRANGED, Cluster, Degrees, Efficiency, Memory, Method, Usage
 
 __all__ = [
+    "ARRANGED",
     "HARDWARE",
     "METHODS",
     "PARALLELISM",

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_l2l.scale.hardware import GIB
+from hf_l2l.scale.shape import TransformerShape
+from hf_l2l.scale.usage import COPY_BYTES, UPDATE_BYTES, Cluster
+
 
 @dataclass(frozen=True)
 class LayerTimes:
@@ -29,6 +33,23 @@ class LayerTimes:
     """The optimizer's step on the device, `O_t`."""
     host_update: float = 0.0
     """The same on the host, `O_tc`."""
+
+    @classmethod
+    def of(cls, shape: TransformerShape, cluster: Cluster, rows: int) -> LayerTimes:
+        """A step with so many rows on one device of `cluster`, at its peak. One micro-batch stands for all rows: those
+        of a layer follow one another."""
+        hardware = cluster.hardware
+        forward = 2 * rows * shape.tokens * shape.layer_parameters / hardware.peak_flops
+        host = (cluster.host_bandwidth or hardware.host_memory_bandwidth) * GIB
+        return cls(
+            shape.layers,
+            ubatches=1,
+            forward=forward,
+            backward=2 * forward,
+            layer_bytes=COPY_BYTES * shape.layer_parameters,
+            host_to_device=hardware.cpu_gpu / 2 * GIB,  # one way of both
+            host_update=UPDATE_BYTES * shape.parameters / host,
+        )
 
     @property
     def upload(self) -> float:

@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from hf_l2l.option_names import option
+from hf_l2l.scale.hardware import GIB
 from hf_l2l.scale.shape import TransformerShape
-from hf_l2l.scale.usage import Cluster, Degrees, Method, Usage
+from hf_l2l.scale.usage import ARRANGED, Cluster, Degrees, Method, Usage
 
 METHODS = tuple(method.value for method in Method)
 PARALLELISM = ("none", "data", "data+pipe", "data+tensor", "pipe+tensor", "3d")
@@ -61,22 +63,22 @@ class Limits:
         for name in ("devices", "batch", "pipeline", "tensor"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} of a plan must be at least 1 (got {value}); leave it out for what is best")
+                raise ValueError(f"{option(name)} must be at least 1 (got {value}); leave it out for what is best")
         if self.pipeline is not None and shape.layers % self.pipeline:
             raise ValueError(
-                f"the pipeline must divide the {shape.layers} layers (got {self.pipeline}); take one of "
+                f"{option('pipeline')} must divide the {shape.layers} layers (got {self.pipeline}); take one of "
                 f"{_listed(_divisors(shape.layers))}"
             )
         if self.tensor is not None and shape.heads % self.tensor:
             raise ValueError(
-                f"tensor parallelism must divide the {shape.heads} heads (got {self.tensor}); take one of "
+                f"{option('tensor')} must divide the {shape.heads} heads (got {self.tensor}); take one of "
                 f"{_listed(_divisors(shape.heads))}"
             )
         needed = (self.pipeline or 1) * (self.tensor or 1)
         if self.devices is not None and self.devices < needed:
             raise ValueError(
-                f"one instance of the model takes {needed} devices, pipeline times tensor (got {self.devices}); "
-                "give more, or lower degrees"
+                f"{option('devices')} must be at least {needed} for one instance of the model, {option('pipeline')} "
+                f"times {option('tensor')} (got {self.devices}); give more, or lower those"
             )
 
 
@@ -100,10 +102,26 @@ class _Search:
         """Arrangements whose transfers are hidden, and which are wanted; `data_of` gives the least degree of
         data parallelism to try. If all are to be as fast as possible (`fast`), a standard pipeline is as long as the
         model."""
+        if self.method is Method.L2L:
+            yield from self._layer_to_layer(data_of, is_wanted)
+            return
         for tensor in self._tensor():
             for pipeline in self._pipeline(longest=fast):
                 for number in self._micro_batches(pipeline, many=not fast):
                     yield from self._smallest_micro_batch(Degrees(1, number, 1, pipeline, tensor), data_of, is_wanted)
+
+    def _layer_to_layer(self, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]) -> Iterator[Usage]:
+        """Arrangements of L2L, whose transfers and updates need not be hidden: what is not counts as time. Those with
+        many micro-batches have rows for few instances only, which may be faster than several nodes."""
+        for number in _growing(1, self.rows):
+            alone = Usage(self.shape, self.cluster, self.method, Degrees(1, number))
+            most = self.rows // number if self._has_data else 1
+            least = min(data_of(alone), most)
+            for data in _growing(max(1, least), most):
+                usage = replace(alone, degrees=replace(alone.degrees, data=data))
+                if usage.fits and self.limits.offload and is_wanted(usage):
+                    yield usage
+                    break
 
     def _smallest_micro_batch(
         self, to: Degrees, data_of: Callable[[Usage], int], is_wanted: Callable[[Usage], bool]
@@ -255,7 +273,7 @@ def smallest(
     """
     search = _search(shape, cluster, method, parallelism, limits, steps)
     if not 0 < days < math.inf:
-        raise ValueError(f"a plan needs more than 0 days (got {days}); give a number such as 30")
+        raise ValueError(f"{option('days')} must be a number above 0 (got {days}); give one such as 30")
     devices = search.limits.devices
 
     def data_of(usage: Usage) -> int:
@@ -277,9 +295,16 @@ def _search(
     shape: TransformerShape, cluster: Cluster, method: Method, parallelism: str, limits: Limits | None, steps: int
 ) -> _Search:
     if parallelism not in PARALLELISM:
-        raise ValueError(f"parallelism must be one of {', '.join(PARALLELISM)} (got {parallelism!r})")
+        raise ValueError(f"{option('parallelism')} must be one of {', '.join(PARALLELISM)} (got {parallelism!r})")
     if not 1 <= steps <= _MOST_STEPS:
-        raise ValueError(f"a training has from 1 to {_MOST_STEPS:,} steps (got {steps}); give a number such as 100000")
+        raise ValueError(
+            f"{option('steps')} must be from 1 to {_MOST_STEPS:,} (got {steps}); give a number such as 100000"
+        )
+    if parallelism not in ARRANGED[method]:
+        raise ValueError(
+            f"{option('parallelism')} must be one of {', '.join(ARRANGED[method])} with {option('method')} "
+            f"{method.value} (got {parallelism}); take one of those, or another {option('method')}"
+        )
     limits = limits or Limits()
     limits.check(shape)
     search = _Search(shape, cluster, method, parallelism, limits)
@@ -287,23 +312,28 @@ def _search(
         degree = getattr(limits, name)
         if degree is not None and degree > 1 and not has:
             raise ValueError(
-                f"parallelism {parallelism} has no {name} degree (got {degree}); leave it out, or take 3d"
+                f"{option(name)} must be left out with {option('parallelism')} {parallelism}, which has no such "
+                f"degree (got {degree}); drop it, or take {option('parallelism')} 3d"
             )
     if limits.tensor is not None and limits.tensor > cluster.largest_tensor:
         raise ValueError(
-            f"tensor parallelism stays within a node of {cluster.largest_tensor} devices (got {limits.tensor}); lower "
-            "it, or give the size of the nodes"
+            f"{option('tensor')} must be at most the {cluster.largest_tensor} devices of a node (got {limits.tensor}"
+            f"); lower it, or give a larger {option('node_size')}"
         )
     return search
 
 
 def _planned(search: _Search, found: Usage | None, steps: int, where: str) -> Plan:
     if found is None:
+        state = Usage(search.shape, search.cluster, search.method, Degrees(1, 1)).memory.state
+        hides = "" if search.method is Method.L2L else "hide its transfers and "
         where += "" if search.limits.offload else " without offload"
         raise ValueError(
-            f"an arrangement must hide its transfers and fit the memory of devices and hosts{where}, with at most "
+            f"an arrangement must {hides}fit the memory of devices and hosts{where}, with at most "
             f"{search.rows:,} rows in a batch (got none with parallelism {search.parallelism} and the "
-            f"{search.method.value} method); allow more devices, days or host memory, or another kind of parallelism"
+            f"{search.method.value} method, and the state alone takes "
+            f"{state / GIB:,.1f} GiB); allow more with {option('devices')}, "
+            f"{option('days')} or {option('host_bytes')}, or another {option('parallelism')}"
         )
     return Plan(found, steps)
 

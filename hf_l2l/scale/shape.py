@@ -23,7 +23,7 @@ class TransformerShape:
     tokens: int
     """Tokens of a row, `d_s`."""
     intermediate: int
-    """Elements between the two layers of the feedforward network, `d_I`."""
+    """Elements for a token between the matrices of the feedforward network, `d_I`; of a gated one, both states."""
     layer_parameters: int
     """Weights of a layer's matrices, `p_l`."""
 
@@ -90,8 +90,7 @@ class TransformerShape:
         """Bytes that a token needs within a layer, activations and their gradients, `m_0`. The paper prints results
         only; in table 6.2 they are 102 bytes for each element of the width, in models whose attention scores are 8
         times and whose intermediate states 4 times the width. Here those are three copies of 2 bytes of the scores,
-        the intermediate states, and 5 states of the width, which gives the same. Gated feedforward networks
-        have more."""
+        the intermediate states, and 5 states of the width, which gives the same."""
         return 6 * (5 * self.width + self.intermediate + self.heads * self.tokens)
 
     def flops(self, rows: int | float) -> float:

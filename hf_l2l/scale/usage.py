@@ -10,11 +10,19 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from hf_l2l.option_names import option
 from hf_l2l.scale.hardware import GIB, Hardware
 from hf_l2l.scale.shape import TransformerShape
 
 STATE_BYTES = 12
 """Of a parameter: the weight and two moments of Adam, in fp32; gradients are used up at once (appendix C.3)."""
+L2L_STATE_BYTES = 16
+"""The same in this package's host memory, with the sum of gradients (arXiv:2002.05645, first text, equation 1)."""
+COPY_BYTES = 2
+"""Of a parameter: the copy in 16 bits that travels to the devices."""
+UPDATE_BYTES = 2 * L2L_STATE_BYTES - 4 + COPY_BYTES
+"""What an update on the host reads and writes for a parameter: all of its state, of which gradients are only read,
+and the copy that travels."""
 
 
 class Method(Enum):
@@ -26,6 +34,18 @@ class Method(Enum):
     """The same with the state divided among the data-parallel instances, as the third stage of ZeRO."""
     IMPROVED = "improved"
     """Layered gradient accumulation and modular pipeline parallelism, with the state divided."""
+    L2L = "l2l"
+    """Layer to layer as this package does it: layers come from host memory and are updated there by the host, whose
+    memory has the state, divided among hosts (arXiv:2002.05645, first text, section 3.1)."""
+
+
+ARRANGED: dict[Method, tuple[str, ...]] = {
+    Method.BASELINE: ("none", "data", "data+pipe", "data+tensor", "pipe+tensor", "3d"),
+    Method.PARTITIONED: ("data", "data+pipe", "data+tensor", "3d"),
+    Method.IMPROVED: ("none", "data", "data+pipe", "data+tensor", "pipe+tensor", "3d"),
+    Method.L2L: ("none", "data"),
+}
+"""Kinds of parallelism of each method: the state is partitioned among data-parallel instances only."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +82,27 @@ class Cluster:
     """Devices of a node; None: that of the hardware."""
     host_bytes: float | None = None
     """Memory of a node for what its devices offload; None: as much as they need."""
+    host_bandwidth: float | None = None
+    """Of a node's host memory, in GiB/s; None: that of the hardware."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: if the node has no device.
+        """
+        if self.node_size is not None and self.node_size < 1:
+            raise ValueError(
+                f"{option('node_size')} must be a whole number from 1 (got {self.node_size}); leave it out for that "
+                "of the hardware"
+            )
 
     def host_bytes_of(self, devices: int) -> float:
         """The share of a device in its node's memory, if a training has so many devices."""
-        return math.inf if self.host_bytes is None else self.host_bytes / min(devices, self.largest_tensor)
+        return math.inf if self.host_bytes is None else self.host_bytes / self.sharing(devices)
+
+    def sharing(self, devices: int) -> int:
+        """How many of so many devices have one node."""
+        return min(devices, self.largest_tensor)
 
     @property
     def largest_tensor(self) -> int:
@@ -97,11 +134,14 @@ class Efficiency:
     """Sums of gradients, and weights of other instances, where they are not hidden."""
     offload: float
     """Transfers of state to and from the host, where they are not hidden."""
+    update: float
+    """Updates on the host, where they are not hidden."""
 
     @property
     def value(self) -> float:
         """The time of computing alone, as a part of the whole: a pipeline that waits does so for slower steps, too."""
-        return 1 / ((1 + self.bubble) * (1 + self.tensor + self.pipeline + self.reduction + self.offload))
+        more = self.tensor + self.pipeline + self.reduction + self.offload + self.update
+        return 1 / ((1 + self.bubble) * (1 + more))
 
 
 @dataclass(frozen=True)
@@ -112,7 +152,8 @@ class Memory:
     checkpoints: float
     """Hidden states between layers: the stash."""
     buffers: float
-    """Two layers' weights and one layer's gradients, in 16 bits (appendix C.2)."""
+    """Two layers' weights and one layer's gradients, in 16 bits (appendix C.2); with L2L two layers' gradients, whose
+    sums are in fp32."""
     activations: float
 
     @property
@@ -124,6 +165,11 @@ class Memory:
     def resident(self) -> float:
         """What must be on the device."""
         return self.buffers + self.activations
+
+    @property
+    def total(self) -> float:
+        """On the device and in host memory."""
+        return self.offloadable + self.resident
 
 
 @dataclass(frozen=True)
@@ -141,19 +187,34 @@ class Usage:
     def memory(self) -> Memory:
         """What a device holds."""
         shape, to = self.shape, self.degrees
-        owners = to.pipeline * to.tensor if self.method is Method.BASELINE else to.devices
+        state, buffers = STATE_BYTES * shape.parameters / to.devices, 6 * shape.layer_parameters / to.tensor
+        if self.method is Method.BASELINE:
+            state *= to.data
+        elif self.method is Method.L2L:
+            # Each host has all copies that travel, and of the rest its part (docs/ranks.md).
+            state = L2L_STATE_BYTES * shape.parameters / to.devices
+            state += COPY_BYTES * shape.parameters / self.cluster.sharing(to.devices)
+            buffers = 12 * shape.layer_parameters
         return Memory(
-            state=STATE_BYTES * shape.parameters / owners,
+            state=state,
             checkpoints=2 * to.batch * shape.tokens * shape.width * shape.layers / to.devices,
-            buffers=6 * shape.layer_parameters / to.tensor,
+            buffers=buffers,
             activations=to.micro_batch * shape.tokens * shape.activation_bytes / to.tensor,
         )
 
     @property
+    def in_host_memory(self) -> float:
+        """Bytes of `memory` that are there: state and checkpoints, if the device cannot hold all; with L2L the state
+        in any case, and checkpoints if the device cannot hold those."""
+        memory, size = self.memory, self.cluster.hardware.memory_gib * GIB
+        if self.method is Method.L2L:
+            return memory.state + (0 if memory.resident + memory.checkpoints <= size else memory.checkpoints)
+        return 0 if memory.total <= size else memory.offloadable
+
+    @property
     def is_offloaded(self) -> bool:
-        """Whether state and checkpoints are in host memory, since the device cannot hold all."""
-        memory = self.memory
-        return memory.offloadable + memory.resident > self.cluster.hardware.memory_gib * GIB
+        """Whether anything is in host memory."""
+        return self.in_host_memory > 0
 
     @property
     def fits_device(self) -> bool:
@@ -164,13 +225,17 @@ class Usage:
     def fits(self) -> bool:
         """Whether the device holds what must be there, and the host what is offloaded."""
         share = self.cluster.host_bytes_of(self.degrees.devices)
-        return self.fits_device and (not self.is_offloaded or self.memory.offloadable <= share)
+        return self.fits_device and self.in_host_memory <= share
 
     @property
     def network_intensity(self) -> float:
         """From which on transfers between instances are hidden, in flop/byte: those of one node have its links."""
-        is_one_node = self.degrees.devices <= self.cluster.largest_tensor
-        return self.cluster.node_intensity if is_one_node else self.cluster.network_intensity
+        return self.cluster.node_intensity if self.is_one_node else self.cluster.network_intensity
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether one node has all devices."""
+        return self.degrees.devices <= self.cluster.largest_tensor
 
     # ---- intensities, in flop/byte
 
@@ -179,6 +244,9 @@ class Usage:
         """Of sums of gradients and, with a divided state, of weights (equations 5 to 9)."""
         to = self.degrees
         tokens = self.shape.tokens * to.batch / to.data
+        if self.method is Method.L2L:
+            # In the forward, the hosts send and receive updated weights in fp32; the devices of each share that.
+            return tokens * self.cluster.sharing(to.devices) / 4
         if self.method is Method.IMPROVED:
             return tokens / 2
         if self.method is Method.PARTITIONED:
@@ -201,6 +269,9 @@ class Usage:
         """Of weights and gradients between host and device (equation 13)."""
         to = self.degrees
         tokens = self.shape.tokens * to.micro_batch
+        if self.method is Method.L2L:
+            # All weights go to each device, one way over a link whose bandwidth counts both.
+            return tokens * to.micro_batches / 2
         if self.method is Method.IMPROVED:
             return tokens * to.micro_batches * to.data
         return tokens * to.data if self.method is Method.PARTITIONED else tokens
@@ -221,13 +292,16 @@ class Usage:
             bubble *= to.pipeline / self.shape.layers
         tensor = 0.0
         if to.tensor > 1:
-            tensor = self.cluster.hardware.intensity(self.cluster.hardware.tensor_link) / self.tensor_intensity
+            is_in_node = to.tensor <= self.cluster.largest_tensor
+            link = self.cluster.node_intensity if is_in_node else self.cluster.network_intensity
+            tensor = link / self.tensor_intensity
         return Efficiency(
             bubble,
             tensor,
             pipeline=0.0 if to.pipeline == 1 or self.hides_pipeline else network / self.pipeline_intensity,
             reduction=self._reduction() if to.data > 1 else 0.0,
-            offload=max(0.0, self._offload() - 1) if self.is_offloaded else 0.0,
+            offload=self._offload() if self.is_offloaded else 0.0,
+            update=self._update() if self.method is Method.L2L else 0.0,
         )
 
     @property
@@ -238,19 +312,54 @@ class Usage:
         return self.degrees.micro_batches >= self.degrees.pipeline * more
 
     def _reduction(self) -> float:
+        to = self.degrees
         needed = self.network_intensity / self.reduction_intensity
-        if self.method is Method.BASELINE and self.degrees.pipeline > 1:
+        if self.method is Method.L2L:  # one host adds what it receives anyway; several hide theirs behind the forward
+            return 0.0 if self.is_one_node else max(0.0, needed - 1) / 4
+        if self.method is Method.BASELINE and to.pipeline > 1:
             return needed  # no device has anything to compute meanwhile (equation 6)
         return max(0.0, needed - 1)
 
     def _offload(self) -> float:
-        """The time of transfers of the host over that of computing, over the narrowest of what they pass."""
+        """The time of transfers of the host that is not hidden, over the narrowest of what they pass."""
         hardware, to = self.cluster.hardware, self.degrees
+        if self.method is Method.L2L:
+            # In forwards, each a quarter of what is computed. One hides uploads (equation 7) and a stash that leaves.
+            # A backward is three: weights and the stash go up meanwhile, and sums of gradients in fp32 down.
+            link, has_stash = hardware.intensity(hardware.cpu_gpu), self.in_host_memory > self.memory.state
+            weights = link / self.state_intensity
+            stash = 2 * link / self.checkpoint_intensity if has_stash else 0.0
+            forward, backward = max(weights, stash), max(weights + stash, 2 * weights)
+            return (max(0.0, forward - 1) + max(0.0, backward - 3)) / 4
         found = hardware.intensity(hardware.cpu_gpu) / min(self.state_intensity, self.checkpoint_intensity)
         if to.data > 1:  # the slot also has what goes to other nodes
             both = 1 / self.state_intensity + 1 / self.reduction_intensity
             found = max(found, hardware.intensity(hardware.pci_express) * both)
-        return found
+        return max(0.0, found - 1)
+
+    @property
+    def update_seconds(self) -> float:
+        """Of a step's updates by the hosts together, each of its part, at the bandwidth of their memory."""
+        cluster, devices = self.cluster, self.degrees.devices
+        nodes = devices / cluster.sharing(devices)
+        bandwidth = (cluster.host_bandwidth or cluster.hardware.host_memory_bandwidth) * GIB
+        return UPDATE_BYTES * self.shape.parameters / (bandwidth * nodes)
+
+    def _update(self) -> float:
+        """Equation 7 of the first text of arXiv:2002.05645: updates are hidden by backwards, half of what is computed
+        with the recomputation."""
+        return max(0.0, self.update_seconds / self.computing_seconds - 0.5)
+
+    @property
+    def computing_seconds(self) -> float:
+        """What a device computes in a step."""
+        to = self.degrees
+        return self.shape.flops(to.batch) / (to.devices * self.cluster.hardware.peak_flops)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step."""
+        return self.computing_seconds / self.efficiency.value
 
     @property
     def offload_gib_per_s(self) -> float:

@@ -144,3 +144,15 @@ def test_a_trillion_parameters_in_words():
 
 def test_critical_batch_in_tokens():
     assert critical_batch(174_000_000_000) == pytest.approx(3.2e6, rel=1e-2)  # that of GPT-3
+
+
+@pytest.mark.parametrize(
+    ("name", "sockets", "channels", "megatransfers"),
+    [("v100", 2, 4, 2133), ("a100", 2, 8, 3200), ("h100", 2, 8, 4400), ("h200", 2, 8, 4400)]
+    + [("rtx4090", 1, 2, 5600), ("rtx5090", 1, 2, 5600)],
+)
+def test_host_memory_of_the_hosts_that_the_sources_name(name, sockets, channels, megatransfers):
+    """8 bytes a transfer and channel."""
+    found = HARDWARE[name]
+    assert found.host_memory_bandwidth == pytest.approx(sockets * channels * 8 * megatransfers / 1000, abs=0.1)
+    assert f"-{megatransfers}" in found.source

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_l2l.scale import (
+    ARRANGED,
     HARDWARE,
     PARALLELISM,
     Cluster,
@@ -39,12 +40,14 @@ def test_plans_are_within_their_bounds(x, card, method, parallelism, devices):
     try:
         plan = fastest(shape, cluster, method, parallelism, Limits(devices=devices))
     except ValueError as error:
-        assert "an arrangement must" in str(error)
+        is_arranged = parallelism in ARRANGED[method]
+        assert ("an arrangement must" if is_arranged else "parallelism must be one of") in str(error)
         return
     usage, to = plan.usage, plan.usage.degrees
     assert to.devices <= devices and to.batch <= shape.critical_batch
     assert shape.layers % to.pipeline == 0 and shape.heads % to.tensor == 0 and usage.fits
     assert 0 < usage.efficiency.value <= 1
+    assert usage.method is Method.L2L or usage.efficiency.update == 0
     assert usage.hides_pipeline or usage.efficiency.pipeline > 0 or to.pipeline == 1
     slow = replace(usage, degrees=replace(to, data=1))
     assert slow.seconds() >= usage.seconds() * 0.999, "fewer instances are not faster"
@@ -85,20 +88,33 @@ def planned(**limits: int) -> Plan:
         (lambda: TransformerShape.of(2, 10, 3, 8), r"heads must divide the width \(got 3 heads and a width of 10\)"),
         (lambda: TransformerShape.of(0, 8, 2, 8), r"layers of a transformer must be at least 1 \(got 0\)"),
         (lambda: fastest(X32, A100, parallelism="4d"), r"parallelism must be one of none, .* \(got '4d'\)"),
-        (lambda: planned(devices=0), r"devices of a plan must be at least 1 \(got 0\)"),
-        (lambda: planned(batch=0), r"batch of a plan must be at least 1 \(got 0\)"),
-        (lambda: planned(pipeline=5), r"the pipeline must divide the 32 layers \(got 5\)"),
-        (lambda: planned(tensor=3), r"tensor parallelism must divide the 16 heads \(got 3\)"),
+        (lambda: planned(devices=0), r"devices must be at least 1 \(got 0\)"),
+        (lambda: planned(batch=0), r"batch must be at least 1 \(got 0\)"),
+        (lambda: planned(pipeline=5), r"pipeline must divide the 32 layers \(got 5\)"),
+        (lambda: planned(tensor=3), r"tensor must divide the 16 heads \(got 3\)"),
         (
             lambda: planned(devices=8, pipeline=4, tensor=4),
-            r"instance of the model takes 16 devices.*\(got 8\)",
+            r"devices must be at least 16 for one instance of the model.*\(got 8\)",
         ),
-        (lambda: fastest(X32, A100, steps=0), r"from 1 to 1,000,000,000,000 steps \(got 0\)"),
-        (lambda: smallest(X32, A100, days=0), r"more than 0 days \(got 0\)"),
+        (
+            lambda: fastest(X32, A100, Method.L2L, "3d"),
+            r"parallelism must be one of none, data with method l2l \(got 3d\)",
+        ),
+        (
+            lambda: fastest(X32, A100, Method.PARTITIONED, "none"),
+            r"parallelism must be one of data, .* with method partitioned \(got none\)",
+        ),
+        (
+            lambda: fastest(X32, A100, Method.L2L, "none", Limits(offload=False)),
+            r"without offload, with .* the l2l method, and the state alone takes 6.8 GiB\)",
+        ),
+        (lambda: Cluster(HARDWARE["a100"], node_size=0), r"node_size must be a whole number from 1 \(got 0\)"),
+        (lambda: fastest(X32, A100, steps=0), r"steps must be from 1 to 1,000,000,000,000 \(got 0\)"),
+        (lambda: smallest(X32, A100, days=0), r"days must be a number above 0 \(got 0\)"),
         (lambda: smallest(X32, A100, days=1e-6), r"must hide its transfers .* within 1e-06 days"),
         (
             lambda: fastest(TransformerShape.family(160), A100, Method.BASELINE, "none", Limits(offload=False)),
-            r"without offload, with .* \(got none with parallelism none and the baseline method\)",
+            r"without offload, with .* \(got none with parallelism none and the baseline method, and the",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hf_l2l.cli.command import count_text, print_json
+from hf_l2l.cli.printed.drawing import new_figure, save
 
 if TYPE_CHECKING:
     from hf_l2l.plan.estimate import Estimate
@@ -94,19 +95,9 @@ def _print_phases(found: Estimate) -> None:
 
 def _plot(file: str, found: Estimate) -> None:
     """A bar of the device memory by name, and those of plain training."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            f"--plot needs the package matplotlib (got {file!r}, and it is not installed); install it with: pip "
-            "install matplotlib, or leave --plot out"
-        ) from error
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     assert found.report is not None
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = new_figure(file, 7, 4)
+    axes = figure.subplots()
     below = 0.0
     for name, size in found.report["device"].items():
         if name != "total" and size["peak"]:
@@ -116,12 +107,4 @@ def _plot(file: str, found: Estimate) -> None:
     axes.bar("plain", found.plain / 2**30, color="gray")
     axes.set_ylabel("device memory at the peak (GiB)")
     axes.legend(fontsize="small")
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:  # or an ending that matplotlib does not know
-        raise ValueError(
-            f"--plot must be a file that can be written, with an ending such as .png (got {file!r}: {error}); give "
-            "one in an existing folder"
-        ) from error
-    finally:
-        pyplot.close(figure)
+    save(figure, file)
