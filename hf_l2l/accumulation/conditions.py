@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_l2l.compat import mixes_rows
@@ -48,10 +48,10 @@ def why_not_folded(trainer: Any, config: L2LConfig) -> str | None:
     return None
 
 
-def own_method(trainer: Any) -> str | None:
+def own_method(trainer: Any, names: Sequence[str] = ("compute_loss", "training_step")) -> str | None:
     """Says which class of `trainer` computes the loss, or trains with a batch, in a method of its own; None if none
     does."""
-    for name in ("compute_loss", "training_step"):
+    for name in names:
         owner = _replaced_by(trainer, name)
         if owner is not None:
             return f"{owner} has a {name} of its own"

@@ -28,7 +28,6 @@ class Folding:
         self._reason: str | None = "no training runs"
         """Why batches run one by one; None if they are folded."""
         self._say: Callable[[str], None] = lambda reason: None
-        self._most: int | None = None
         self._compared: set[bool] = set()
         """The kinds of steps that agree with batch by batch: those that were padded, and those that were not."""
         self._kept: list[Batch] = []
@@ -38,16 +37,15 @@ class Folding:
         self._adds = False
         """Whether there are gradients already, of a step that was given up."""
 
-    def start(self, reason: str | None, say: Callable[[str], None], most: int | None = None) -> None:
+    def start(self, reason: str | None, say: Callable[[str], None]) -> None:
         """A training begins.
 
         Args:
             reason: why batches run one by one; None if nothing speaks against folding them so far.
             say: tells the user such a reason.
-            most: batches of a step that memory has been planned for; None if it has not been planned.
         """
         self.stop()
-        self._reason, self._say, self._most = reason, say, most
+        self._reason, self._say = reason, say
         if reason is not None:
             say(reason)
 
@@ -72,8 +70,6 @@ class Folding:
         """
         if self._reason is None and items is None and count > 1:
             self._refuse("its losses are means over each batch: without labels there is no num_items_in_batch")
-        if self._reason is None and self._most is not None and count > self._most:
-            self._refuse(f"memory has been planned for {self._most} batches at once, and a step has {count} now")
         if self._reason is not None or count == 1:
             self._adds = not step.is_last
             return step.train(batch, items)

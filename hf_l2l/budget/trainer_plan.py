@@ -36,7 +36,7 @@ class Purpose:
     trained: int
     """Parameters that are trained: some may be frozen later, or not any more."""
     accumulated: int
-    """Batches of a step."""
+    """Batches of a step, at most."""
     shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
     """Of the longest batch."""
     autocast: torch.dtype | None
@@ -62,7 +62,7 @@ class Purpose:
             asked,
             weakref.ref(trainer.model),
             sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-            trainer.args.gradient_accumulation_steps,
+            getattr(trainer, "_l2l_most_accumulated", trainer.args.gradient_accumulation_steps),
             tuple((name, t.shape, t.dtype) for name, t in inputs.items()),
             autocast_of(trainer.args),
             why_not,
@@ -103,11 +103,9 @@ class TrainerPlan:
         )
 
     def start(self, folding: Folding, reason: str | None, warn: Callable[[str], None]) -> None:
-        """Begin to run accumulated batches as one, as many as have been planned; `reason` is why not, apart from a
-        plan, which is told with `warn`."""
+        """Begin to run accumulated batches as one; `reason` is why not, apart from a plan, and is told with `warn`."""
         planned = self.why_one_by_one()
-        tell = logger.info if reason is None and planned else warn
-        folding.start(reason or planned, tell, None if self.plan is None else self.plan.batches)
+        folding.start(reason or planned, logger.info if reason is None and planned else warn)
 
     def make(self, trainer: Any, purpose: Purpose | None, checkpoint: str | None) -> None:
         """Plan for a training that begins, or is resumed from `checkpoint`. The model must not be attached.

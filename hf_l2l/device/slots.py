@@ -295,7 +295,7 @@ class GradientSlots:
         # Sparse gradients are summed by autograd, in the leaf.
         if gradient is None or gradient.layout is not torch.strided or gradient.dtype != leaf.dtype:
             if self.norms is not None:
-                self.norms.problem = f"sparse gradients in a {type(self._unit.module).__name__}"
+                self.norms.problem = f"{type(self._unit.module).__name__}, which has sparse gradients"
             return
         leaf.grad = None
         with errors:

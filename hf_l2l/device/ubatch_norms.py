@@ -43,16 +43,17 @@ class UbatchNorms:
             return  # nothing of it trains
         name = type(unit.module).__name__
         if unit in self._units:
-            self.problem = f"a {name} that runs several times before a backward"
+            self.problem = f"{name}, which runs several times before a backward"
         elif self._units and list(ubatches) != list(self.ubatches):
-            self.problem = f"a {name} that has other micro-batches than the layers after it"
+            self.problem = f"{name}, which has other micro-batches than the layers after it"
         elif any(len(each) > len(ubatches) for each in norms.values()):
-            self.problem = f"a {name} that runs backwards of its own"
+            self.problem = f"{name}, which runs backwards of its own"
         self._units.add(unit)
         self.ubatches = ubatches
         with torch.no_grad():
             total = torch.stack([norm for each in norms.values() for norm in each]).square().sum()
-            before, _ = self._sums.get(device, (None, None))
+            before, computed = self._sums.get(device, (None, None))
+            stream.wait(computed, wait_reasons.UBATCH_NORMS_COMPUTED)  # a layer may run on the stream of the program
             self._sums[device] = total if before is None else before + total, stream.record(device)
 
     def sum_of_squares(self) -> float:

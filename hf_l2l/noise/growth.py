@@ -14,6 +14,10 @@ from transformers.trainer_callback import ExportableState
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.getLogger("transformers.hf_l2l")
 
+LOOKS_EVERY = 16
+"""Steps from one look at the critical batch to the next."""
+FEWEST_MEASURED = 50
+"""Steps that must have been measured with the batch as it is: before that, the averages are mostly noise."""
 _RULES = {"keep": 1.0, "sqrt": math.sqrt(2), "linear": 2.0}
 """What the learning rate is multiplied by when the batch is doubled."""
 
@@ -21,15 +25,17 @@ _RULES = {"keep": 1.0, "sqrt": math.sqrt(2), "linear": 2.0}
 class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers ships no types
     """Doubles `gradient_accumulation_steps` when the critical batch has become twice the batch of a step.
 
-    For a training with `l2l_noise_scale=True`, in whose logs it reads `l2l_critical_batch`. The batch of the arguments
-    is the smallest one, and `most_rows` bounds the largest; it never shrinks. Epochs stay what they are: the training
-    ends after the same rows, in fewer steps. A schedule of the learning rate goes on as if the batch had not grown: it
-    is at the same place after the same rows. `max_steps` counts steps of the first batch; `logging_steps`,
-    `save_steps` and `eval_steps` count steps as they are made. A resumed training goes on with the batch that it had.
+    For a training of an `L2LTrainer` with `l2l_noise_scale=True`. It looks every 16 steps, once 50 steps have been
+    measured with the batch as it is. The batch of the arguments is the smallest one, and `most_rows` bounds the
+    largest; it never shrinks. Epochs stay what they are: the training ends after the same rows, in fewer steps. A
+    schedule of the learning rate goes on as if the batch had not grown: it is at the same place after the same rows.
+    `max_steps` counts steps of the first batch; `logging_steps`, `save_steps` and `eval_steps` count steps as they are
+    made. A resumed training goes on with the batch that it had. Logs with a training loss have the rows of a step
+    (`l2l_step_rows`).
 
     Raises:
-        ValueError: for a bad value; and at the start of a training, if nothing tells the critical batch, or nobody
-            knows how many batches an epoch has.
+        ValueError: for a bad value; and at the start of a training, if nothing tells the critical batch, nobody
+            knows how many batches an epoch has, or `most_rows` has no room for twice the first batch.
     """
 
     def __init__(self, most_rows: int, learning_rate: str = "keep") -> None:
@@ -47,22 +53,34 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
                 "it as it is"
             )
         self.most_rows, self.learning_rate = most_rows, learning_rate
+        self.reset()
+
+    def reset(self) -> None:
+        """A training begins: forget an earlier one."""
         self.first = 0
         """`gradient_accumulation_steps` of the arguments; 0 before a training."""
         self.now = 0
         """Those of the step that comes next."""
         self.wants_more = False
         """Whether the batch is to be doubled as soon as transformers allows it."""
-        self.epochs, self.batches = 0, 0
-        """That are over; batches that the steps of the running epoch have had."""
+        self.since = 0
+        """The steps that had been measured when the batch was doubled last."""
+        self.epochs = 0
+        """That are over."""
+        self.batches = 0
+        """That the steps of the running epoch have had."""
         self.whole = 0
         """Batches of an epoch."""
         self.end = 0
         """The last step, if all had the first batch."""
+        self.measured = 0
+        """Steps that had been measured at the last look."""
+        self.looked_at = 0
+        """The step after which that was."""
 
     def state(self) -> dict[str, Any]:
         """See `ExportableState`."""
-        names = ("first", "now", "wants_more", "epochs", "batches", "whole")
+        names = ("first", "now", "wants_more", "since", "measured", "looked_at", "epochs", "batches", "whole")
         return {
             "args": {"most_rows": self.most_rows, "learning_rate": self.learning_rate},
             "attributes": {name: getattr(self, name) for name in names},
@@ -83,6 +101,17 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
             )
         args.gradient_accumulation_steps = self.now
 
+    def most_accumulated(self, args: Any, rows: int) -> int:
+        """The most `gradient_accumulation_steps` that there may be, with batches of so many rows in each rank."""
+        count: int = self.first or args.gradient_accumulation_steps
+        while 2 * count * rows * args.world_size <= self.most_rows:
+            count *= 2
+        return count
+
+    def rows_of_step(self, args: Any, state: Any) -> int:
+        """Of all ranks."""
+        return self.now * int(state.train_batch_size) * int(args.world_size)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin, or go on with the batch of the checkpoint."""
         if not getattr(args, "l2l_noise_scale", False):
@@ -95,10 +124,14 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
                 "L2LBatchGrowth needs a train_dataset with a length (got one without); leave the callback out"
             )
         self.whole, self.end = whole, state.max_steps
-        if state.global_step == 0 or not self.first:
+        if not self.first:
             self.first = self.now = args.gradient_accumulation_steps
-            self.wants_more, self.epochs = False, int(state.epoch or 0)
-            self.batches = round(((state.epoch or 0) - self.epochs) * whole)
+        if self.most_accumulated(args, int(state.train_batch_size)) == self.first:
+            least = 2 * self.first * int(state.train_batch_size) * args.world_size
+            raise ValueError(
+                f"most_rows of L2LBatchGrowth must be at least twice the rows of a step, {least} (got "
+                f"{self.most_rows}); raise it, or leave the callback out"
+            )
         state.max_steps = state.global_step + self.steps_left(self.end)
 
     def steps_left(self, end: int) -> int:
@@ -114,12 +147,12 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         whole_epochs = epochs - self.epochs - 1
         return steps(self.whole - self.batches) + whole_epochs * steps(self.whole) + steps(batches)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Compare the batch with the critical one."""
-        critical = (logs or {}).get("l2l_critical_batch")
-        if critical is not None:
-            doubled = 2 * self.now * int(state.train_batch_size) * args.world_size
-            self.wants_more = doubled <= min(critical, self.most_rows)
+    def look(self, args: Any, state: Any, critical: float | None, measured: int) -> None:
+        """Compare the batch with the critical one, in rows, after so many measured steps."""
+        doubled = 2 * self.rows_of_step(args, state)
+        is_told = critical is not None and measured - self.since >= FEWEST_MEASURED
+        self.wants_more = is_told and critical is not None and doubled <= min(critical, self.most_rows)
+        self.measured, self.looked_at = measured, state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the schedule where it would be with the first batch, and double the batch if that is wanted."""
@@ -137,22 +170,19 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         if self.wants_more:
             self._grow(args, state, **kwargs)
 
-    def give_back(self, args: Any) -> None:
-        """The training is over, or has failed: the arguments are what they were."""
-        if self.first:
-            args.gradient_accumulation_steps = self.first
-
     def _grow(self, args: Any, state: Any, *, optimizer: Any, lr_scheduler: Any, **_: Any) -> None:
-        self.now, self.wants_more = 2 * self.now, False
+        if not self.steps_left(self.end):
+            return
+        self.now, self.wants_more, self.since = 2 * self.now, False, self.measured
         args.gradient_accumulation_steps = self.now
         state.max_steps = state.global_step + self.steps_left(self.end)
         factor = _RULES[self.learning_rate]
         if factor != 1.0:
             _scale_rates(factor, optimizer, lr_scheduler)
         logger.info(
-            f"from step {state.global_step + 1} on, a step has "
-            f"{self.now * int(state.train_batch_size) * args.world_size:,} rows, since the critical batch has grown "
-            f"(gradient_accumulation_steps={self.now}); the training ends with step {state.max_steps}"
+            f"from step {state.global_step + 1} on, a step has {self.rows_of_step(args, state):,} rows, since the "
+            f"critical batch has grown (gradient_accumulation_steps={self.now}); the training ends with step "
+            f"{state.max_steps}"
         )
 
 
@@ -169,8 +199,9 @@ def _scale_rates(factor: float, optimizer: Any, lr_scheduler: Any) -> None:
         for name in ("lr", "initial_lr"):
             if name in group:
                 group[name] = group[name] * factor
-    if hasattr(lr_scheduler, "base_lrs"):
-        lr_scheduler.base_lrs = [rate * factor for rate in lr_scheduler.base_lrs]
+    for each in (lr_scheduler, *getattr(lr_scheduler, "_schedulers", ())):  # of torch's SequentialLR, for example
+        if hasattr(each, "base_lrs"):
+            each.base_lrs = [rate * factor for rate in each.base_lrs]
 
 
 def _length(loader: Any) -> int | None:

@@ -22,7 +22,7 @@ from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import total_norm
 from hf_l2l.noise.across_rows import is_sum_over_rows
 from hf_l2l.noise.estimate import Measured, NoiseScale, together
-from hf_l2l.noise.growth import L2LBatchGrowth
+from hf_l2l.noise.growth import LOOKS_EVERY, L2LBatchGrowth
 from hf_l2l.noise.items import items_of_rows, measured, rows_of
 from hf_l2l.noise.options import ENOUGH_TOKENS, every_of
 from hf_l2l.ranks.team import of_rank_0
@@ -45,7 +45,7 @@ class L2LNoiseScale(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
     def __init__(self) -> None:
         self.found = NoiseScale()
         self.every: int | None = None
-        """Steps from one measurement to the next; None before the first batch, which decides it."""
+        """Steps from one measurement to the next, if nobody says so; None before the first batch, which decides it."""
 
     @property
     def averages(self) -> dict[str, float]:
@@ -68,8 +68,8 @@ class _MeasuredStep:
         self.number = number
         self.batches: list[tuple[UbatchNorms, Measured, float]] = []
         """Of each backward: its norms, the weights of its micro-batches, and what its loss was multiplied by."""
-        self.norm = 0.0
-        """Of the sum of the gradients of the step."""
+        self.norm: float | None = None
+        """Of the sum of the gradients of the step; None before its last backward."""
 
     def of_this_rank(self, *, weight_1: bool) -> Measured:
         """The step of this rank; its norms are read now, for which the host waits."""
@@ -110,8 +110,18 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         found: tuple[int, int] = super()._init_training_state(
             max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
         )
-        growth = next((each for each in self.callback_handler.callbacks if isinstance(each, L2LBatchGrowth)), None)
-        if checkpoint is None or growth is None or not growth.first:
+        growth, position = self._l2l_growth, self._l2l_position
+        if growth is None:
+            return found
+        # What another callback saves after a step has what this one knows of the step.
+        callbacks = self.callback_handler.callbacks
+        callbacks.sort(key=lambda each: each is not growth)
+        if checkpoint is None:
+            return found
+        if not growth.first:
+            growth.epochs, growth.batches = (position.epoch, position.batches) if position is not None else found
+            if position is not None and position.is_over:
+                growth.epochs, growth.batches = position.epoch + 1, 0
             return found
         if not growth.steps_left(max_steps):
             logger.warning(f"the training is finished, and no further step is made: {checkpoint} is its end")
@@ -119,18 +129,35 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         if self.args.ignore_data_skip:
             growth.batches = 0
         # transformers takes all steps before for steps with the batch of now.
-        return found if self._l2l_position is not None else (growth.epochs, growth.batches)
+        return found if position is not None else (growth.epochs, growth.batches)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because arguments that a callback has changed are to be what they were, whatever happens."""
+    @property
+    def _l2l_growth(self) -> L2LBatchGrowth | None:
+        growths = [each for each in self.callback_handler.callbacks if isinstance(each, L2LBatchGrowth)]
+        if len(growths) > 1:
+            raise ValueError(f"one L2LBatchGrowth doubles the batches of a training (got {len(growths)}); pass one")
+        return growths[0] if growths else None
+
+    @property
+    def _l2l_most_accumulated(self) -> int:
+        """The most batches that a step may have, for which memory is planned."""
+        growth, args = self._l2l_growth, self.args
+        given: int = args.gradient_accumulation_steps
+        return given if growth is None else growth.most_accumulated(args, self._train_batch_size)
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Overridden because a callback changes an argument, which is to be what it was, whatever happens: also where
+        `auto_find_batch_size` begins again."""
+        growth, given = self._l2l_growth, self.args.gradient_accumulation_steps
+        if growth is not None:
+            growth.reset()
         try:
-            found = super().train(*args, **kwargs)
+            found = super()._inner_training_loop(batch_size, *args, **kwargs)
             self._read_noise()
             return found
         finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, L2LBatchGrowth):
-                    callback.give_back(self.args)
+            if growth is not None:
+                self.args.gradient_accumulation_steps = given
 
     def _load_callback_state(self) -> None:
         """Overridden because what these callbacks know is a part of the training, whatever
@@ -155,11 +182,11 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         if not self._streams():
             logger.warning("l2l_noise_scale=True is for layers that are streamed: none is")
             return False
-        method = own_method(self)
+        method = own_method(self, ("training_step",))
         if method is not None:
             raise ValueError(
-                "l2l_noise_scale=True is for a loss that is a sum or a mean over rows (got a trainer of which "
-                f"{method}, which may couple rows); leave it out"
+                "l2l_noise_scale=True measures the backward of each batch as transformers runs it (got a trainer of "
+                f"which {method}); leave it out"
             )
         norm = next((name for name, module in self.model.named_modules() if mixes_rows(module)), None)
         if norm is not None:
@@ -188,21 +215,19 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         """A step whose `train` measures, if this one is to be measured."""
         if not self._l2l_measures:
             return step
+        self._look_at_noise()  # a checkpoint may have been saved in a callback, before the look after that step
 
         def train(batch: Any, items: Any) -> torch.Tensor:
-            noise, rows = self._l2l_noise, rows_of(batch)
-            if noise.every is None:  # batches of other ranks have other lengths
-                noise.every = int(of_rank_0(str(self._every_of(batch, rows))))
-            if self.state.global_step % noise.every:
+            noise, every = self._l2l_noise, every_of(getattr(self.args, "l2l_noise_scale_every", "auto"))
+            if every is None and noise.every is None:  # batches of other ranks have other lengths
+                noise.every = int(of_rank_0(str(self._every_of(batch, rows_of(batch)))))
+            if self.state.global_step % (every or noise.every or 1):
                 return step.train(batch, items)
             return self._train_measured(attached, step, batch, items)
 
         return replace(step, train=train)
 
     def _every_of(self, batch: Mapping[str, Any], rows: int) -> int:
-        asked = every_of(getattr(self.args, "l2l_noise_scale_every", "auto"))
-        if asked is not None:
-            return asked
         tokens = batch.get(getattr(self.model, "main_input_name", "input_ids"))
         if not isinstance(tokens, torch.Tensor) or tokens.is_floating_point():
             return 1  # of pixels or sounds, nobody knows how many tokens they become
@@ -225,6 +250,9 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             for each in slots:
                 each.norms = None
         problem = norms.problem or _shared(eps.masters.layer_units)
+        last = norms.ubatches[-1] if norms.ubatches else None
+        if problem is None and last is not None and last[1] != len(of_rows):
+            problem = f"{last[1]} rows in a layer for a batch of {len(of_rows)}"
         if problem is not None:
             raise ValueError(
                 f"l2l_noise_scale=True needs the gradient of each micro-batch (got {problem}); leave it out"
@@ -240,15 +268,19 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         return loss
 
     def _read_noise(self) -> None:
-        """Take what the steps so far have measured into the averages; all ranks call this at the same step."""
-        steps, self._l2l_measured = self._l2l_measured, []
-        if not self._l2l_measures or not steps:
+        """Take what the steps so far have measured into the averages; all ranks call this at the same step. A step
+        that is not over, or that a callback has given up, may get further backwards."""
+        now = self.state.global_step
+        steps = [each for each in self._l2l_measured if each.number < now and each.norm is not None]
+        self._l2l_measured = [each for each in self._l2l_measured if each.number >= now]
+        if not steps:
             return
         averaged = bool(getattr(self.args, "average_tokens_across_devices", False))
         own = [each.of_this_rank(weight_1=self.args.world_size > 1 and not averaged) for each in steps]
         of_ranks = self._of_ranks([each.values() for each in own], "ranks add up what they have measured")
         noise = self._l2l_noise.found
         for step, *parts in zip(steps, *of_ranks, strict=True):
+            assert step.norm is not None, "left out above"
             noise.observe(together(Measured(*values) for values in parts), step.norm)
         if not noise.steps and not self._l2l_is_told:
             self._l2l_is_told = True
@@ -262,10 +294,20 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         team = None if self.eps is None else self.eps.team
         return [found] if team is None else [json.loads(text) for text in team.tell(json.dumps(found), why)]
 
+    def _look_at_noise(self) -> None:
+        """Tell who makes batches grow what has been measured, once after each so many steps."""
+        growth, now = self._l2l_growth, self.state.global_step
+        if growth is None or not self._l2l_measures or now % LOOKS_EVERY or now <= growth.looked_at:
+            return
+        self._read_noise()
+        found = self._l2l_noise.found
+        growth.look(self.args, self.state, found.critical_batch, found.steps)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Overridden to read what was measured, from time to time."""
-        if len(self._l2l_measured) >= _MOST_PENDING:
+        """Overridden to read what was measured, where all ranks are: before a log, and from time to time."""
+        if self.control.should_log or len(self._l2l_measured) >= _MOST_PENDING:
             self._read_noise()
+        self._look_at_noise()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -276,11 +318,12 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Overridden to log the noise scale with each training loss."""
         if "loss" in logs and self._l2l_measures:
-            self._read_noise()
-            found = self._l2l_noise.found
+            found, growth = self._l2l_noise.found, self._l2l_growth
             for name, value in (("l2l_noise_scale", found.scale), ("l2l_critical_batch", found.critical_batch)):
                 if value is not None:
                     logs[name] = value
+            if growth is not None:
+                logs["l2l_step_rows"] = growth.rows_of_step(self.args, self.state)
         super().log(logs, *args, **kwargs)
 
 

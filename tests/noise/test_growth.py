@@ -17,6 +17,8 @@ from torch.utils.data import IterableDataset
 
 from accumulated import train
 from hf_l2l import L2LBatchGrowth
+from hf_l2l.noise import growth as growth_of
+from hf_l2l.noise import trainer_part
 from hf_l2l.noise.estimate import NoiseScale
 from training import assert_same_run, l2l_trainer, rows, tiny_bert
 
@@ -32,6 +34,13 @@ RUN: dict[str, Any] = {
     "l2l_noise_scale": True,
     "l2l_noise_scale_every": "1",
 }
+
+
+@pytest.fixture(autouse=True)
+def _looks(monkeypatch):
+    """At each step."""
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 1)
+    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 0)
 
 
 @pytest.fixture
@@ -104,12 +113,12 @@ def test_the_learning_rate_is_scaled_by_a_rule(tmp_path, critical, rule, factor)
     assert watch.rates == pytest.approx([1e-3 * factor**doubled for doubled in (0, 0, 0, 0, 1, 1, 2)])
 
 
-@pytest.mark.parametrize("most", [7, 8, 15])
+@pytest.mark.parametrize("most", [8, 15])
 def test_a_bound_holds(tmp_path, critical, most):
     critical.update({1: 1000.0})
     made, watch, _ = grown(tmp_path, L2LBatchGrowth(most), num_train_epochs=1)
     made.train()
-    assert max(watch.steps) == most // 8 + 1 and min(watch.steps) == 1
+    assert {*watch.steps} == {1, 2}
 
 
 def test_batches_grow_with_what_is_measured(tmp_path):
@@ -184,6 +193,21 @@ def test_arguments_are_given_back_after_an_error(tmp_path, critical):
     assert made.args.gradient_accumulation_steps == 1
 
 
+def test_a_bound_below_twice_the_first_batch_is_refused(tmp_path):
+    made, _, _ = grown(tmp_path, L2LBatchGrowth(7))
+    with pytest.raises(
+        ValueError, match=r"must be at least twice the rows of a step, 8 \(got 7\); raise it, or leave"
+    ):
+        made.train()
+
+
+def test_two_are_refused(tmp_path):
+    made, _, _ = grown(tmp_path, L2LBatchGrowth(8))
+    made.add_callback(L2LBatchGrowth(16))
+    with pytest.raises(ValueError, match=r"one L2LBatchGrowth doubles the batches of a training \(got 2\); pass one"):
+        made.train()
+
+
 def test_another_first_batch_is_refused(tmp_path, critical):
     critical.update({1: 100.0})
     grown(tmp_path, L2LBatchGrowth(8), **SAVED, num_train_epochs=1)[0].train()
@@ -222,6 +246,91 @@ def test_a_bound_that_is_none_is_refused(most):
 def test_a_rule_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"learning_rate must be one of 'keep', 'sqrt', 'linear' \(got 'half'\)"):
         L2LBatchGrowth(8, "half")
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_what_other_callbacks_save_is_resumed_exactly(tmp_path, critical, at):
+    """As transformers saves when a job is about to end (`enable_jit_checkpoint`): in its own `on_step_end`."""
+
+    class Save(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == at:
+                whole._save_checkpoint(whole.model, None)
+
+    critical.update({3: 8.0, 5: 100.0})
+    whole, watch, seen = grown(tmp_path, L2LBatchGrowth(16, "sqrt"))
+    whole.callback_handler.callbacks.insert(0, Save())
+    train(whole)
+    again, later, rest = grown(tmp_path, L2LBatchGrowth(16, "sqrt"))
+    train(again, str(tmp_path / f"checkpoint-{at}"))
+    assert later.steps == watch.steps[at:] and later.rates == watch.rates[at:]
+    assert rest == seen[len(seen) - len(rest) :]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+
+
+def test_a_search_for_a_batch_size_begins_with_the_first_batch(tmp_path, critical):
+    class Fail(hf.TrainerCallback):
+        has_failed = False
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.gradient_accumulation_steps == 4 and not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("CUDA out of memory.")
+
+    critical.update({1: 1000.0})
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), auto_find_batch_size=True, num_train_epochs=1)
+    made.add_callback(Fail())
+    train(made)
+    assert watch.steps[watch.steps.index(4) + 1] == 1  # with batches of fewer rows
+    assert made.state.epoch == 1.0 and made.args.gradient_accumulation_steps == 1
+
+
+def test_what_an_earlier_training_left_is_forgotten(tmp_path, critical):
+    critical.update({2: 8.0})
+    grown(tmp_path, None, **SAVED, num_train_epochs=1)[0].train()
+    made, watch, _ = grown(tmp_path / "other", L2LBatchGrowth(8), num_train_epochs=1)
+    train(made)
+    once, steps = made.state.global_step, len(watch.steps)
+    train(made, str(tmp_path / "checkpoint-2"))
+    assert once == 8 and len(watch.steps) - steps == 6 and watch.steps[steps] == 1  # 2 steps before, and 9 batches
+
+
+@pytest.mark.parametrize("at", [10, 11, 12])
+def test_it_is_added_at_the_end_of_an_epoch(tmp_path, critical, at):
+    grown(tmp_path, None, **SAVED, num_train_epochs=2)[0].train()
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(8), num_train_epochs=2)
+    train(made, str(tmp_path / f"checkpoint-{at}"))
+    assert made.state.epoch == 2.0 and watch.steps == [1] * (22 - at)
+
+
+def test_it_looks_once_enough_steps_are_measured(tmp_path, critical, monkeypatch):
+    """At every 16th step, and after each doubling anew. A wish for a larger batch ends with the reason for it."""
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 16)
+    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 50)
+    critical.update({1: 1000.0})
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), num_train_epochs=16, logging_strategy="no")
+    train(made)
+    assert watch.steps.index(2) == 65  # the look after step 64
+    # 50 more after the 64 that had been measured: the look at step 128.
+    assert watch.steps.index(4) >= 128
+    growth = next(each for each in made.callback_handler.callbacks if isinstance(each, L2LBatchGrowth))
+    growth.look(made.args, made.state, 1e9, 10**6)
+    assert not growth.wants_more  # the bound
+    growth.most_rows = 10**6
+    growth.look(made.args, made.state, 1e9, 10**6)
+    assert growth.wants_more
+    growth.look(made.args, made.state, None, 10**6)
+    assert not growth.wants_more
+
+
+def test_the_rows_of_a_step_are_logged(tmp_path, critical):
+    critical.update({2: 8.0})
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(8), num_train_epochs=1)
+    train(made)
+    logged = [entry["l2l_step_rows"] for entry in made.state.log_history if "loss" in entry]
+    # After a step that has doubled the batch, the log has that of the next one.
+    assert logged == [4 * each for each in (*watch.steps[1:], watch.steps[-1])]
 
 
 @given(

@@ -258,16 +258,143 @@ def test_a_loss_that_couples_rows_is_refused(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in mine.model.state_dict().items())
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
+def test_a_trainer_may_have_a_loss_of_its_own(tmp_path):
     class Mine(L2LTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
+    found = []
+    for kind in (Mine, L2LTrainer):
+        each = trainer(kind, tmp_path, ubatch_size=2, **ON)
+        each.train()
+        found.append(each._l2l_noise.averages)
+    assert found[0] == found[1]
+
+
+def test_a_loss_of_its_own_that_couples_rows_is_refused(tmp_path):
+    class Mine(L2LTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs.loss + 1000 * outputs.logits.var(0).sum()
+            return (loss, outputs) if return_outputs else loss
+
     mine = trainer(Mine, tmp_path, ubatch_size=2, **ON)
     with pytest.raises(
-        ValueError, match=r"got a trainer of which Mine has a compute_loss of its own, which may couple"
+        ValueError, match=r"needs a loss that is a sum or a mean over rows or tokens \(got .*; leave it"
     ):
         mine.train()
+
+
+def test_a_loss_that_calls_the_model_with_other_rows_is_refused(tmp_path):
+    class Mine(L2LTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**{name: torch.cat([value, value]) for name, value in inputs.items()})
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    mine = trainer(Mine, tmp_path, ubatch_size=2, **ON)
+    with pytest.raises(ValueError, match=r"got 16 rows in a layer for a batch of 8\); leave it out"):
+        mine.train()
+
+
+def test_a_training_step_of_its_own_is_refused(tmp_path):
+    class Mine(L2LTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(
+        ValueError, match=r"got a trainer of which Mine has a training_step of its own\); leave it out"
+    ):
+        trainer(Mine, tmp_path, ubatch_size=2, **ON).train()
+
+
+def test_a_loss_of_routers_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.MixtralConfig(
+        vocab_size=60, num_key_value_heads=1, num_local_experts=2, output_router_logits=True, **sizes
+    )
+    mine = made(tmp_path, model=hf.MixtralForCausalLM(config), ubatch_size=1, **ON)
+    with pytest.raises(
+        ValueError, match=r"got a model that adds a loss of its routers, which couples them\); leave it"
+    ):
+        train(mine)
+
+
+def test_batches_of_one_row_with_a_mean_over_tokens(tmp_path):
+    """What the loss is, is told by a batch of one row, too: its weight is that of its batch."""
+    config = hf.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=60
+    )
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = hf.BertForTokenClassification(config)
+    data = [
+        {**row, "labels": [-100] * (n % 5) + [token % 2 for token in row["input_ids"][n % 5 :]]}
+        for n, row in enumerate(rows())
+    ]
+    collate = Recorded(hf.default_data_collator)
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": 0.0,
+        "max_steps": 2,
+    }
+    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), **options, **ON)
+    mine.train_dataset, mine.data_collator = data, collate
+    train(mine)
+    assert mine._l2l_is_sum is False
+    steps = [collate.batches[n : n + 4] for n in (0, 4)]
+    # transformers takes this loss for a sum, and does not divide it by the four batches.
+    expected = in_plain_torch(model.train(), steps, 1, is_sum=False, shifts=False)[-1]
+    assert mine._l2l_noise.found.noise == pytest.approx(expected.noise, rel=1e-3)
+
+
+def test_a_step_that_is_given_up_is_measured_with_the_next(tmp_path):
+    """Its gradients are added to those of the next one, as without L2L."""
+
+    class GiveUp(hf.TrainerCallback):
+        has_given_up = False
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_epoch_stop = state.global_step == 1 and not self.has_given_up
+            self.has_given_up = state.global_step == 1
+            return control
+
+    mine = l2l_trainer(
+        tmp_path,
+        ubatch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        callbacks=[GiveUp()],
+        learning_rate=0.0,
+        **ON,
+    )
+    seen: list[tuple[Measured, float]] = []
+    observe = NoiseScale.observe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoiseScale, "observe", lambda self, *step: seen.append(step) or observe(self, *step))
+        train(mine)
+    assert [step.rows for step, _ in seen] == [16, 24, 16, 16] and all(norm > 0 for _, norm in seen)
+
+
+def test_how_often_may_change_when_a_training_is_resumed(tmp_path):
+    first = {**SAVED, "l2l_noise_scale_every": "auto", "max_steps": 2}
+    l2l_trainer(tmp_path, **first).train()
+    again = l2l_trainer(tmp_path, **SAVED)
+    again.train(resume_from_checkpoint=True)
+    assert again._l2l_noise.found.steps == 1 + 4
+
+
+def test_a_log_of_the_program_reads_nothing(tmp_path):
+    """Of several ranks, one alone may log: nothing waits for the others."""
+
+    class Log(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            before = len(mine._l2l_measured)
+            mine.log({"loss": 1.0})
+            assert len(mine._l2l_measured) == before > 0
+
+    mine = l2l_trainer(tmp_path, ubatch_size=2, logging_steps=10, callbacks=[Log()], **ON)
+    mine.train()
+    assert mine._l2l_noise.found.steps == 4
 
 
 def test_a_norm_over_rows_is_refused(tmp_path):
@@ -295,7 +422,7 @@ def test_a_layer_that_runs_several_times_is_refused(tmp_path):
     )
     model = hf.AlbertForSequenceClassification(config)
     with pytest.raises(
-        ValueError, match=r"got a AlbertLayer\w* that runs several times before a backward\); leave it"
+        ValueError, match=r"got AlbertLayer\w*, which runs several times before a backward\); leave it"
     ):
         l2l_trainer(tmp_path, model=model, ubatch_size=2, **ON).train()
 

@@ -316,7 +316,8 @@ def test_work_in_the_background_is_drawn(tmp_path):
     steps = 0
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(work, thread) for thread in range(2)]
-        while steps < 300 or len(done) <= 100:  # on a busy machine the threads need more steps than 300
+        # On a busy machine, the threads need more steps than 300; they end if one of them fails.
+        while steps < 300 or (len(done) <= 100 and not any(future.done() for future in futures)):
             steps += 1
             line.start_forward()
             with line.inside("forward"), line.waiting_for_eps("a layer"):
