@@ -16,11 +16,11 @@ def noise_scale_field() -> Any:
         metadata={
             "help": "Measure the noise scale of the gradient (arXiv:1812.06162; arXiv:2106.02679, section 8.1), from "
             "the gradients of the micro-batches of a step: `l2l_noise_scale`, in what the loss counts (tokens or "
-            "rows), and `l2l_critical_batch`, the same in rows: with larger batches, more rows save few steps. They "
-            "are logged with each training loss, as moving averages over about 100 measured steps, once these tell "
+            "rows), and `l2l_critical_batch`, the same in rows, above which more rows save few steps. They are "
+            "logged with each training loss, as moving averages over about 100 measured steps, once these tell "
             "them. The gradients are those of the layers. A step needs at least two micro-batches. The loss must be a "
-            "sum or a mean over rows or tokens, which is checked at the first step; a Trainer with a `compute_loss` "
-            "of its own is refused."
+            "sum or a mean over rows or tokens, which is checked at the first step. `L2LBatchGrowth` makes batches "
+            "grow with it."
         },
     )
 
@@ -32,7 +32,7 @@ def noise_scale_every_field() -> Any:
         metadata={
             "help": 'The noise scale is measured at every so many steps: a number, or "auto", each step if '
             f"micro-batches have {ENOUGH_TOKENS:,} tokens and more, and fewer if they have less, in proportion: so "
-            "it takes at most some hundredths of the time of a training."
+            "it takes some hundredths of the time of a training. The first batch decides it."
         },
     )
 

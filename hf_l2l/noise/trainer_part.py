@@ -240,13 +240,15 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             answers = self._of_ranks(is_sum_over_rows(step, batch, items, of_rows), "ranks look at the loss")
             self._l2l_is_sum = next((each for each in answers if each is not None), None)
         norms, eps = UbatchNorms(), attached.eps
-        slots = [at.gradient_slots for at in attached.relay.devices]
+        slots, shell = [at.gradient_slots for at in attached.relay.devices], attached.relay.shell
+        runs_plainly, shell.runs_plainly = shell.runs_plainly, False  # as without L2L, where nobody sees micro-batches
         scale = eps.loss_scale.value if eps.loss_scale is not None and eps.loss_scale.is_dynamic else 1.0
         try:
             for each in slots:
                 each.norms = norms
             loss = step.train(batch, items)
         finally:
+            shell.runs_plainly = runs_plainly
             for each in slots:
                 each.norms = None
         problem = norms.problem or _shared(eps.masters.layer_units)

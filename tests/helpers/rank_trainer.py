@@ -18,10 +18,13 @@ from torch.utils.data import Dataset
 from torch.utils.serialization import config as serialization
 
 from families import TOKENS, VOCAB, bert, llama
-from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
+from hf_l2l import L2LBatchGrowth, L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.hf.preparation import devices_of
+from hf_l2l.noise import growth
+from hf_l2l.noise import trainer_part as trainer_part_of_noise
+from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.noise.trainer_part import NoiseScaleMixin
 from hf_l2l.rank_saves import background
 from hf_l2l.realtime import trainer_part
@@ -196,6 +199,34 @@ def trained_with_other_lengths(*args: Any) -> dict[str, Any]:
     """`trained`, by ranks whose first batches would have them measure the noise scale at other steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoiseScaleMixin, "_every_of", lambda self, batch, rows: 2 + distributed.get_rank())
+        return trained(*args)
+
+
+class _Alone(hf.TrainerCallback):
+    """Logs in rank 0 alone."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 0:
+            self.trainer.log({"loss": 1.0})
+
+
+def trained_and_growing(*args: Any) -> dict[str, Any]:
+    """`trained`, with batches that grow to 16 rows of all ranks after two steps, and a rank that logs alone."""
+    init = L2LTrainer.__init__
+
+    def with_callbacks(self: L2LTrainer, *given: Any, **named: Any) -> None:
+        alone = _Alone()
+        init(self, *given, **named, callbacks=[L2LBatchGrowth(16), alone])
+        alone.trainer = self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_part_of_noise, "LOOKS_EVERY", 1)
+        patch.setattr(growth, "FEWEST_MEASURED", 0)
+        patch.setattr(NoiseScale, "critical_batch", property(lambda self: 100.0 if self.steps > 1 else 1.0))
+        patch.setattr(L2LTrainer, "__init__", with_callbacks)
         return trained(*args)
 
 

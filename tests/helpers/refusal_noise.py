@@ -31,8 +31,8 @@ def _train(
 
 
 class _Own(L2LTrainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
 
 
 def _over_rows(scene: Scene) -> Any:
@@ -59,7 +59,7 @@ def _growing(**options: Any) -> Prepare:
 NOISE = [
     Case("`l2l_noise_scale=True`, with one micro-batch in a step", _train(ubatch_size=None)),
     Case("`l2l_noise_scale=True`, with batch norm over the rows of a batch", _train(_over_rows)),
-    Case("`l2l_noise_scale=True`, with a `compute_loss` of the trainer", _train(kind=_Own)),
+    Case("`l2l_noise_scale=True`, with a `training_step` of the trainer's own", _train(kind=_Own)),
     Case(
         "`l2l_noise_scale=True`, with a loss that couples rows, such as a contrastive one",
         _train(of_trainer={"compute_loss_func": _coupled}),
@@ -74,6 +74,11 @@ NOISE = [
     Case("`L2LBatchGrowth(0)`", lambda scene: lambda: L2LBatchGrowth(0)),
     Case("`L2LBatchGrowth(32, 'half')`", lambda scene: lambda: L2LBatchGrowth(32, "half")),
     Case("`L2LBatchGrowth(32)`, without `l2l_noise_scale=True`", _growing(l2l_noise_scale=False), is_early=False),
+    Case("`L2LBatchGrowth(32)`, with 32 rows in a step", _growing(gradient_accumulation_steps=4), is_early=False),
+    Case(
+        "two of `L2LBatchGrowth`",
+        _train(of_trainer={"callbacks": [L2LBatchGrowth(32), L2LBatchGrowth(64)]}),
+    ),
 ]
 NOISE_WARNINGS = [
     Case(

@@ -309,7 +309,7 @@ def test_it_looks_once_enough_steps_are_measured(tmp_path, critical, monkeypatch
     monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 16)
     monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 50)
     critical.update({1: 1000.0})
-    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), num_train_epochs=16, logging_strategy="no")
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), num_train_epochs=20, logging_strategy="no")
     train(made)
     assert watch.steps.index(2) == 65  # the look after step 64
     # 50 more after the 64 that had been measured: the look at step 128.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rank_trainer import trained, trained_with_loss, trained_with_other_lengths
+from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
 
@@ -167,3 +167,17 @@ def test_ranks_measure_at_the_same_steps(pool, tmp_path):
     options = layered({"ubatch_size": 2, "l2l_noise_scale": True})
     found = pool(2).run(trained_with_other_lengths, "llama", "l2l", str(tmp_path), options)
     assert [each["noise"]["steps"] for each in found] == [2, 2] and found[0]["noise"] == found[1]["noise"]
+
+
+def test_batches_of_ranks_grow_together(pool, tmp_path):
+    """And a rank alone may log meanwhile."""
+    options = layered({"ubatch_size": 2, "l2l_noise_scale": True, "l2l_noise_scale_every": "1", "max_steps": -1})
+    options |= {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "logging_steps": 2}
+    found = pool(2).run(trained_and_growing, "llama", "l2l", str(tmp_path), options)
+    # 9 batches of each rank in an epoch: 4 and 5 / 2 steps, and 9 / 2.
+    assert [each["step"] for each in found] == [12, 12] and found[0]["noise"] == found[1]["noise"]
+    assert found[0]["weights"] == found[1]["weights"]
+    checkpoint = str(tmp_path / "checkpoint-6")
+    again = pool(2).run(trained_and_growing, "llama", "l2l", str(tmp_path), options, 70, checkpoint)
+    for what in ("weights", "state", "step", "noise"):
+        assert [each[what] for each in again] == [each[what] for each in found], what

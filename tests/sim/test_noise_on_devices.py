@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from accumulated import made, train
+from accumulated import forwards, made, ragged, tiny_llama, train
+from budgeted import FIGURES
+from hf_l2l import L2LBatchGrowth, detach_l2l
+from hf_l2l.noise import growth, trainer_part
 from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import enable_simulated_accelerator
-from training import l2l_trainer, tiny_bert
+from training import assert_same_run, l2l_trainer, tiny_bert
 
 ON = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1", "ubatch_size": 2, "max_steps": 3}
 
 
 def averages(folder: Path, **options: Any) -> NoiseScale:
     trainer = l2l_trainer(folder, model=tiny_bert(dropout=0.0), **{**ON, **options})
-    trainer.train()
+    train(trainer)
     return trainer._l2l_noise.found
 
 
@@ -29,10 +33,12 @@ def assert_close(found: NoiseScale, expected: NoiseScale, rel: float) -> None:
     assert found.signal == pytest.approx(expected.signal, rel=rel, abs=rel * expected.noise / expected.items)
 
 
+PLAIN: dict[str, Any] = {"gradient_accumulation_steps": 2, "ubatch_size": None}
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "streamed": ({}, 1e-3),
     "a stash on the host": ({"stash": "host"}, 1e-3),
     "resident": ({"l2l_resident": "all"}, 1e-3),
+    "as without L2L": ({**PLAIN, "l2l_resident": "all", "l2l_kept_graphs": 4}, 1e-3),
     "resident layers": ({"l2l_resident_layers": 2}, 1e-3),
     "kept graphs": ({"l2l_kept_graphs": 2}, 1e-3),
     "eager": ({"eps_update": "eager", "max_grad_norm": 0.0}, 1e-3),
@@ -47,7 +53,8 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("options", "rel"), CASES.values(), ids=CASES)
 def test_one_device(tmp_path, options, rel):
-    expected = averages(tmp_path, use_cpu=True, max_grad_norm=options.get("max_grad_norm", 1.0))
+    same = {name: options[name] for name in ("max_grad_norm", *PLAIN) if name in options}
+    expected = averages(tmp_path, use_cpu=True, **same)
     assert expected.steps == 3
     assert_close(averages(tmp_path, **options), expected, rel)
 
@@ -88,3 +95,46 @@ def test_the_device_is_not_waited_for_before_a_log(tmp_path, monkeypatch):
     trainer.train()
     assert waited == [3] * 3 + [6] * 3
     assert trainer._l2l_noise.found.steps == 6 and math.isfinite(trainer._l2l_noise.found.noise)
+
+
+def test_the_check_of_the_loss_makes_no_logits_of_all_tokens(tmp_path):
+    """A first step takes no more memory than without it."""
+    peaks = []
+    for more in ({}, {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}):
+        model = tiny_llama(vocab_size=4000)
+        trainer = made(tmp_path, model=model, data=ragged(longest=16, shortest=16), max_steps=1, ubatch_size=1, **more)
+        torch.accelerator.reset_peak_memory_stats()
+        train(trainer)
+        peaks.append(torch.accelerator.memory_stats()["allocated_bytes.all.peak"])
+        detach_l2l(model)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+def test_growing_batches_are_planned_once(tmp_path, monkeypatch):
+    """Memory is planned for the largest step, so that a resumed training runs as the unbroken one: to the bit."""
+    (tmp_path / "figures.json").write_text(FIGURES.to_json())
+    monkeypatch.setenv("HF_L2L_FIGURES", str(tmp_path / "figures.json"))
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 1)
+    monkeypatch.setattr(growth, "FEWEST_MEASURED", 0)
+    monkeypatch.setattr(NoiseScale, "critical_batch", property(lambda self: 1000.0 if self.steps > 1 else 1.0))
+    options = {
+        "device_memory_budget": "1GiB",
+        "gradient_accumulation_steps": 2,
+        "max_steps": 12,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "l2l_log_times": False,
+        "l2l_noise_scale": True,
+        "l2l_noise_scale_every": "1",
+    }
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-5")):
+        trainer = made(tmp_path, of_trainer={"callbacks": [L2LBatchGrowth(16)]}, **options)
+        seen = forwards(trainer)
+        train(trainer, *([] if checkpoint is None else [checkpoint]))
+        runs.append((trainer, seen))
+        assert trainer._l2l_plan._purpose.accumulated == 8
+        assert seen
+    (whole, _), (again, _) = runs
+    assert whole.args.gradient_accumulation_steps == 2 and whole.state.global_step < 12
+    assert_same_run(again, whole)
