@@ -131,6 +131,8 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_realtime_every": ([], [0, "often"]),
     "l2l_realtime_errors": ([], ["ignore"]),
     "l2l_merge_accumulation": (["off", "auto"], ["on"]),
+    "l2l_noise_scale": ([True], ["yes"]),
+    "l2l_noise_scale_every": ([], [0, "often"]),
     "l2l_log_times": ([False], ["no"]),
 }
 """Our options, likewise."""
