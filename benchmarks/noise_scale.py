@@ -197,8 +197,8 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
     config.intermediate_size = 4 * options.hidden
     tokens = min(128, options.tokens)
     ubatch = options.tokens // tokens
-    ids = torch.randint(5, 1000, (64, tokens), generator=torch.Generator().manual_seed(0)).tolist()
-    data = [{"input_ids": row, "labels": n % 2} for n, row in enumerate(ids)] * -(-2 * ubatch // 64)
+    ids = torch.randint(5, 1000, (4 * ubatch, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [{"input_ids": row, "labels": n % 2} for n, row in enumerate(ids)]  # two whole batches
     times: list[float] = []
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers ships no types

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Any
 
 ENOUGH_TOKENS = 3072
-"""In a micro-batch, from which on the norms of its gradients take less than a fiftieth of a step."""
+"""In a micro-batch, from which on each step is measured: the norms of its gradients then take little of a step."""
 
 
 def noise_scale_field() -> Any:
