@@ -173,7 +173,7 @@ class BatchFeed:
             used, grad_norm, learning_rate = self._batches, None, None
         if used != self._batches:
             return None
-        is_complete = stops or self._is_exhausted or self._batches == _length(self.loader)
+        is_complete = stops or self._is_exhausted or self._batches == length_of(self.loader)
         return DataPosition(
             self.epoch,
             self._batches,
@@ -309,7 +309,7 @@ def _leaves_out(loader: Any) -> bool:
     )
 
 
-def _length(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
     """Batches of an epoch; None if nobody knows."""
     try:
         return len(loader)

@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 from transformers.trainer_callback import ExportableState
 
+from hf_l2l.checkpoint.data_position import length_of
+
 # Below transformers' own logger, so that its verbosity and handlers apply.
 logger = logging.getLogger("transformers.hf_l2l")
 
@@ -60,15 +62,15 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         self.first = 0
         """`gradient_accumulation_steps` of the arguments; 0 before a training."""
         self.now = 0
-        """Those of the step that comes next."""
+        """`gradient_accumulation_steps` of the next step."""
         self.wants_more = False
         """Whether the batch is to be doubled as soon as transformers allows it."""
         self.since = 0
         """The steps that had been measured when the batch was doubled last."""
         self.epochs = 0
-        """That are over."""
+        """Epochs that are over."""
         self.batches = 0
-        """That the steps of the running epoch have had."""
+        """Batches that the steps of the running epoch have used."""
         self.whole = 0
         """Batches of an epoch."""
         self.end = 0
@@ -76,7 +78,7 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         self.measured = 0
         """Steps that had been measured at the last look."""
         self.looked_at = 0
-        """The step after which that was."""
+        """The step after which the last look was."""
 
     def state(self) -> dict[str, Any]:
         """See `ExportableState`."""
@@ -109,7 +111,7 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         return count
 
     def rows_of_step(self, args: Any, state: Any) -> int:
-        """Of all ranks."""
+        """Rows of a step, of all ranks."""
         return self.now * int(state.train_batch_size) * int(args.world_size)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,7 +120,7 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
             raise ValueError(
                 "L2LBatchGrowth needs the critical batch (got l2l_noise_scale=False); set l2l_noise_scale=True"
             )
-        whole = _length(kwargs["train_dataloader"])
+        whole = length_of(kwargs["train_dataloader"])
         if whole is None:
             raise ValueError(
                 "L2LBatchGrowth needs a train_dataset with a length (got one without); leave the callback out"
@@ -150,8 +152,8 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
     def look(self, args: Any, state: Any, critical: float | None, measured: int) -> None:
         """Compare the batch with the critical one, in rows, after so many measured steps."""
         doubled = 2 * self.rows_of_step(args, state)
-        is_told = critical is not None and measured - self.since >= FEWEST_MEASURED
-        self.wants_more = is_told and critical is not None and doubled <= min(critical, self.most_rows)
+        is_enough = measured - self.since >= FEWEST_MEASURED
+        self.wants_more = is_enough and critical is not None and doubled <= min(critical, self.most_rows)
         self.measured, self.looked_at = measured, state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -202,11 +204,3 @@ def _scale_rates(factor: float, optimizer: Any, lr_scheduler: Any) -> None:
     for each in (lr_scheduler, *getattr(lr_scheduler, "_schedulers", ())):  # of torch's SequentialLR, for example
         if hasattr(each, "base_lrs"):
             each.base_lrs = [rate * factor for rate in each.base_lrs]
-
-
-def _length(loader: Any) -> int | None:
-    """Batches of an epoch; None if nobody knows."""
-    try:
-        return len(loader)
-    except (NotImplementedError, TypeError):
-        return None

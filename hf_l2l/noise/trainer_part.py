@@ -36,7 +36,7 @@ else:
 logger = logging.get_logger("transformers.hf_l2l")
 
 _MOST_PENDING = 64
-"""Steps whose norms wait on the device until somebody reads them."""
+"""Steps whose norms wait on the device until they are read: what a rank tells of so many fits into one message."""
 
 
 class L2LNoiseScale(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers ships no types
@@ -89,6 +89,7 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
     _l2l_measured: list[_MeasuredStep]
     """Steps whose norms have not been read yet."""
     _l2l_measures = False
+    """Whether the training that runs measures."""
     _l2l_is_sum: bool | None = None
     """Whether the loss is a sum over rows, or a mean; None before a batch has told it."""
     _l2l_is_told = False
@@ -236,10 +237,12 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
 
     def _train_measured(self, attached: Any, step: Step, batch: Any, items: Any) -> torch.Tensor:
         of_rows = items_of_rows(batch, shifts=bool(getattr(self, "_loss_shifts_labels", False)))
+        eps = attached.eps
         if self._l2l_is_sum is None:  # in all ranks or none
+            _refuse_if(_shared(eps.masters.layer_units))
             answers = self._of_ranks(is_sum_over_rows(step, batch, items, of_rows), "ranks look at the loss")
             self._l2l_is_sum = next((each for each in answers if each is not None), None)
-        norms, eps = UbatchNorms(), attached.eps
+        norms = UbatchNorms()
         slots, shell = [at.gradient_slots for at in attached.relay.devices], attached.relay.shell
         runs_plainly, shell.runs_plainly = shell.runs_plainly, False  # as without L2L, where nobody sees micro-batches
         scale = eps.loss_scale.value if eps.loss_scale is not None and eps.loss_scale.is_dynamic else 1.0
@@ -251,22 +254,17 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             shell.runs_plainly = runs_plainly
             for each in slots:
                 each.norms = None
-        problem = norms.problem or _shared(eps.masters.layer_units)
+        _refuse_if(norms.problem)
         last = norms.ubatches[-1] if norms.ubatches else None
-        if problem is None and last is not None and last[1] != len(of_rows):
-            problem = f"{last[1]} rows in a layer for a batch of {len(of_rows)}"
-        if problem is not None:
-            raise ValueError(
-                f"l2l_noise_scale=True needs the gradient of each micro-batch (got {problem}); leave it out"
-            )
+        if last is not None and last[1] != len(of_rows):
+            _refuse_if(f"{last[1]} rows in a layer for a batch of {len(of_rows)}")
         now = self.state.global_step
         if not self._l2l_measured or self._l2l_measured[-1].number != now:
             self._l2l_measured.append(_MeasuredStep(now))
         of_step = self._l2l_measured[-1]
         of_step.batches.append((norms, measured(of_rows, norms.ubatches, is_sum=self._l2l_is_sum is not False), scale))
         if self.accelerator.sync_gradients:  # before clipping changes it
-            masters = {m: None for unit in eps.masters.layer_units for m in unit.trained_masters}
-            of_step.norm = float(total_norm(masters))
+            of_step.norm = float(total_norm(m for unit in eps.masters.layer_units for m in unit.trained_masters))
         return loss
 
     def _read_noise(self) -> None:
@@ -297,7 +295,7 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
         return [found] if team is None else [json.loads(text) for text in team.tell(json.dumps(found), why)]
 
     def _look_at_noise(self) -> None:
-        """Tell who makes batches grow what has been measured, once after each so many steps."""
+        """Tell the `L2LBatchGrowth` what has been measured, once in `LOOKS_EVERY` steps."""
         growth, now = self._l2l_growth, self.state.global_step
         if growth is None or not self._l2l_measures or now % LOOKS_EVERY or now <= growth.looked_at:
             return
@@ -327,6 +325,12 @@ class NoiseScaleMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships
             if growth is not None:
                 logs["l2l_step_rows"] = growth.rows_of_step(self.args, self.state)
         super().log(logs, *args, **kwargs)
+
+
+def _refuse_if(problem: str | None) -> None:
+    """Raise ValueError for what keeps the gradient of each micro-batch from being measured."""
+    if problem is not None:
+        raise ValueError(f"l2l_noise_scale=True needs the gradient of each micro-batch (got {problem}); leave it out")
 
 
 def _shared(units: list[MasterUnit]) -> str | None:
