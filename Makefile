@@ -23,9 +23,10 @@ PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PAR
 HOST_TESTS = tests --ignore=tests/sim --ignore=tests/clients
 SIM_TESTS = tests/sim
 CLIENT_TESTS = tests/clients
-# Of `make soak`: which part, and how many runs it has. A repeated call resumes one that was interrupted.
+# Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
+# that was interrupted.
 PART ?=
-SOAK_RUNS ?= 300
+SOAK_RUNS ?=
 # Of `make gpu`: which parts (all), where their results go, and after how many minutes all of it has ended.
 PARTS ?=
 OUT ?= benchmarks/results/gpu
@@ -69,7 +70,7 @@ gpu-rehearse: $(VENV)/ready  ## The same at tiny size, on the CPU and the simula
 
 soak: $(VENV)/ready  ## Run a part of what takes long, PART=name; without a name, list the parts.
 	PYTHONPATH=. CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(RUN) tests/helpers/soak.py $(PART) --runs $(SOAK_RUNS)
+		$(RUN) tests/helpers/soak.py $(PART) $(if $(SOAK_RUNS),--runs $(SOAK_RUNS))
 
 check: $(VENV)/ready  ## Lint, check the format and the types.
 	$(RUN) -m ruff check .
