@@ -32,6 +32,11 @@ PARTS ?=
 OUT ?= benchmarks/results/gpu
 MINUTES ?= 9
 
+# Refused before anything is downloaded: torch alone is hundreds of megabytes, and pip reads our own range after it.
+# In words that every python3 understands.
+CHECK_PYTHON = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
+	"hf_l2l needs Python 3.11 or 3.12 ($(PYTHON) is %d.%d); name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style clean
 
@@ -85,6 +90,7 @@ clean:  ## Remove the environments.
 	rm -rf $(VENV) $(OLDEST) $(CLIENTS)
 
 $(VENV)/ready: pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q -c constraints.txt torch
 	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,notebooks,dev]"
@@ -92,6 +98,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e ".[dev]"
@@ -99,6 +106,7 @@ $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	touch $@
 
 $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
