@@ -154,7 +154,7 @@ def test_the_table_of_glue_has_mean_and_spread(tmp_path):
     rows = [glue_row(index, 0.5 + 0.1 * soak_glue.which(index)[0]) for index in range(soak_glue.RUNS)]
     lines = soak_glue.document(rows).splitlines()
     assert lines.count(f"| Trainer, fp32 |{' 60.00 (50.00 to 70.00) |' * 6}") == 1
-    assert "| L2L CMP | 91.45 | 94.26 | 61.18 | none | 88.5 | 72.2 |" in lines
+    assert "| L2L CMP | 91.45 | 94.26 | 61.18 | none | 88.50 | 72.2 |" in lines
     lines = soak_glue.document(rows[:1]).splitlines()
     assert f"| Trainer, fp32 | 50.00 |{' not run |' * 5}" in lines
     pytest.importorskip("matplotlib")
