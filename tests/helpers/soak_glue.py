@@ -36,19 +36,19 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "qnli": Task("qnli", 1000, "accuracy"),
-    "sst2": Task("sst2_sentences", 1200, "accuracy"),
-    "cola": Task("cola", 2400, "matthews_correlation"),
-    "stsb": Task("stsb", 1500, "pearson"),
-    "mrpc": Task("mrpc", 1200, "f1"),
-    "rte": Task("rte", 1000, "accuracy"),
+    "qnli": Task("qnli", 700, "accuracy"),
+    "sst2": Task("sst2_sentences", 900, "accuracy"),
+    "cola": Task("cola", 1800, "matthews_correlation"),
+    "stsb": Task("stsb", 1100, "pearson"),
+    "mrpc": Task("mrpc", 900, "f1"),
+    "rte": Task("rte", 700, "accuracy"),
 }
 """In the order of the table."""
 METHODS = ("Trainer, fp32", "L2LTrainer, fp32", 'L2LTrainer, cmp="bf16"')
 SEEDS = 3
 RUNS = len(TASKS) * len(METHODS) * SEEDS
 """What `make soak PART=glue` runs."""
-VALIDATION_ROWS = 300
+VALIDATION_ROWS = 250
 UBATCH_ROWS, BATCH_ROWS = 16, 32
 SETTINGS: dict[str, Any] = {
     "num_train_epochs": 3,
@@ -144,6 +144,9 @@ def trainer_for(name: str, method: str, seed: int, folder: str, most: int | None
         processing_class=tokenizer,
         compute_metrics=metrics_for(name, False, [] if regression else [0, 1]),
     )
+    # BERT takes keywords in its forward, by which the Trainer thinks that its losses are sums over the accumulated
+    # batches; they are means, of which the gradient would be a sum.
+    trainer.model_accepts_loss_kwargs = False
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
