@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
 
-    from hf_l2l.config import L2LConfig
     from hf_l2l.plan.run_shapes import RunShapes
-    from hf_l2l.plan.step_time import Rates
     from hf_l2l.probe.figures import HardwareFigures
     from hf_l2l.sizing.arguments import Asked
     from hf_l2l.sizing.ranks import Launch
@@ -54,13 +52,21 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="find the fastest options for so much device memory, such as 24GiB",
     )
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="find the largest model that so much host memory holds, such as 64GiB"
+        "--host-memory",
+        metavar="SIZE",
+        help="whether the model fits so much host memory, such as 64GiB, and the largest one that does",
     )
     parser.add_argument(
         "--probe", action="store_true", help="measure this machine, and a layer of the model, for the times"
     )
     parser.add_argument(
         "--figures", metavar="FILE", help="the machine's figures, as `hf-l2l env --probe --json` prints"
+    )
+    parser.add_argument(
+        "--card",
+        metavar="NAME",
+        help="assumed figures of a card and its host: t4, v100, a100, h100, h200, rtx3090, rtx4090, rtx5090; without "
+        "--budget, nine tenths of its memory",
     )
     parser.add_argument(
         "--devices", type=int, default=1, metavar="N", help="devices that run the layers in turn (default: 1)"
@@ -176,39 +182,12 @@ def _model(options: argparse.Namespace) -> nn.Module:
             f"{f', without {missing}' if options.model is None and given else ''}); give one of them"
         )
     if options.model is None:
-        return _of_numbers(**numbers)
+        from hf_l2l.sizing.decoder import decoder_of
+
+        return decoder_of(**numbers)
     from hf_l2l.model_source import load_shapes
 
     return load_shapes(options.model, model_class=options.model_class, trust_remote_code=options.trust_remote_code)
-
-
-def _of_numbers(params: int, layers: int, hidden: int, vocab: int) -> nn.Module:
-    """A decoder with gated layers, of so many parameters in all."""
-    import torch
-    import transformers
-
-    if min(params, layers, hidden, vocab) < 1:
-        raise ValueError(
-            "--params, --layers, --hidden and --vocab must be at least 1 (got "
-            f"{params}, {layers}, {hidden}, {vocab}); check the numbers"
-        )
-    inner = (params - 2 * vocab * hidden - 4 * layers * hidden**2) // (3 * layers * hidden)
-    if inner < 1 or hidden % 64:
-        raise ValueError(
-            "--params must be more than embedding, head and attention take, and --hidden a multiple of 64 (got "
-            f"--params {params} --layers {layers} --hidden {hidden} --vocab {vocab}); check the numbers"
-        )
-    config = transformers.LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        intermediate_size=inner,
-        vocab_size=vocab,
-    )
-    with torch.device("meta"):
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
 
 
 def _device(kind: str | None) -> torch.device | None:
@@ -230,11 +209,18 @@ def _device(kind: str | None) -> torch.device | None:
 
 def _figures(options: argparse.Namespace) -> HardwareFigures | None:
     """The machine's figures, if they were asked for."""
+    from hf_l2l.probe.cards import card_named
     from hf_l2l.probe.figures import HardwareFigures
     from hf_l2l.probe.rates import probe
 
-    if options.figures and options.probe:
-        raise ValueError("--figures and --probe both give the machine's figures (got both); leave out one of them")
+    given = [name for name in ("card", "figures", "probe") if getattr(options, name)]
+    if len(given) > 1:
+        raise ValueError(
+            f"--card, --figures and --probe each give the machine's figures (got {' and '.join(map(flag, given))}); "
+            "leave out all but one"
+        )
+    if options.card:
+        return card_named(options.card)
     if options.figures:
         try:
             text = Path(options.figures).read_text(encoding="utf-8")
@@ -247,6 +233,22 @@ def _figures(options: argparse.Namespace) -> HardwareFigures | None:
     return probe() if options.probe else None
 
 
+def _budget(options: argparse.Namespace, figures: HardwareFigures | None) -> int | None:
+    """Bytes of the device for which options are chosen: those that were given, or of a card what the Trainer takes."""
+    from hf_l2l.plan.planner import parse_budget
+
+    if options.budget is None:
+        memory = figures.device_memory_bytes if options.card and figures is not None else None
+        return None if memory is None else memory * 9 // 10
+    budget = parse_budget(options.budget, "--budget")
+    if figures is None:
+        raise ValueError(
+            "--budget finds the fastest options, for which the machine's figures are needed (got none of --card, "
+            "--figures and --probe); give one of them"
+        )
+    return budget
+
+
 def _device_memory(device: torch.device | None, figures: HardwareFigures | None) -> int | None:
     """Bytes of the device of the figures, where this machine has none whose memory is known."""
     from hf_l2l.config import L2LConfig
@@ -254,36 +256,6 @@ def _device_memory(device: torch.device | None, figures: HardwareFigures | None)
 
     here = known_memory([device or device_to_train_on(L2LConfig())])
     return here if here is not None or figures is None else figures.device_memory_bytes
-
-
-def _rates(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, measures: bool) -> Rates:
-    """Of these figures; one that `measures` runs a layer of the model, too."""
-    import torch
-
-    from hf_l2l.devices import execution_device
-    from hf_l2l.plan.layer_probe import with_layer_rates
-    from hf_l2l.plan.step_time import Rates
-
-    if figures.link_up is None:
-        raise ValueError(
-            f"times are of a machine whose device has memory of its own (got the figures of {figures.device_name}, "
-            f"which shares that of the host, for {run.device.type}); give those of the machine that will train it"
-        )
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.multiplies_in or torch.float32, "fp32")
-    if dtype not in figures.flops:
-        raise ValueError(
-            f"the figures must have FLOP/s of the dtype in which layers compute (got {dtype}, and figures of "
-            f"{figures.device_name} with {', '.join(figures.flops)}, the dtypes in which it multiplies matrices); set "
-            "cmp to one of them, or leave it out"
-        )
-    rates = Rates.of(figures, run.multiplies_in)
-    if measures:
-        rates = with_layer_rates(rates, run, execution_device(config.device))
-    if config.num_threads is None:
-        return rates
-    # Of the numbers of threads that were measured, the largest that are not more than will run.
-    fewer = [count for count in figures.adamw_by_threads if count <= config.num_threads]
-    return replace(rates, adamw=figures.adamw_by_threads[max(fewer, default=min(figures.adamw_by_threads))])
 
 
 def _launch(options: argparse.Namespace) -> Launch:
@@ -300,8 +272,8 @@ def _launch(options: argparse.Namespace) -> Launch:
         return Launch(options.ranks, options.hosts, options.devices)
     if not 0 < network < math.inf:
         raise ValueError(f"--network must be Gbit/s above 0 (got {network:g}); give what one host sends, such as 100")
-    if options.hosts == 1 or not (options.figures or options.probe):
-        got = "--hosts 1" if options.hosts == 1 else "neither --probe nor --figures"
+    if options.hosts == 1 or not (options.card or options.figures or options.probe):
+        got = "--hosts 1" if options.hosts == 1 else "none of --card, --figures and --probe"
         raise ValueError(
             "--network is for the time of a step of several hosts, for which the machine's figures are needed (got "
             f"{got}); give --hosts and --figures, or leave it out"
@@ -341,14 +313,16 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.option_names import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
+    from hf_l2l.probe.cards import assumed_sentence
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
     from hf_l2l.sizing.disk import disk_sentences, measured_rates
+    from hf_l2l.sizing.fit import fits
+    from hf_l2l.sizing.machine import rates_of
     from hf_l2l.sizing.ranks import sentences, together
     from hf_l2l.sizing.several import several_devices
 
     quiet()
-    budget = None if options.budget is None else parse_budget(options.budget, "--budget")
     host_memory = None if options.host_memory is None else parse_budget(options.host_memory, "--host-memory")
     with options_of_the_trainer():
         launch, model = _launch(options), _model(options)
@@ -357,20 +331,17 @@ def _run(options: argparse.Namespace) -> int:
         if options.tokens is not None and options.tokens < 1:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         figures, device = _figures(options), _device(options.device_type)
+        budget = _budget(options, figures)
         run = _shapes(options, launch, asked, model, budget or _device_memory(device, figures), device)
         disk = None if options.disk is None else measured_rates(options.disk)
-        rates = None if figures is None else _rates(figures, run, asked.config, measures=options.probe)
-        if budget is not None and rates is None:
-            raise ValueError(
-                "--budget finds the fastest options, for which the machine's figures are needed (got neither --probe "
-                "nor --figures); give one of them"
-            )
+        rates = None if figures is None else rates_of(figures, run, asked.config, measures=options.probe)
         plan = None if budget is None or rates is None else make_plan(run, budget, rates)
         config = asked.config if plan is None else plan.config
         found = estimate_of(run, config)
-        notes = [*asked.notes, *found.notes]
+        notes, fit = [*asked.notes, *found.notes], None
         if host_memory is not None:
             found = replace(found, largest=largest_models(run, config, host_memory))
+            fit = fits(run, asked.config, host_memory, budget, figures) if launch.count == 1 else None
         batches = getattr(options, STEPS) if run.accumulates else 1
         time = None if rates is None else time_of(run, config, rates, batches=batches)
         plan = plan if plan is None or time is None else replace(plan, time=time)
@@ -384,14 +355,16 @@ def _run(options: argparse.Namespace) -> int:
         notes += disk_sentences(found, disk, None if time is None else time.seconds)
         if launch.count == 1 and options.devices > 1 and rates is not None:
             notes += several_devices(run, config, rates)
-        show(options, replace(found, notes=tuple(notes)), time, plan, hidden, ranks)
+        if options.card and figures is not None:
+            notes.append(assumed_sentence(figures))
+        show(options, replace(found, notes=tuple(notes)), time, plan, hidden, ranks, fit)
     return GOOD
 
 
 COMMAND = Command(
     "estimate",
     "the memory of a training before the run, and with figures of a machine its time and the best options",
-    "estimate meta-llama/Llama-3.1-8B --per_device_train_batch_size 8 --tokens 4096 --cmp bf16",
+    "estimate meta-llama/Llama-3.1-8B --tokens 2048 --cmp bf16 --card rtx4090 --host-memory 64GiB",
     _add_flags,
     _run,
 )

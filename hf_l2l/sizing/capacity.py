@@ -60,33 +60,58 @@ def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[
         config: the options; those of the settings take the place of theirs, and nothing is resident.
         host_memory: bytes, in which this process with its libraries fits, too.
     """
-    own = {name: getattr(config, name) for name in _OF_BATCH}
-    layers = nn.ModuleList([layer for stack in find_stacks(run.model, config.layer_classes) for layer in stack.layers])
+    layers = _layers_of(run, config)
     growth = _Growth(run.model, layers, len(layers))
     found, runs = {}, dict[str | None, RunShapes]()
     for name, options in SETTINGS.items():
-        asked = L2LConfig(**own, **options)
+        asked = _asked(config, options)
         if asked.cmp not in runs:  # the sizes of layer inputs depend on it alone
-            runs[asked.cmp] = RunShapes(
-                run.model,
-                asked,
-                run.inputs,
-                optimizer=run.optimizer,
-                device=run.device,
-                device_memory=run.device_memory,
-                devices=len(run.turns),
-            )
-        its = runs[asked.cmp]
-        state = memory_estimate.estimate(run.model, asked, run.optimizer, run.device)
+            runs[asked.cmp] = run_with(run, config, options)
+        state, stash, others = _parts(runs[asked.cmp], asked)
         of_layers = memory_estimate.estimate(layers, asked, run.optimizer, run.device).host_bytes
-        host = host_bytes(its, asked, state)
-        stash = stash_rooms(its, asked)[0] if host[HOST_STASH]["peak"] else 0
-        whole = sum(size["peak"] for size in host.values())
-        found[name] = growth.within(host_memory, outside=whole - of_layers - stash, in_layers=of_layers + stash)
-        others = whole - state.host_bytes - stash
+        found[name] = growth.within(host_memory, outside=others + state - of_layers, in_layers=of_layers + stash)
     in_layers = 2 * growth.in_layers + _PER_ADAPTER * _adapter_parameters(layers) + stash
     found[LORA] = growth.within(host_memory, outside=2 * growth.outside + others, in_layers=in_layers)
     return found
+
+
+def run_with(run: RunShapes, config: L2LConfig, options: dict[str, Any]) -> RunShapes:
+    """The same model and batch, the options of a setting in the place of those of `config`; nothing is resident."""
+    return RunShapes(
+        run.model,
+        _asked(config, options),
+        run.inputs,
+        optimizer=run.optimizer,
+        device=run.device,
+        device_memory=run.device_memory,
+        devices=len(run.turns),
+        given=run.given,
+    )
+
+
+def lora_bytes(run: RunShapes, config: L2LConfig) -> int:
+    """Bytes of the host at the peak for `LORA`, this process with its libraries among them."""
+    its = run_with(run, config, list(SETTINGS.values())[-1])
+    _, stash, others = _parts(its, its.config)
+    frozen = sum(p.numel() for p in run.model.parameters())
+    return 2 * frozen + _PER_ADAPTER * _adapter_parameters(_layers_of(run, config)) + stash + others
+
+
+def _asked(config: L2LConfig, options: dict[str, Any]) -> L2LConfig:
+    return L2LConfig(**{name: getattr(config, name) for name in _OF_BATCH}, **options)
+
+
+def _layers_of(run: RunShapes, config: L2LConfig) -> nn.ModuleList:
+    return nn.ModuleList([layer for stack in find_stacks(run.model, config.layer_classes) for layer in stack.layers])
+
+
+def _parts(run: RunShapes, config: L2LConfig) -> tuple[int, int, int]:
+    """Bytes of the host at the peak: of weights, gradients and optimizer state; of inputs of layers; of all else."""
+    state = memory_estimate.estimate(run.model, config, run.optimizer, run.device)
+    host = host_bytes(run, config, state)
+    stash = stash_rooms(run, config)[0] if host[HOST_STASH]["peak"] else 0
+    whole = sum(size["peak"] for size in host.values())
+    return state.host_bytes, stash, whole - state.host_bytes - stash
 
 
 _OF_BATCH = (

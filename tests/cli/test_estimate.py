@@ -285,7 +285,7 @@ def test_a_model_of_numbers(capsys):
     ("flags", "said"),
     [
         (["--budget", "8 bananas"], "--budget must be a size with its unit"),
-        (["--budget", "8GiB"], "got neither --probe nor --figures"),
+        (["--budget", "8GiB"], "got none of --card, --figures and --probe"),
         (["--stash", "nowhere"], "stash must be one of 'device', 'host', 'disk', 'auto' (got 'nowhere')"),
         (["--l2l_boundary", "host"], "l2l_boundary='host' passes what is in the stash"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size must be at least 1 (got 0)"),
@@ -309,7 +309,7 @@ def test_a_model_of_numbers(capsys):
         (["--hosts", "0"], "--hosts must be at least 1 (got 0)"),
         (["--hosts", "2", "--network", "-1"], "--network must be Gbit/s above 0 (got -1)"),
         (["--network", "100"], "--network is for the time of a step of several hosts"),
-        (["--hosts", "2", "--network", "100"], "are needed (got neither --probe nor --figures)"),
+        (["--hosts", "2", "--network", "100"], "are needed (got none of --card, --figures and --probe)"),
         (["--ranks", "2", "--l2l_resident", "all"], "ranks share the weights on the host"),
         (["--hosts", "2", "--ranks", "2", "--l2l_reduce", "device"], "l2l_reduce='device' adds gradients on"),
         (["--params", "inf"], "--params: must be a finite number, such as 8e9 or 32 (got 'inf')"),
@@ -351,7 +351,7 @@ def test_probe_measures_the_machine_and_a_layer(tmp_path, capsys, monkeypatch):
         return replace(rates, flops=1.0)  # so that a step takes as many seconds as it has operations
 
     monkeypatch.setattr("hf_l2l.probe.rates.probe", lambda: MACHINE)
-    monkeypatch.setattr("hf_l2l.plan.layer_probe.with_layer_rates", with_layer_rates)
+    monkeypatch.setattr("hf_l2l.sizing.machine.with_layer_rates", with_layer_rates)
     found = estimated(capsys, tmp_path, "--probe", "--json").json
     assert len(layers) == 1 and found["seconds_per_step"] > 1e6 and found["bound"] == "compute"
 
@@ -373,3 +373,73 @@ def test_the_figures_are_those_that_env_prints(tmp_path, capsys):
     file = tmp_path / "env.json"
     file.write_text(json.dumps(whole))
     assert estimated(capsys, tmp_path, "--figures", str(file), "--json").json["seconds_per_step"] > 0
+
+
+SETTINGS = [
+    *("fp32", "cmp", "cmp, 16-bit gradients", "cmp, 16-bit gradients, bf16 moments"),
+    "cmp, 16-bit gradients, bf16 moments, copies per sweep",
+    "the same, with masters and moments on disk",
+    "LoRA, 16-bit base",
+]
+
+
+def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
+    flags = ["--card", "RTX 4090", "--host-memory", "900MiB"]
+    found = estimated(capsys, tmp_path, *flags, "--json").json
+    fit = found["fit"]
+    assert list(fit) == SETTINGS and found["chosen"] is not None
+    assert all(each["fits"] == (each["host_bytes"] <= 900 * 2**20) for each in fit.values())
+    # Python's own part is read for each, and may have grown meanwhile.
+    assert fit["fp32"]["host_bytes"] == pytest.approx(found["host"]["total"]["peak"], abs=2**26)
+    assert fit["cmp"]["seconds_per_step"] < fit["fp32"]["seconds_per_step"] == found["seconds_per_step"]
+    assert fit[SETTINGS[-2]]["seconds_per_step"] is fit[SETTINGS[-1]]["seconds_per_step"] is None
+    assert fit[SETTINGS[-2]]["options"] == {
+        **{"cmp": "bf16", "l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16"},
+        **{"l2l_host_copies": "per_sweep", "l2l_state_tier": "disk"},
+    }
+    assert any("assumed figures, not measured ones, of a RTX 4090" in note for note in found["notes"])
+    text = estimated(capsys, tmp_path, *flags).out
+    assert "Does it fit 900.0 MiB of host memory and 20.1 GiB of the device?" in text
+    assert "\n  cmp, 16-bit gradients  " in text and "tokens/s" in text
+
+
+def test_a_setting_is_what_the_estimate_of_its_options_says(tmp_path, capsys):
+    """With no card, there is no plan, so that the options are the same."""
+    fit = estimated(capsys, tmp_path, "--host-memory", "1GiB", "--json").json["fit"]
+    flags = ["--cmp", "bf16", "--l2l_grad_dtype", "16bit", "--l2l_moment_dtype", "bf16", "--json"]
+    alone = estimated(capsys, tmp_path, *flags).json
+    known = fit["cmp, 16-bit gradients, bf16 moments"]
+    # Python's own part is read at each call, and grows a little meanwhile.
+    own = alone["host"][OTHER]["peak"]
+    assert known["host_bytes"] - own == pytest.approx(alone["host"]["total"]["peak"] - own, abs=2**26)
+    assert known["device_bytes"] is known["seconds_per_step"] is None
+
+
+def test_the_first_setting_that_fits_is_told_with_its_flags(tmp_path, capsys):
+    fit = estimated(capsys, tmp_path, "--host-memory", "64GiB")
+    assert "trained with" not in fit.out, "fp32 needs no flags"
+    whole = estimated(capsys, tmp_path, "--json").json["host"]["total"]["peak"]
+    assert whole > 2**20
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--card", "rtx409"], "--card must be one of t4, v100, a100, h100, h200, rtx3090, rtx4090, rtx5090 (got"),
+        (["--card", "rtx409"], "did you mean rtx4090?"),
+        (["--card", "abacus"], "measure yours with --probe"),
+        (
+            ["--card", "a100", "--probe"],
+            "--card, --figures and --probe each give the machine's figures (got --card and",
+        ),
+        (["--budget", "8GiB"], "(got none of --card, --figures and --probe)"),
+    ],
+)
+def test_a_card_that_is_not_known(flags, said, tmp_path, capsys):
+    found = estimated(capsys, tmp_path, *flags)
+    assert found.status == 2 and said in found.err
+
+
+def test_a_card_without_bf16_computes_in_fp16(tmp_path, capsys):
+    fit = estimated(capsys, tmp_path, "--card", "v100", "--host-memory", "1GiB", "--json").json["fit"]
+    assert fit["cmp"]["options"]["cmp"] == "fp16" and fit["cmp"]["seconds_per_step"] > 0

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_l2l.plan.estimate import Estimate
     from hf_l2l.plan.planner import Plan
     from hf_l2l.plan.step_time import StepTime
+    from hf_l2l.sizing.fit import Fits
     from hf_l2l.sizing.ranks import Together
 
 
@@ -22,6 +23,7 @@ def show(
     plan: Plan | None,
     hidden: dict[str, int] | None,
     ranks: Together | None,
+    fit: Fits | None,
 ) -> None:
     """Print what was estimated, as text or as one JSON object, and draw it if that was asked for."""
     from hf_l2l.runtime.tensors import size_text
@@ -53,6 +55,7 @@ def show(
                 "tokens_that_hide": hidden,
                 "ranks": None if ranks is None else ranks.as_json(),
                 "state_on_disk": {"bytes": found.on_disk, **found.state_traffic._asdict()} if found.on_disk else None,
+                "fit": None if fit is None else {name: vars(each) for name, each in fit.by_setting.items()},
                 "largest": {name: vars(each) for name, each in found.largest.items()} or None,
             }
         )
@@ -75,6 +78,30 @@ def show(
     if hidden is not None and any(hidden.values()):
         texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
+    if fit is not None:
+        _print_fit(fit)
+
+
+def _print_fit(fit: Fits) -> None:
+    """A table of what the model takes with each setting, and whether that fits."""
+    from hf_l2l.runtime.tensors import size_text
+
+    device = "" if fit.budget is None else f" and {size_text(fit.budget)} of the device"
+    print(f"Does it fit {size_text(fit.host_memory)} of host memory{device}?")
+    head = ("host", "fits", *(() if fit.budget is None else ("device", "s per step", "tokens/s")))
+    print(f"  {'with':<54}{''.join(f'{word:>12}' for word in head)}")
+    for name, each in fit.by_setting.items():
+        cells = [size_text(each.host_bytes), "yes" if each.fits else "no"]
+        if fit.budget is not None:
+            seconds = each.seconds_per_step
+            cells.append("" if each.device_bytes is None else size_text(each.device_bytes))
+            cells.append("" if seconds is None else f"{seconds:.3g}")
+            cells.append("" if seconds is None or fit.tokens is None else f"{fit.tokens / seconds:,.0f}")
+        print(f"  {name:<54}{''.join(f'{cell:>12}' for cell in cells)}".rstrip())
+    first = next(((name, each) for name, each in fit.by_setting.items() if each.fits), None)
+    if first is not None and first[1].options:
+        flags = " ".join(f"--{name} {value}" for name, value in first[1].options.items())
+        print(f"The first that fits is trained with: {flags}")
 
 
 _WHO = {"l2l": "L2L", "plain": "plain", "plain_checkpointing": "plain, checkpointing"}

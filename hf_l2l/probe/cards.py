@@ -1,0 +1,85 @@
+"""Figures of well-known cards and a host as they are often sold, assumed: for a question before there is a machine.
+
+What layers reach is below the peak of a data sheet: as published trainings have it, about half of it on a Hopper, nine
+tenths on a consumer card, whose peak is a lower one. `probe` measures a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from hf_l2l.probe.figures import HardwareFigures
+
+ADAMW_ON_HOST, ADAMW_ON_DEVICE = 36, 28
+"""Bytes of memory that AdamW moves per parameter: on the host with the upload of the master and its 16-bit copy."""
+
+
+class _Card(NamedTuple):
+    title: str
+    memory: float
+    """Bytes, as the maker counts them."""
+    reached: Mapping[str, float]
+    """TFLOP/s of layers by the dtype in which they compute."""
+    link: float
+    """GB/s each way, both at once."""
+    dram: float
+    """GB/s of host memory: two channels of a desktop, or one socket of a server."""
+    device_dram: float
+    """GB/s of the device's own memory, of its data sheet."""
+
+    def figures(self) -> HardwareFigures:
+        link = self.link * 1e9
+        return HardwareFigures(
+            device_name=self.title,
+            device_memory_bytes=int(self.memory),
+            link_up=link,
+            link_down=link,
+            link_up_both=link,
+            link_down_both=link,
+            dram=self.dram * 1e9,
+            adamw_by_threads={1: self.dram * 1e9 / ADAMW_ON_HOST},
+            flops={dtype: rate * 1e12 for dtype, rate in self.reached.items()},
+            page_locked=True,
+            device_adamw=self.device_dram * 1e9 / ADAMW_ON_DEVICE,
+        )
+
+
+_CARDS: Mapping[str, _Card] = {
+    "t4": _Card("T4", 16e9, {"fp32": 6, "fp16": 40}, 12, 70, 320),
+    "v100": _Card("V100", 32e9, {"fp32": 13, "fp16": 90}, 12, 100, 900),
+    "a100": _Card("A100", 80e9, {"fp32": 15, "fp16": 220, "bf16": 220}, 25, 150, 2039),
+    "h100": _Card("H100", 80e9, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 3350),
+    "h200": _Card("H200", 141e9, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 4800),
+    "rtx3090": _Card("RTX 3090", 24e9, {"fp32": 25, "fp16": 64, "bf16": 64}, 25, 50, 936),
+    "rtx4090": _Card("RTX 4090", 24e9, {"fp32": 60, "fp16": 150, "bf16": 150}, 25, 70, 1000),
+    "rtx5090": _Card("RTX 5090", 32e9, {"fp32": 75, "fp16": 168, "bf16": 168}, 50, 70, 1792),
+}
+CARDS = tuple(_CARDS)
+"""The names of the cards."""
+
+
+def card_named(name: str, option: str = "--card") -> HardwareFigures:
+    """The assumed figures of a card, in any case and with or without blanks and dashes.
+
+    Raises:
+        ValueError: if it is not known; `option` is what the user calls it.
+    """
+    plain = "".join(character for character in name.lower() if character.isalnum())
+    if plain in _CARDS:
+        return _CARDS[plain].figures()
+    near = get_close_matches(plain, CARDS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "take the one most like yours, or measure yours with --probe"
+    raise ValueError(f"{option} must be one of {', '.join(CARDS)} (got {name!r}); {remedy}")
+
+
+def assumed_sentence(figures: HardwareFigures) -> str:
+    """What is said of times that are computed with figures of a card."""
+    rates = ", ".join(f"{rate / 1e12:g} TFLOP/s in {dtype}" for dtype, rate in figures.flops.items())
+    assert figures.link_up is not None
+    return (
+        f"times are computed with assumed figures, not measured ones, of a {figures.device_name} and its host: layers "
+        f"reach {rates}, the link {figures.link_up / 1e9:g} GB/s each way, host memory {figures.dram / 1e9:g} GB/s; "
+        "--probe measures the machine on which it runs"
+    )
