@@ -21,41 +21,15 @@ from hf_l2l import L2LConfig
 from hf_l2l.plan.planner import make_plan, needed, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
+from hf_l2l.probe.cards import card_named
+from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.shapes.inputs import example_inputs
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A device and its host, in figures that are assumed."""
-
-    memory: int
-    flops: float
-    """FLOP/s that layers reach in bf16."""
-    link: float
-    """Bytes/s each way."""
-    dram: float
-    """Bytes/s of host memory; AdamW moves 36 bytes of it per parameter."""
-    hbm: float
-    """Bytes/s of device memory; AdamW moves 28 bytes of it per parameter."""
-
-    @property
-    def rates(self) -> Rates:
-        """For the cost model."""
-        return Rates(
-            flops=self.flops,
-            link_up=self.link,
-            link_down=self.link,
-            adamw=self.dram / 36,
-            device_adamw=self.hbm / 28,
-        )
-
-
-MACHINES = {
-    "H200, PCIe 5": Machine(141 * 10**9, 500e12, 55e9, 150e9, 4.8e12),
-    "RTX 4090, PCIe 4": Machine(24 * 10**9, 150e12, 25e9, 70e9, 1.0e12),
-}
+MACHINES = {"H200, PCIe 5": card_named("h200"), "RTX 4090, PCIe 4": card_named("rtx4090")}
+"""Assumed figures, those of `hf-l2l estimate --card`."""
 SOURCES = (
     "All rates are assumed: layers reach 500 of the 989 dense bf16 TFLOP/s of an H200's data sheet, and 150 of the "
     "165 of a 4090's; links 55 and 25 GB/s each way, of 64 and 32 (PCIe 5 and 4, x16); host memory 150 and 70 GB/s, "
@@ -74,6 +48,12 @@ class Point:
     seconds: float
     bound: str
     config: L2LConfig
+
+
+def known_bytes(machine: HardwareFigures) -> int:
+    """Of the device's memory."""
+    assert machine.device_memory_bytes is not None
+    return machine.device_memory_bytes
 
 
 def llama_8b() -> Any:
@@ -131,7 +111,7 @@ def check(run: RunShapes, rates: Rates, points: Sequence[Point]) -> None:
         )
 
 
-def table(points: Sequence[Point], machine: Machine) -> str:
+def table(points: Sequence[Point], machine: HardwareFigures) -> str:
     """A row for each budget."""
     lines = ["| budget, GiB | seconds per step | bound by | options |", "|---|---|---|---|"]
     names = ("ubatch_size", "stash", "boundary", "gradient_slots", "resident")
@@ -139,7 +119,7 @@ def table(points: Sequence[Point], machine: Machine) -> str:
     for point in points:
         chosen = {name: getattr(point.config, name) for name in names}
         told = ", ".join(f"{name}={value}" for name, value in chosen.items() if value not in (0, "none", None))
-        beyond = " (beyond the card)" if point.budget > machine.memory else ""
+        beyond = " (beyond the card)" if point.budget > known_bytes(machine) else ""
         lines.append(f"| {point.budget / GIB:.1f}{beyond} | {point.seconds:.2f} | {point.bound} | {told} |")
     return "\n".join(lines)
 
@@ -151,7 +131,7 @@ def picture(curves: dict[str, list[Point]], file: Path) -> None:
     figure = Figure(figsize=(8, 4.5), facecolor="white", layout="constrained")
     axes = figure.subplots()
     for (name, points), colour in zip(curves.items(), ("#0072b2", "#d55e00"), strict=True):
-        memory = MACHINES[name].memory
+        memory = known_bytes(MACHINES[name])
         inside = [point for point in points if point.budget <= memory]
         beyond = [*inside[-1:], *(point for point in points if point.budget > memory)]
         for drawn, style, label in ((inside, "-", name), (beyond, "--", f"{name}, beyond its memory")):
@@ -179,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves: dict[str, list[Point]] = {}
     parts = ["# Step time against the budget of device memory", "Computed by the cost model; nothing was measured."]
     for name, machine in MACHINES.items():
-        curves[name] = curve(run, machine.rates, options.points)
-        check(run, machine.rates, curves[name])
+        curves[name] = curve(run, Rates.of(machine, torch.bfloat16), options.points)
+        check(run, Rates.of(machine, torch.bfloat16), curves[name])
         parts += [f"## {name}", table(curves[name], machine)]
     parts += ["## The machines", SOURCES, "`python benchmarks/budget_curve.py` computes it again."]
     text = "\n\n".join(parts)

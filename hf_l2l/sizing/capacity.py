@@ -70,6 +70,7 @@ def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[
         state, stash, others = _parts(runs[asked.cmp], asked)
         of_layers = memory_estimate.estimate(layers, asked, run.optimizer, run.device).host_bytes
         found[name] = growth.within(host_memory, outside=others + state - of_layers, in_layers=of_layers + stash)
+    _, stash, others = _parts_of_lora(run, config)
     in_layers = 2 * growth.in_layers + _PER_ADAPTER * _adapter_parameters(layers) + stash
     found[LORA] = growth.within(host_memory, outside=2 * growth.outside + others, in_layers=in_layers)
     return found
@@ -91,10 +92,16 @@ def run_with(run: RunShapes, config: L2LConfig, options: dict[str, Any]) -> RunS
 
 def lora_bytes(run: RunShapes, config: L2LConfig) -> int:
     """Bytes of the host at the peak for `LORA`, this process with its libraries among them."""
-    its = run_with(run, config, list(SETTINGS.values())[-1])
-    _, stash, others = _parts(its, its.config)
+    _, stash, others = _parts_of_lora(run, config)
     frozen = sum(p.numel() for p in run.model.parameters())
     return 2 * frozen + _PER_ADAPTER * _adapter_parameters(_layers_of(run, config)) + stash + others
+
+
+def _parts_of_lora(run: RunShapes, config: L2LConfig) -> tuple[int, int, int]:
+    """As `_parts`, of which the first is that of training all weights."""
+    # Of "cmp": with 16-bit state, the update of a large weight takes room, and here adapters alone are updated.
+    its = run_with(run, config, SETTINGS["cmp"])
+    return _parts(its, its.config)
 
 
 def _asked(config: L2LConfig, options: dict[str, Any]) -> L2LConfig:
