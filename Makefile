@@ -88,7 +88,7 @@ style: $(VENV)/ready  ## Mend what lint and format can mend.
 	$(RUN) -m ruff format .
 
 docs: $(DOCS)/ready  ## Build the pages of docs/ as a site, in site/; a broken link ends it.
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 clean:  ## Remove the environments.
 	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DOCS)
