@@ -118,7 +118,7 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 	touch $@
 
 # Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.
-$(DOCS)/ready: pyproject.toml constraints-docs.txt
+$(DOCS)/ready: constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install -q -r constraints-docs.txt
 	touch $@
