@@ -20,7 +20,7 @@ import hf_l2l
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_PACKED = shutil.ignore_patterns(
-    *(".git", ".venv*", ".*_cache", "__pycache__", "*.egg-info", "*.pyc", "PKG-INFO", "setup.cfg"),
+    *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.pyc", "PKG-INFO", "setup.cfg"),
     *("build", "dist", "site", "output", "*_output", "tmp_trainer", "soak_results", "gpu_rehearsal"),
 )
 """What is no part of the project: made by its tools, or by its build."""

@@ -397,7 +397,7 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
         **{"cmp": "bf16", "l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16"},
         **{"l2l_host_copies": "per_sweep", "l2l_state_tier": "disk"},
     }
-    assert any("assumed figures, not measured ones, of a RTX 4090" in note for note in found["notes"])
+    assert any("assumed figures, not measured ones, of the RTX 4090" in note for note in found["notes"])
     text = estimated(capsys, tmp_path, *flags).out
     assert "Does it fit 900.0 MiB of host memory and 20.1 GiB of the device?" in text
     assert "\n  cmp, 16-bit gradients  " in text and "tokens/s" in text

@@ -1,8 +1,8 @@
 """The six GLUE tasks of the paper's table 7 with a small BERT: plain Trainer, L2L in fp32 and with `cmp`, three seeds.
 
 A run is one training of one task with one method. Seeds change last, so that the first third of the runs has all tasks
-and methods. `GLUE_DATA` names the folder with cola/, mrpc/, qnli/, rte/, sst2_sentences/ and stsb/, each with
-train.csv and validation.csv, columns and labels as in the Hub's nyu-mll/glue; without it, `../shared/data`.
+and methods. `L2L_TEST_DATA` names the folder with cola/, mrpc/, qnli/, rte/, sst2_sentences/ and stsb/, each with
+train.csv and validation.csv, columns and labels as in the Hub's nyu-mll/glue.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Rows = list[dict[str, Any]]
 
 def data_folder() -> Path:
     """Where the tasks are."""
-    return Path(os.environ.get("GLUE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+    return Path(os.environ.get("L2L_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
 
 def model_folder() -> str:
@@ -94,7 +94,7 @@ def read(name: str, split: str, tokenizer: Any, most: int) -> Rows:
     """The tokenized rows of a split; padded only when they are put into batches."""
     file, task = data_folder() / TASKS[name].folder / f"{split}.csv", glue().TASKS[name]
     if not file.is_file():
-        raise FileNotFoundError(f"GLUE_DATA must name a folder with the tasks (there is no {file})")
+        raise FileNotFoundError(f"L2L_TEST_DATA must name a folder with the tasks (there is no {file})")
     with file.open(newline="", encoding="utf-8") as opened:
         rows = spread(list(csv.DictReader(opened)), most)
     label = float if task.regression else int
