@@ -1,22 +1,32 @@
-"""Fine-tune a text classifier, or a regression, layer to layer: transformers' run_glue.py with `L2LTrainer`.
+"""Fine-tune a text classifier, or a regression, layer to layer.
 
     python run_glue_l2l.py
-        The embedded default: a small BERT on the demo set of the package, without the Hub, in a minute on a CPU.
+        The embedded default: a small BERT on the demo set of the package,
+        without the Hub, in a minute on a CPU.
 
-    python run_glue_l2l.py --model_name_or_path bert-base-cased --task_name mrpc --do_train --do_eval \\
-        --max_seq_length 128 --per_device_train_batch_size 32 --ubatch_size 8 --learning_rate 2e-5 \\
-        --num_train_epochs 3 --output_dir output/mrpc
+    python run_glue_l2l.py --model_name_or_path bert-base-cased \\
+        --task_name mrpc --do_train --do_eval --max_seq_length 128 \\
+        --per_device_train_batch_size 32 --ubatch_size 8 \\
+        --learning_rate 2e-5 --num_train_epochs 3 --output_dir output/mrpc
         A GLUE task from the Hub.
 
-    python run_glue_l2l.py --model_name_or_path bert-large-uncased --train_file train.csv --validation_file dev.csv \\
-        --do_train --do_eval --per_device_train_batch_size 32 --ubatch_size 4 --output_dir output/own
-        Own csv or json files: a column `label`, and one or two columns of text.
+    python run_glue_l2l.py --model_name_or_path bert-large-uncased \\
+        --train_file train.csv --validation_file dev.csv --do_train --do_eval \\
+        --per_device_train_batch_size 32 --ubatch_size 4 --output_dir output/own
+        Own csv or json files: a column "label", and one or two of text.
+        Other columns: --text_columns question,answer --label_column verdict
 
     python run_glue_l2l.py options.json
         The same options from a file.
 
-With `--compare`, plain Trainer and L2LTrainer run one after the other on the same options, and a table, compare.json
-and compare.png say how they differ. With `--simulate 8GiB`, an accelerator of that size is simulated.
+    python run_glue_l2l.py --compare
+        Plain Trainer and L2LTrainer, one after the other on the same options.
+        A table, compare.json and compare.png say how they differ.
+
+    python run_glue_l2l.py --simulate 8GiB
+        On a simulated accelerator of that size.
+
+It takes what transformers' run_glue.py takes, and the options of L2LTrainer.
 """
 
 from __future__ import annotations
@@ -44,11 +54,21 @@ from hf_l2l import L2LTrainer
 from hf_l2l.checkpoint.finding import set_aside_interrupted
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.compare import compare
-from hf_l2l.glue.data import LABEL, Data, encoder, load_data, tokenized
-from hf_l2l.glue.messages import logger, set_up_logging, stops_on_bad_input, stops_without_memory
+from hf_l2l.glue.data import Data, encoder, load_data, tokenized
+from hf_l2l.glue.messages import (
+    FirstStep,
+    leaves_no_empty_folder,
+    logger,
+    set_up_logging,
+    stops_on_bad_input,
+    stops_without_memory,
+)
 from hf_l2l.glue.model import class_ids, name_classes, said_as, set_padding
 from hf_l2l.glue.options import Options, Parser, wants_default
+from hf_l2l.glue.own_data.columns import LABEL, parsed_columns
+from hf_l2l.glue.said.ending import last_words, show_sizes, with_sizes
 from hf_l2l.glue.scores import check_best_metric, decided, metrics_for
+from hf_l2l.hf.attach import attachment_of
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.testing import enable_simulated_accelerator
 
@@ -99,6 +119,24 @@ class DataTrainingArguments:
     test_file: str | None = field(
         default=None, metadata={"help": "A file of the same kind, for --do_predict; it needs no labels."}
     )
+    text_columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Of own data, the column with the text, or two of a pair, such as question,answer. Without it, "
+            "columns with usual names are found, such as sentence, text, or sentence1 and sentence2; else it is the "
+            "first one or two beside the label."
+        },
+    )
+    label_column: str | None = field(
+        default=None, metadata={"help": "Of own data, the column with the labels, if it is not called label."}
+    )
+    is_regression: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Of own data, whether labels are numbers to come near to (true), or classes (false). Without it, "
+            "decimal numbers are a regression, unless they are a few whole ones, such as 0.0 and 1.0."
+        },
+    )
     max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut to this many tokens."})
     pad_to_max_length: bool = field(
         default=True, metadata={"help": "Pad every text to max_seq_length. False: to the longest of its batch."}
@@ -112,7 +150,8 @@ class DataTrainingArguments:
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name.startswith("max_") and value is not None and value < 1:
-                raise ValueError(f"{option.name} must be at least 1 (got {value}); leave it out for the default")
+                raise ValueError(f"--{option.name} must be at least 1 (got {value}); leave it out for the default")
+        self.text_columns = parsed_columns(self.text_columns)
         if self.task_name is not None:
             self.task_name = self.task_name.lower()
 
@@ -123,9 +162,12 @@ class DataTrainingArguments:
         return {name: file for name, file in named.items() if file is not None}
 
 
+PARSER = Parser(ModelArguments, DataTrainingArguments, enable_simulated_accelerator, __doc__)
+
+
 def parse_options(argv: list[str]) -> Options[ModelArguments, DataTrainingArguments]:
     """The options of a command line, checked: these, `L2LTrainingArguments`, and those of `hf_l2l.glue.options`."""
-    return Parser(ModelArguments, DataTrainingArguments, enable_simulated_accelerator).parse(argv)
+    return PARSER.parse(argv)
 
 
 def embedded_default() -> list[str]:
@@ -199,8 +241,11 @@ def train(trainer: Trainer, memory: MemoryCallback) -> dict[str, float]:
             )
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = {**result.metrics, **memory.metrics(), "train_samples": len(trainer.train_dataset)}
+    attached = attachment_of(trainer.model)
+    if attached is not None and attached.config.ubatch_size is not None:
+        metrics["train_ubatch_size"] = attached.config.ubatch_size  # which a plan may have chosen
     trainer.save_model()  # the tokenizer, too
-    trainer.log_metrics("train", metrics)
+    trainer.log_metrics("train", with_sizes(metrics))
     trainer.save_metrics("train", metrics)
     trainer.save_state()
     return metrics
@@ -249,6 +294,16 @@ def write_model_card(trainer: Trainer, model_name: str, task: str | None) -> Non
         trainer.create_model_card(**facts)
 
 
+def say_what_is_there(trainer: Trainer, given: dict[str, Any], texts: int) -> None:
+    """Say where the model is and how it is used, evaluated, and trained on."""
+    folder = trainer.args.output_dir
+    files = {"all_results.json": "the metrics", "trainer_state.json": "losses and times by step"}
+    if trainer.is_world_process_zero():
+        sys.stdout.flush()
+        saves = trainer.args.save_strategy != "no"
+        logger.info("%s", last_words(folder, files, given, __file__, texts, saves))
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the command line; returns the metrics, or the comparison.
 
@@ -256,16 +311,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """
     set_up_logging()
     argv = sys.argv[1:] if argv is None else argv
-    with stops_on_bad_input():
+    with stops_on_bad_input(PARSER.names):
         options = parse_options([*embedded_default(), *argv] if wants_default(argv) else argv)
-        model_args, data_args, training_args = options.model, options.data, options.training
         if "log_level" in options.given:
-            transformers.logging.set_verbosity(training_args.get_process_log_level())
-    if options.script.compare:
-        return compare(options.given, training_args, __file__, model_args.token, VERSIONS)
+            transformers.logging.set_verbosity(options.training.get_process_log_level())
+    with leaves_no_empty_folder(options.training.output_dir):
+        if options.script.compare:
+            return compare(options.given, options.training, __file__, options.model.token, VERSIONS)
+        return run(options)
 
+
+def run(options: Options[ModelArguments, DataTrainingArguments]) -> dict[str, float]:
+    """Train, evaluate and predict, as the options say; returns the metrics."""
+    model_args, data_args, training_args = options.model, options.data, options.training
     task = data_args.task_name
-    with stops_on_bad_input():
+    with stops_on_bad_input(PARSER.names):
         data = load_data(data_args, model_args, training_args)
         check_best_metric(training_args, data.metric, task is not None)
         set_seed(training_args.seed)
@@ -283,7 +343,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             validation = {s: tokens(rows, data_args.max_eval_samples, LABEL) for s, rows in data.validation.items()}
         if training_args.do_predict:
             test = {s: tokens(rows, data_args.max_predict_samples) for s, rows in data.test.items()}
-        memory = MemoryCallback()
+        memory, first_step = MemoryCallback(), FirstStep()
         trainer = {"l2l": L2LTrainer, "hf": Trainer}[options.script.trainer](
             model=model,
             args=training_args,
@@ -292,11 +352,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             compute_metrics=metrics_for(data.metric, task is not None, list(ids.values())),
             processing_class=tokenizer,
             data_collator=default_data_collator if data_args.pad_to_max_length else None,  # None pads to the longest
-            callbacks=[memory],
+            callbacks=[memory, first_step],
         )
+        show_sizes(trainer)
 
     metrics: dict[str, float] = {}
-    with stops_without_memory(options.script.trainer):
+    with stops_without_memory(options.script.trainer, PARSER.names, first_step):
         if training_args.do_train:
             metrics.update(train(trainer, memory))
         if training_args.do_eval:
@@ -304,6 +365,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if training_args.do_predict:
             predict(trainer, test, task)
         write_model_card(trainer, model_args.model_name_or_path, task)
+    if training_args.do_train:
+        say_what_is_there(trainer, options.given, len(data.text_columns))
     return metrics
 
 

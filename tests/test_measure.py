@@ -190,13 +190,22 @@ def test_what_is_not_in_host_memory_is_left_out():
 # ---- as a notebook shows it
 
 
+def in_a_shell(eps: EagerParamServer) -> tuple[str, list[list[str]]]:
+    """The caption and the rows of what `repr` says."""
+    caption, header, *rows = repr(eps).splitlines()
+    assert header.split() == ["in", "host", "memory", "tensors", "size"]
+    return caption, [row.split(maxsplit=2) for row in rows]
+
+
 def table(eps: EagerParamServer) -> tuple[str, list[list[str]]]:
     """The caption and the rows of the table, which must be well-formed."""
     tree = ElementTree.fromstring(eps._repr_html_())
     assert tree.tag == "table"
     header = [cell.text for cell in tree.findall("thead/tr/th")]
     assert header == ["in host memory", "tensors", "size"]
-    return tree.findtext("caption"), [[cell.text for cell in row.findall("td")] for row in tree.findall("tbody/tr")]
+    found = tree.findtext("caption"), [[cell.text for cell in row.findall("td")] for row in tree.findall("tbody/tr")]
+    assert in_a_shell(eps) == found  # a shell says what a notebook says
+    return found
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -27,7 +27,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
 from hf_l2l.memory.ledger import BEING_SAVED, COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
-from hf_l2l.memory.memory_report import PAGE_LOCKED, MemoryReport, html_table
+from hf_l2l.memory.memory_report import PAGE_LOCKED, HostTable, MemoryReport, ShownAsTable
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace, state_follows
 from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
@@ -43,7 +43,7 @@ from hf_l2l.runtime.tensors import tensor_bytes
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-class EagerParamServer:
+class EagerParamServer(ShownAsTable):
     """Owner of the master weights and gradient sums of one model, all of them host tensors but resident ones.
 
     The contract of `p.grad`: until `optimizer.step()` it holds the gradient sum, and None starts a new sum, so that
@@ -381,11 +381,11 @@ class EagerParamServer:
         gradients = tensor_bytes(m.gradient_like for m in trained if m.gradient_room is None)
         return gradients + (moments // 2 if self.updates.rounds else moments)
 
-    def _repr_html_(self) -> str:
-        """A small table for notebooks: the tensors in host memory now."""
+    def host_table(self) -> HostTable:
+        """A small table, which a shell and a notebook show: the tensors in host memory now."""
         found = host_tensors(self.model, self.updates.optimizers, self.copies.kept)
         name = f"{type(self).__name__} of a {type(self.model).__name__}, layers run on {self.device}"
-        return html_table(name, found, self.memory.bytes_locked)
+        return HostTable(name, found, self.memory.bytes_locked)
 
     def release(self) -> list[torch.optim.Optimizer]:
         """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""

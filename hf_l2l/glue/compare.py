@@ -11,13 +11,14 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_l2l.glue.messages import NO_MEMORY, NO_MEMORY_FILE, logger, stop
+from hf_l2l.glue.messages import NO_MEMORY, NO_MEMORY_FILE, REFUSED, logger, stop
 from hf_l2l.hf.training_args import OWN_OPTIONS
 from hf_l2l.runtime.tensors import size_text
 
@@ -30,6 +31,7 @@ _BYTES = {
     "train_process_bytes": "process bytes, peak",
 }
 _SPEED = {"train_samples_per_second": "training samples/s"}
+_SIMULATED_SPEED = "speed: that of a simulated accelerator says nothing about a real one, so that it is not compared"
 _NOT_COMPARED = ("runtime", "per_second", "samples", "_time")
 """Parts of the names of metrics that say nothing about the model."""
 
@@ -47,6 +49,8 @@ class Run:
     """What was saved by `Trainer.save_metrics`; empty for a run that ran out of memory."""
     losses: dict[int, float]
     """Training loss by optimizer step, as logged."""
+    has_dropout: bool = False
+    """Whether the config of its model has a dropout above 0."""
 
 
 def read_run(folder: Path) -> Run:
@@ -54,23 +58,39 @@ def read_run(folder: Path) -> Run:
     metrics = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     losses = {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
-    return Run(False, metrics, losses)
+    config = folder / "config.json"
+    has_dropout = config.is_file() and _has_dropout(json.loads(config.read_text(encoding="utf-8")))
+    return Run(False, metrics, losses, has_dropout)
+
+
+def _has_dropout(config: Any) -> bool:
+    """Whether a part of a model's config is a dropout above 0: "hidden_dropout_prob", "attn_pdrop" and the like."""
+    if isinstance(config, dict):
+        return any(
+            value > 0 if "drop" in name and isinstance(value, int | float) else _has_dropout(value)
+            for name, value in config.items()
+        )
+    return isinstance(config, list) and any(map(_has_dropout, config))
 
 
 OUT_OF_MEMORY = Run(True, {}, {})
 
 
-def comparison(runs: dict[str, Run], device: str) -> dict[str, Any]:
+def comparison(
+    runs: dict[str, Run], device: str, *, batch_rows: int = 0, is_simulated: bool = False
+) -> dict[str, Any]:
     """The two runs as one document, of what JSON knows: `rows` are those of the table.
 
     A row's `difference` is L2L's value less plain Trainer's; its `ratio` is the one over the other. `same_losses` says
-    whether every logged training loss is the same number on both sides, to the last bit.
+    whether every logged training loss is the same number on both sides, to the last bit. `notes` are what else is to
+    be known. On a device that `is_simulated`, speeds have neither difference nor ratio. `batch_rows` are those of a
+    device batch.
     """
     hf, l2l = (runs[name] for name in NAMES)
     rows = []
     for name, label in _labels({**hf.metrics, **l2l.metrics}).items():
         theirs, ours = hf.metrics.get(name), l2l.metrics.get(name)
-        both = theirs is not None and ours is not None
+        both = theirs is not None and ours is not None and not (is_simulated and name in _SPEED)
         rows.append(
             {
                 "name": name,
@@ -82,12 +102,21 @@ def comparison(runs: dict[str, Run], device: str) -> dict[str, Any]:
             }
         )
     losses = {name: [[step, _finite(loss)] for step, loss in runs[name].losses.items()] for name in NAMES}
+    same_losses = losses["hf"] == losses["l2l"] if losses["hf"] and losses["l2l"] else None
+    notes = [_SIMULATED_SPEED] if is_simulated and any(row["name"] in _SPEED for row in rows) else []
+    rows_at_once = l2l.metrics.get("train_ubatch_size", batch_rows)
+    if l2l.has_dropout and rows_at_once < batch_rows and same_losses is False:
+        notes.append(
+            f"dropout draws differ: L2LTrainer draws for {rows_at_once:g} rows at a time (--ubatch_size), and Trainer "
+            f"for all {batch_rows} of a batch, so that losses differ by chance; --ubatch_size {batch_rows} draws alike"
+        )
     return {
         "device": device,
-        "same_losses": losses["hf"] == losses["l2l"] if losses["hf"] and losses["l2l"] else None,
+        "same_losses": same_losses,
         "out_of_memory": [name for name in NAMES if runs[name].out_of_memory],
         "rows": rows,
         "losses": losses,
+        "notes": notes,
     }
 
 
@@ -122,7 +151,8 @@ def table(document: dict[str, Any]) -> str:
         "  ".join((line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))))
         for line in lines
     ]
-    return "\n".join((f"on: {document['device']}", *text, _verdict(document)))
+    notes = [f"note: {note}" for note in document["notes"]]
+    return "\n".join((f"on: {document['device']}", *text, *notes, _verdict(document)))
 
 
 def _cell(row: dict[str, Any], side: str, out_of_memory: bool) -> str:
@@ -231,9 +261,11 @@ def compare(
             "speed tells nothing about one; --use_cpu compares them on the CPU"
         )
         given["simulate"] = "unlimited"
-    device = f"simulated accelerator, {given['simulate']}" if "simulate" in given else training_args.device.type
+    is_simulated = "simulate" in given
+    device = f"simulated accelerator, {given['simulate']}" if is_simulated else training_args.device.type
     runs = {side: run_apart(script, side, given, folder, token) for side in NAMES}
-    document = {**comparison(runs, device), "options": given, "versions": versions}
+    compared = comparison(runs, device, batch_rows=training_args.train_batch_size, is_simulated=is_simulated)
+    document = {**compared, "options": given, "versions": versions}
     (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     draw(document, folder / "compare.png")
     print(table(document))
@@ -252,7 +284,8 @@ def run_apart(script: str, side: str, given: dict[str, Any], folder: Path, token
         environment["HF_TOKEN"] = token
     if "TENSORBOARD_LOGGING_DIR" in environment:
         environment["TENSORBOARD_LOGGING_DIR"] += f"/{side}"
-    own.mkdir(exist_ok=True)
+    is_new = not own.exists()
+    own.mkdir(parents=True, exist_ok=True)
     (own / "all_results.json").unlink(missing_ok=True)  # the Trainer adds to one that is there
     out_of_memory = own / "out_of_memory.txt"
     out_of_memory.unlink(missing_ok=True)
@@ -263,6 +296,10 @@ def run_apart(script: str, side: str, given: dict[str, Any], folder: Path, token
     code = subprocess.run([sys.executable, script, str(file)], env=environment, check=False).returncode
     if code == NO_MEMORY or out_of_memory.exists():
         return OUT_OF_MEMORY
+    if code == REFUSED and is_new:
+        file.unlink()
+        with suppress(OSError):  # something is in it
+            own.rmdir()
     if code != 0:
         stop(f"the run of {NAMES[side]} failed (exit code {code}); what it said is above", code)
     return read_run(own)

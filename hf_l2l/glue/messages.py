@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from transformers import TrainerCallback
 
+from hf_l2l.glue.said.typed import as_flags
 from hf_l2l.plan.planner import BudgetError
 
+_PACKAGE = Path(__file__).parents[1]
 PROGRAM = "run_glue_l2l"
 logger = logging.getLogger(PROGRAM)
 
@@ -43,12 +47,15 @@ def stop(said: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def stops_on_bad_input() -> Iterator[None]:
-    """End the program with one line for wrong options or data, a missing package, or too little memory."""
+def stops_on_bad_input(options: Collection[str]) -> Iterator[None]:
+    """End the program with one line for wrong options or data, a missing package, or too little memory.
+
+    It calls these `options` as they were typed.
+    """
     try:
         yield
     except (ValueError, ImportError) as error:
-        stop(str(error), REFUSED)
+        stop(as_flags(str(error), options), REFUSED)
     except (torch.OutOfMemoryError, MemoryError) as error:
         stop(f"out of memory: {first_line(error)}", NO_MEMORY)
     except RuntimeError as error:
@@ -57,21 +64,54 @@ def stops_on_bad_input() -> Iterator[None]:
         stop(first_line(error), REFUSED)  # --report_to names a package
 
 
+class FirstStep(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Whether training or an evaluation has begun: what the model has to do with the options has been checked then."""
+
+    has_begun = False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Training begins."""
+        self.has_begun = True
+
+    on_prediction_step = on_train_begin
+
+
 @contextmanager
-def stops_without_memory(trainer: str) -> Iterator[None]:
+def stops_without_memory(trainer: str, options: Collection[str], first_step: FirstStep) -> Iterator[None]:
     """End the program with one line for too little memory, with what to try under `--trainer`, or a missing package.
 
-    Errors of other kinds are those of the training loop, and pass.
+    Before the first step, so do options that this package refuses once it sees the model; it calls `options` as they
+    were typed. Errors of other kinds are those of the training loop, and pass.
     """
     try:
         yield
     except ImportError as error:
         stop(str(error), REFUSED)  # --optim names a package
     except BudgetError as error:
-        stop(f"out of memory: {error}", NO_MEMORY)
+        stop(f"out of memory: {as_flags(str(error), options)}", NO_MEMORY)
     except (torch.OutOfMemoryError, MemoryError) as error:
         remedy = "--trainer l2l" if trainer == "hf" else "a smaller --ubatch_size, or --stash host"
         stop(f"out of memory: {first_line(error)}; try {remedy}", NO_MEMORY)
+    except ValueError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_ours = Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
+        if first_step.has_begun or not is_ours:
+            raise
+        stop(as_flags(str(error), options), REFUSED)
+
+
+@contextmanager
+def leaves_no_empty_folder(folder: str) -> Iterator[None]:
+    """When the program stops inside, `folder` and those above it are removed if they were made inside, and empty."""
+    path = Path(folder).absolute()
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        yield
+    except SystemExit:
+        with suppress(OSError):  # not made, or something is in it
+            for each in missing:
+                each.rmdir()
+        raise
 
 
 def listed(values: list[Any]) -> str:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hf_l2l.glue.data import Data, label_key
+from hf_l2l.glue.data import Data
 from hf_l2l.glue.messages import first_line, logger
+from hf_l2l.glue.own_data.labels import label_key
 
 
 @contextmanager

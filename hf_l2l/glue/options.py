@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -21,6 +22,7 @@ from hf_l2l.glue.compare import NAMES
 from hf_l2l.glue.data import DataOptions
 from hf_l2l.glue.messages import logger
 from hf_l2l.glue.retired import RetiredArguments, modernized
+from hf_l2l.glue.said.help import help_text
 from hf_l2l.glue.scores import glue
 from hf_l2l.hf.training_args import OWN_OPTIONS, L2LTrainingArguments, refuse_for_layers
 
@@ -69,11 +71,19 @@ class Parser(Generic[M, D]):
         model: the dataclass of the options of the model.
         data: the dataclass of the options of the data.
         simulate: makes a simulated accelerator the device of this process; takes its memory, or None for no limit.
+        description: what the script does, with examples, for `--help`.
     """
 
     model: type[M]
     data: type[D]
     simulate: Callable[[str | None], object]
+    description: str
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all options, but for those that are gone."""
+        kinds: tuple[Any, ...] = (ScriptArguments, self.model, self.data, L2LTrainingArguments)
+        return {option.name for kind in kinds for option in fields(kind)}
 
     def parse(self, argv: list[str]) -> Options[M, D]:
         """The options of a command line.
@@ -101,7 +111,8 @@ class Parser(Generic[M, D]):
 
     def _given(self, words: list[str]) -> dict[str, Any]:
         """The options that are given on a command line, by name; not those that have their defaults."""
-        parser = _Flags((ScriptArguments, self.model, self.data, L2LTrainingArguments, RetiredArguments))
+        kinds = (ScriptArguments, self.model, self.data, L2LTrainingArguments, RetiredArguments)
+        parser = _Flags(kinds, description=self.description)
         names = [option.name for kind in parser.dataclass_types for option in fields(kind)]
         absent = object()  # in the place of defaults: only what was given counts as given
         found, unknown = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(names, absent)))
@@ -127,6 +138,7 @@ class Parser(Generic[M, D]):
         script, model, data, training = parser.parse_dict(given)
         if layered:
             refuse_for_layers(training)  # some are derived from others
+        check_numbers(training)
         check_data_options(data, training)
         check_writable(training.output_dir)
         training.resume_from_checkpoint = checkpoint_to_resume(training)
@@ -142,10 +154,75 @@ class Parser(Generic[M, D]):
 
 
 class _Flags(HfArgumentParser):  # type: ignore[misc]  # transformers ships no types
-    """Says what is wrong in one sentence instead of a page of usage."""
+    """Says what is wrong in one sentence instead of a page of usage; its help begins with examples."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists all options")
+
+    def format_help(self) -> str:
+        """Examples, and the options in groups: L2L's own, the script's, transformers'."""
+        by_name: dict[str, list[argparse.Action]] = {}
+        for action in self._actions:
+            by_name.setdefault(action.dest, []).append(action)
+        script, model, data, training, retired = (
+            [option.name for option in fields(kind)] for kind in self.dataclass_types
+        )
+        named = {
+            "Options of layer-to-layer execution (L2L)": list(OWN_OPTIONS),
+            "Options of this script": [*script, "help"],
+            "The model": model,
+            "The data": data,
+            "Options of transformers' TrainingArguments": [name for name in training if name not in OWN_OPTIONS],
+            "Options of earlier versions of transformers": retired,
+        }
+        groups = {title: [each for name in names for each in by_name[name]] for title, names in named.items()}
+        return help_text(self.description, groups)
+
+
+class _Range(NamedTuple):
+    """From where to where a number may be, and the remedy; `below` is not one that it may be."""
+
+    least: float
+    below: float
+    rule: str
+    remedy: str
+
+
+_AT_LEAST_0 = "a finite number, at least 0"
+_SHARE = "at least 0 and below 1"
+_RANGES = {
+    "learning_rate": _Range(0, math.inf, _AT_LEAST_0, "use one such as 2e-5"),
+    "num_train_epochs": _Range(0, math.inf, _AT_LEAST_0, "use one such as 3"),
+    "weight_decay": _Range(0, math.inf, _AT_LEAST_0, "use one such as 0.01, or leave it out for none"),
+    "warmup_steps": _Range(0, math.inf, _AT_LEAST_0, "give a number of steps, or a share of them below 1"),
+    "adam_beta1": _Range(0, 1, _SHARE, "leave it out for 0.9"),
+    "adam_beta2": _Range(0, 1, _SHARE, "leave it out for 0.999"),
+    "adam_epsilon": _Range(0, math.inf, _AT_LEAST_0, "leave it out for 1e-8"),
+    "label_smoothing_factor": _Range(0, 1, _SHARE, "leave it out for none"),
+    "per_device_train_batch_size": _Range(1, math.inf, "at least 1", "leave it out for 8"),
+    "per_device_eval_batch_size": _Range(1, math.inf, "at least 1", "leave it out for 8"),
+    "gradient_accumulation_steps": _Range(1, math.inf, "at least 1", "leave it out for 1"),
+    "seed": _Range(0, 2**32, "from 0 to 4294967295", "leave it out for 42"),
+    "dataloader_num_workers": _Range(0, math.inf, "at least 0", "leave it out to load in the main process"),
+}
+"""Numbers that transformers takes as they are, and that training fails with, or is none with."""
+
+
+def check_numbers(args: TrainingArguments) -> None:
+    """Raise ValueError for a number of the Trainer's arguments that no training can have."""
+    for name, (least, below, rule, remedy) in _RANGES.items():
+        value = getattr(args, name)
+        if not least <= value < below:
+            raise ValueError(f"--{name} must be {rule} (got {value:g}); {remedy}")
+    if not args.max_grad_norm >= 0:  # which may be infinite: the norm is logged, and nothing is clipped
+        raise ValueError(f"--max_grad_norm must be at least 0 (got {args.max_grad_norm:g}); use 0 to clip nothing")
+    for what in ("logging", "eval", "save"):
+        steps, strategy = getattr(args, f"{what}_steps"), getattr(args, f"{what}_strategy")
+        if strategy == "steps" and not 0 < steps < math.inf:
+            raise ValueError(
+                f"--{what}_steps must be above 0 (got {steps:g}); give a number of steps, a share of them below 1, or "
+                f"--{what}_strategy no"
+            )
 
 
 def check_data_options(data_args: DataOptions, training_args: TrainingArguments) -> None:
@@ -168,6 +245,11 @@ def check_data_options(data_args: DataOptions, training_args: TrainingArguments)
         )
     if data_args.task_name is not None:
         check_task(data_args.task_name)
+        for name in ("text_columns", "label_column", "is_regression"):
+            if getattr(data_args, name) is not None:
+                raise ValueError(
+                    f"--{name} is for own data (got --task_name {data_args.task_name}, of which it is known); drop it"
+                )
     elif data_args.dataset_name is None:
         check_files(data_args, training_args)
 
@@ -188,15 +270,15 @@ def check_files(data_args: DataOptions, training_args: TrainingArguments) -> Non
     files = data_args.files
     if "train_file" not in files:
         raise ValueError(
-            "own files need a train_file, whose labels say which classes there are (got none); add --train_file FILE"
+            "own files need --train_file, whose labels say which classes there are (got none); add --train_file FILE"
         )
     if training_args.do_eval and "validation_file" not in files:
-        raise ValueError("--do_eval needs a validation_file (got none); add --validation_file FILE")
+        raise ValueError("--do_eval needs --validation_file (got none); add --validation_file FILE")
     if training_args.do_predict and "test_file" not in files:
-        raise ValueError("--do_predict needs a test_file (got none); add --test_file FILE")
+        raise ValueError("--do_predict needs --test_file (got none); add --test_file FILE")
     if "test_file" in files and not training_args.do_predict:
         raise ValueError(
-            f"a test_file is for --do_predict (got --test_file {files['test_file']} without it); add --do_predict"
+            f"--test_file is for --do_predict (got --test_file {files['test_file']} without it); add --do_predict"
         )
     for file in files.values():
         if Path(file).suffix.lower() not in (".csv", ".json"):
@@ -207,11 +289,27 @@ def check_files(data_args: DataOptions, training_args: TrainingArguments) -> Non
             raise ValueError(f"data files must exist (there is no file {file}); check the path")
         if Path(file).stat().st_size == 0:
             raise ValueError(f"data files must have rows (got the empty file {file}); check how it was written")
+        check_separator(file)
     if len({Path(file).suffix.lower() for file in files.values()}) > 1:
         raise ValueError(
-            f"{', '.join(files)} must have the same extension (got {', '.join(files.values())}); convert those that "
-            "differ"
+            f"{', '.join(f'--{name}' for name in files)} must have the same extension (got "
+            f"{', '.join(files.values())}); convert those that differ"
         )
+
+
+def check_separator(file: str) -> None:
+    """Raise ValueError for a csv file whose first line says that something else than commas is between its columns."""
+    if Path(file).suffix.lower() != ".csv":
+        return
+    with open(file, encoding="utf-8-sig", errors="replace") as opened:
+        first = opened.readline(10_000).rstrip("\r\n")
+    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        if separator in first and "," not in first:
+            raise ValueError(
+                f"columns of a csv file must be separated by commas (got {name} in {file}, whose first line is "
+                f"{first[:60]!r}); save it with commas, as with pandas: read_csv({file!r}, sep={separator!r})"
+                f".to_csv('{Path(file).stem}_commas.csv', index=False)"
+            )
 
 
 def check_script_options(given: dict[str, Any]) -> None:
@@ -250,13 +348,13 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
         if last is None and passed_over:
             reasons = "; ".join(f"{each.folder.name}: {each.reason}" for each in passed_over)
             raise ValueError(
-                "--resume_from_checkpoint True needs a whole checkpoint in output_dir (got "
+                "--resume_from_checkpoint True needs a whole checkpoint in --output_dir (got "
                 f"{args.output_dir}, with {reasons}); leave the option out"
             )
         if last is None:
             raise ValueError(
-                f"--resume_from_checkpoint True needs a checkpoint in output_dir (got {args.output_dir}, with none); "
-                "name its folder, or leave the option out"
+                f"--resume_from_checkpoint True needs a checkpoint in --output_dir (got {args.output_dir}, with none)"
+                "; name its folder, or leave the option out"
             )
         for each in passed_over:
             if not each.is_interrupted:  # those are told of when training begins
@@ -271,14 +369,15 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
 
 
 def check_writable(folder: str) -> None:
-    """Raise ValueError unless files can be written into `folder`, which is made if need be."""
+    """Raise ValueError unless files can be written into `folder`; it is not made before training needs it."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        there = next(each for each in (Path(folder), *Path(folder).absolute().parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise ValueError(
-            f"output_dir must be a folder that can be written to (got {folder}: {error.strerror}); choose another one"
+            f"--output_dir must be a folder that can be written to (got {folder}: {error.strerror}); choose another"
+            " one"
         ) from error
 
 

@@ -43,7 +43,8 @@ def _as_configured(name: str, *default: Any) -> Any:
     """
     text = _CONFIG[name].metadata["help"]
     for other in _CONFIG:
-        text = text.replace(f"`{other}`", f"`{argument(other)}`")
+        for end in "`=":
+            text = text.replace(f"`{other}{end}", f"`{argument(other)}{end}")
     return field(default=default[0] if default else _CONFIG[name].default, metadata={"help": text})
 
 

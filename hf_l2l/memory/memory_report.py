@@ -67,16 +67,39 @@ def _sum(names: dict[str, Bytes]) -> Bytes:
     return {when: sum(size[when] for size in names.values()) for when in ("now", "peak")}
 
 
-def html_table(name: str, tensors: Mapping[str, Collection[torch.Tensor]], locked_bytes: int) -> str:
-    """A table for notebooks: kinds of `tensors`, how many there are of each, and their bytes."""
-    rows = "".join(
-        f"<tr><td>{kind}</td><td>{len(found)}</td><td>{size_text(tensor_bytes(found))}</td></tr>"
-        for kind, found in tensors.items()
-        if found or kind != "copies"
-    )
-    locked = f"; {size_text(locked_bytes)} page-locked" if locked_bytes else ""
-    return (
-        f"<table><caption>{name}{locked}</caption>"
-        f"<thead><tr><th>in host memory</th><th>tensors</th><th>size</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>"
-    )
+class HostTable:
+    """A table of the tensors in host memory, for people: kinds, how many there are of each, and their bytes."""
+
+    HEAD = ("in host memory", "tensors", "size")
+
+    def __init__(self, name: str, tensors: Mapping[str, Collection[torch.Tensor]], locked_bytes: int) -> None:
+        self.title = name + (f"; {size_text(locked_bytes)} page-locked" if locked_bytes else "")
+        self.rows = [
+            (kind, str(len(found)), size_text(tensor_bytes(found)))
+            for kind, found in tensors.items()
+            if found or kind != "copies"
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{kind:<16}{count:>8}{size:>12}" for kind, count, size in (self.HEAD, *self.rows)]
+        return "\n".join([self.title, *lines])
+
+    def html(self) -> str:
+        """As a notebook shows it."""
+        head = "".join(f"<th>{each}</th>" for each in self.HEAD)
+        rows = "".join("<tr>" + "".join(f"<td>{each}</td>" for each in row) + "</tr>" for row in self.rows)
+        return f"<table><caption>{self.title}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+class ShownAsTable:
+    """Of objects that a shell and a notebook show as a `HostTable`."""
+
+    def host_table(self) -> HostTable:
+        """What is shown."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self.host_table())
+
+    def _repr_html_(self) -> str:
+        return self.host_table().html()

@@ -145,6 +145,64 @@ def test_same_losses(hf, l2l, same):
     assert compared(run(losses=hf), run(losses=l2l))["same_losses"] is same
 
 
+def of_dropout(metrics: dict, losses: dict, has_dropout: bool = True) -> Run:
+    return Run(False, metrics, losses, has_dropout)
+
+
+APART = {1: 0.75, 2: 0.25}
+DRAWS = (
+    "dropout draws differ: L2LTrainer draws for 2 rows at a time (--ubatch_size), and Trainer for all 8 of a batch, "
+    "so that losses differ by chance; --ubatch_size 8 draws alike"
+)
+
+
+@pytest.mark.parametrize(
+    ("l2l", "notes"),
+    [
+        pytest.param(of_dropout({"train_ubatch_size": 2}, APART), [DRAWS], id="cut"),
+        pytest.param(of_dropout({"train_ubatch_size": 8}, APART), [], id="not cut"),
+        pytest.param(of_dropout({}, APART), [], id="whole"),
+        pytest.param(of_dropout({"train_ubatch_size": 2}, APART, has_dropout=False), [], id="no dropout"),
+        pytest.param(of_dropout({"train_ubatch_size": 2}, LOSSES), [], id="the same losses"),
+        pytest.param(OUT_OF_MEMORY, [], id="out of memory"),
+    ],
+)
+def test_dropout_of_micro_batches_is_noted_where_losses_differ(l2l, notes):
+    document = comparison({"hf": run(losses=LOSSES), "l2l": l2l}, "cuda", batch_rows=8)
+    assert document["notes"] == notes
+    assert table(document).count("note: ") == len(notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "has_dropout"),
+    [
+        ({"hidden_dropout_prob": 0.1}, True),
+        ({"hidden_dropout_prob": 0.0, "attn_pdrop": 0.1}, True),
+        ({"text_config": {"attention_dropout": 0.5}}, True),
+        ({"layers": [{"dropout": 0.5}]}, True),
+        ({"hidden_dropout_prob": 0.0, "classifier_dropout": None, "hidden_size": 16}, False),
+    ],
+)
+def test_dropout_is_read_from_the_config_of_the_model(config, has_dropout, tmp_path):
+    (tmp_path / "all_results.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "trainer_state.json").write_text('{"log_history": []}', encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert read_run(tmp_path).has_dropout is has_dropout
+
+
+def test_speeds_of_a_simulated_device_are_not_compared():
+    document = comparison({"hf": run(METRICS), "l2l": run(OTHERS)}, "simulated accelerator, 8GiB", is_simulated=True)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert row(document, "train_samples_per_second") == (20.0, 5.0, None, None)
+    assert row(document, "train_device_bytes") == (3 * 2**20, 2**20, -(2**21), 1 / 3)
+    lines = table(document).splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("training samples/s")] == ["-"]
+    assert [line for line in lines if line.startswith("note: ")] == [
+        "note: speed: that of a simulated accelerator says nothing about a real one, so that it is not compared"
+    ]
+    assert lines[-1] == "no training loss was logged; set --logging_steps"
+
+
 # ---- table
 
 

@@ -33,15 +33,14 @@ from glue_script import (
 )
 from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.demo import demo_files
-from hf_l2l.glue.data import find_text_columns
 from hf_l2l.glue.options import checkpoint_to_resume
+from hf_l2l.glue.own_data.columns import find_text_columns
 from hf_l2l.glue.scores import metrics_for
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 STARS = [{**row, "label": 1 + 2 * (i % 3)} for i, row in enumerate(ROWS)]
-CASES = [{**row, "label": ("Yes", "yes")[row["label"]]} for row in ROWS]
 
 # ---- Training and evaluation
 
@@ -57,7 +56,6 @@ CASES = [{**row, "label": ("Yes", "yes")[row["label"]]} for row in ROWS]
         pytest.param(SCORED, "eval_mse", {0: "LABEL_0"}, id="scores"),
         pytest.param(PAIRS, "eval_accuracy", {0: "0", 1: "1"}, id="pairs"),
         pytest.param(STARS, "eval_accuracy", {0: "1", 1: "3", 2: "5"}, id="stars"),
-        pytest.param(CASES, "eval_f1", {0: "Yes", 1: "yes"}, id="case"),
     ],
 )
 def test_files_are_trained_on_and_the_results_written(
@@ -412,5 +410,5 @@ def test_only_interrupted_checkpoints_are_said_in_one_line(tmp_path: Path, capsy
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
     argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False)
     said = refused([*argv, "--resume_from_checkpoint", "True"], capsys)
-    assert "needs a whole checkpoint in output_dir" in said
+    assert "needs a whole checkpoint in --output_dir" in said
     assert "with checkpoint-2: saving was interrupted" in said

@@ -102,6 +102,9 @@ def test_both_trainers_run_and_are_compared(
     assert [step for step, _ in document["losses"]["hf"]] == [1, 2, 3]
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_f1", "eval_matthews_correlation"):
         assert row(document, name)["difference"] == 0
+    speed = row(document, "train_samples_per_second")
+    assert speed["hf"] > 0 and speed["l2l"] > 0 and speed["ratio"] is None
+    assert len(document["notes"]) == 1
     device, host = row(document, "train_device_bytes"), row(document, "train_host_bytes")
     assert 0 < device["l2l"] < device["hf"]
     assert host["hf"] == 0 < host["l2l"]
@@ -201,6 +204,40 @@ def test_too_small_a_device_is_said_in_one_line(tiny_model: str, tmp_path: Path,
 def test_a_size_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = command("model", tmp_path, train_file="train.csv", simulate="much", use_cpu=None)
     assert refused(argv, capsys).startswith("capacity must be a positive number of bytes, as an integer or as text")
+
+
+@needs_datasets
+def test_a_comparison_with_columns_and_micro_batches(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compare.subprocess, "run", forked)
+    rows = [{"q": row["sentence"], "a": "good", "stars": row["label"]} for row in ROWS]
+    files = {name: write(tmp_path / f"{name}.csv", rows) for name in ("train_file", "validation_file")}
+    argv = command(tiny_model, tmp_path, **files, compare=True, text_columns="q,a", label_column="stars")
+    document = run_glue_l2l.main(argv)
+    assert document["options"]["text_columns"] == ["q,a"]
+    assert row(document, "eval_accuracy")["hf"] is not None
+    [note] = document["notes"]
+    assert note.startswith("dropout draws differ: L2LTrainer draws for 2 rows at a time (--ubatch_size), and Trainer")
+    assert capfd.readouterr().out.count(note) == 1
+
+
+@needs_datasets
+def test_a_comparison_that_is_refused_leaves_no_folder(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compare.subprocess, "run", forked)
+    file = write(tmp_path / "train.csv", ROWS)
+    argv = command(tiny_model, tmp_path, train_file=file, do_eval=False, compare=True, label_column="stars")
+    with pytest.raises(SystemExit) as stopped:
+        run_glue_l2l.main(argv)
+    assert stopped.value.code == 2
+    assert "run_glue_l2l.py: --label_column must be a column" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_matplotlib_nothing_is_begun(

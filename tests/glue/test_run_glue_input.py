@@ -36,7 +36,9 @@ def labelled(*labels: object) -> list[Row]:
     return [{"sentence": "the film was good", "label": label} for label in labels]
 
 
-NO_LABEL = "DIR/{}.csv must have a column 'label' (its columns are {}); rename the one with the labels to 'label'"
+NO_LABEL = (
+    "DIR/{}.csv must have a column 'label' (its columns are {}); name the one with the labels with --label_column"
+)
 MISSING = "every row must have a label (got {} in row {} of DIR/{}.csv); fill it in, or drop the row"
 UNKNOWN = (
     "labels must be among the classes, which are {} (got {} in DIR/dev.csv); drop the row or correct it, or add "
@@ -169,8 +171,8 @@ UNKNOWN = (
             "train.csv",
             [{"id": 7, "review": "a film", "label": 1}],
             ROWS,
-            "column 'id' must hold text (got 7 in row 1 of DIR/train.csv); call the columns with the text "
-            "'sentence', or 'sentence1' and 'sentence2'",
+            "column 'id' must hold text (got 7 in row 1 of DIR/train.csv); name the columns with the text with "
+            "--text_columns, or call them 'sentence', or 'sentence1' and 'sentence2'",
             id="text that is none",
         ),
         pytest.param(
@@ -226,9 +228,9 @@ def test_files_that_cannot_be_read_are_refused(
         ),
         (
             {"do_train": False, "validation_file": "full.csv"},
-            "own files need a train_file, whose labels say which classes there are (got none); add --train_file FILE",
+            "own files need --train_file, whose labels say which classes there are (got none); add --train_file FILE",
         ),
-        ({"train_file": "full.csv"}, "--do_eval needs a validation_file (got none); add --validation_file FILE"),
+        ({"train_file": "full.csv"}, "--do_eval needs --validation_file (got none); add --validation_file FILE"),
         (
             {"do_train": False, "do_eval": False},
             "there must be something to do (got neither --do_train, --do_eval nor --do_predict); add one of them",
@@ -247,16 +249,16 @@ def test_files_that_cannot_be_read_are_refused(
         ),
         (
             {"train_file": "full.csv", "validation_file": "full.json"},
-            "train_file, validation_file must have the same extension (got full.csv, full.json); "
+            "--train_file, --validation_file must have the same extension (got full.csv, full.json); "
             "convert those that differ",
         ),
         (
             {"train_file": "full.csv", "do_eval": False, "max_train_samples": 0},
-            "max_train_samples must be at least 1 (got 0); leave it out for the default",
+            "--max_train_samples must be at least 1 (got 0); leave it out for the default",
         ),
         (
             {"train_file": "full.csv", "do_eval": False, "ubatch_size": 0},
-            "ubatch_size must be a whole number of at least 1, or None for the whole device batch (got 0); "
+            "--ubatch_size must be a whole number of at least 1, or None for the whole device batch (got 0); "
             "set it to the rows that fit through one layer at once",
         ),
     ],
@@ -342,17 +344,17 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             ["--resume_from_checkpoint", "True"],
-            "--resume_from_checkpoint True needs a checkpoint in output_dir (got out, with none); name its folder, or "
-            "leave the option out",
+            "--resume_from_checkpoint True needs a checkpoint in --output_dir (got out, with none); name its folder, "
+            "or leave the option out",
         ),
         (
             ["--output_dir", "full.csv/out"],
-            "output_dir must be a folder that can be written to (got full.csv/out: Not a directory); choose another "
+            "--output_dir must be a folder that can be written to (got full.csv/out: Not a directory); choose another "
             "one",
         ),
         (
             ["--test_file", "full.csv"],
-            "a test_file is for --do_predict (got --test_file full.csv without it); add --do_predict",
+            "--test_file is for --do_predict (got --test_file full.csv without it); add --do_predict",
         ),
         (
             ["--dataset_config_name", "plain"],
@@ -362,15 +364,16 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
             ["--evaluate_during_training"],
             "--evaluate_during_training is gone from transformers 5 (got True); use --eval_strategy steps",
         ),
-        (["--do_predict"], "--do_predict needs a test_file (got none); add --test_file FILE"),
+        (["--do_predict"], "--do_predict needs --test_file (got none); add --test_file FILE"),
         (
             ["--do_predict", "--test_file", "full.json"],
-            "train_file, test_file must have the same extension (got full.csv, full.json); convert those that differ",
+            "--train_file, --test_file must have the same extension (got full.csv, full.json); convert those that "
+            "differ",
         ),
         (
             ["--fp16"],
-            "fp16 cannot be used with L2L (got fp16=True): its loss scaler would have to see gradients on the device; "
-            "use cmp='fp16'",
+            "--fp16 cannot be used with L2L (got --fp16 True): its loss scaler would have to see gradients on the "
+            "device; use --cmp fp16",
         ),
         (
             ["--fp16_opt_level", "O1"],
@@ -383,6 +386,65 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (
             ["--no_cuda", "--use_cpu"],
             "--no_cuda is the former name of --use_cpu (got both); drop --no_cuda",
+        ),
+        (
+            ["--task_name", "mrpc", "--train_file", "full.csv"],
+            "the data must have one source (got --task_name mrpc and --train_file full.csv); drop all but one",
+        ),
+        (
+            ["--l2l_num_threads", "0"],
+            "--l2l_num_threads must be a whole number of at least 1, or None for all cores but one (got 0); set it to "
+            "the threads of an update in the background, or leave it out",
+        ),
+        (
+            ["--l2l_boundary", "host"],
+            "--l2l_boundary host passes what is in the stash from layer to layer, so it needs --stash 'host', 'disk' "
+            "or 'auto' (got --stash device); set --stash host, or leave --l2l_boundary out",
+        ),
+        (
+            ["--bf16", "--cmp", "bf16"],
+            "one option says in what layers compute (got --cmp bf16 and --bf16 True, which is autocast); leave out "
+            "--bf16",
+        ),
+        (
+            ["--learning_rate", "-1"],
+            "--learning_rate must be a finite number, at least 0 (got -1); use one such as 2e-5",
+        ),
+        (
+            ["--learning_rate", "nan"],
+            "--learning_rate must be a finite number, at least 0 (got nan); use one such as 2e-5",
+        ),
+        (
+            ["--num_train_epochs", "-2"],
+            "--num_train_epochs must be a finite number, at least 0 (got -2); use one such as 3",
+        ),
+        (
+            ["--num_train_epochs", "inf"],
+            "--num_train_epochs must be a finite number, at least 0 (got inf); use one such as 3",
+        ),
+        (
+            ["--weight_decay", "-0.1"],
+            "--weight_decay must be a finite number, at least 0 (got -0.1); use one such as 0.01, or leave it out for "
+            "none",
+        ),
+        (
+            ["--warmup_steps", "nan"],
+            "--warmup_steps must be a finite number, at least 0 (got nan); give a number of steps, or a share of them "
+            "below 1",
+        ),
+        (["--adam_beta2", "1"], "--adam_beta2 must be at least 0 and below 1 (got 1); leave it out for 0.999"),
+        (
+            ["--per_device_train_batch_size", "0"],
+            "--per_device_train_batch_size must be at least 1 (got 0); leave it out for 8",
+        ),
+        (
+            ["--max_grad_norm", "nan"],
+            "--max_grad_norm must be at least 0 (got nan); use 0 to clip nothing",
+        ),
+        (
+            ["--save_steps", "0"],
+            "--save_steps must be above 0 (got 0); give a number of steps, a share of them below 1, or "
+            "--save_strategy no",
         ),
         (
             ["--warmup_ratio", "1.5"],
@@ -399,7 +461,9 @@ def test_bad_command_lines_are_refused(
     for name in ("full.csv", "full.json"):
         write(tmp_path / name, ROWS)
     start = ["--model_name_or_path", "model", "--train_file", "full.csv", "--output_dir", "out", "--do_train"]
+    before = set(tmp_path.iterdir())
     assert refused([*start, *argv], capsys) == said
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_a_model_must_be_named_once_something_else_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,32 @@ def test_another_data_set_of_the_hub(tiny_model: str, tmp_path: Path, monkeypatc
     assert (tmp_path / "out" / "predict_results.txt").read_text().count("\n") == 1 + len(NAMED)
 
 
+def test_a_data_set_of_the_hub_may_tell_classes_apart_by_case(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = other_data([i % 2 for i in range(len(NAMED))], "train", "validation")
+    found = found.cast_column("label", datasets.ClassLabel(names=["Yes", "yes"]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    metrics = run_glue_l2l.main(command(tiny_model, tmp_path, dataset_name="some/data"))
+    assert "eval_f1" in metrics
+    assert hf.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "Yes", 1: "yes"}
+
+
+def test_columns_of_a_data_set_of_the_hub_are_chosen_and_its_classes_taken_as_numbers(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = other_data([i % 3 for i in range(len(NAMED))], "train", "validation", "test")
+    found = found.cast_column("label", datasets.ClassLabel(names=["bad", "fine", "good"]))
+    found = found.rename_columns({"text": "review", "label": "stars"})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    options = {"dataset_name": "some/data", "text_columns": "review", "label_column": "stars", "do_predict": True}
+    metrics = run_glue_l2l.main(command(tiny_model, tmp_path / "classes", **options))
+    assert "eval_accuracy" in metrics
+    assert hf.AutoConfig.from_pretrained(tmp_path / "classes" / "out").id2label[2] == "good"
+    metrics = run_glue_l2l.main(command(tiny_model, tmp_path / "numbers", **options, is_regression=True))
+    assert "eval_mse" in metrics
+
+
 def test_rows_without_a_label_are_refused(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
