@@ -173,7 +173,7 @@ def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) 
     if plain is not None and search.time(plain).seconds <= (1 + _AS_PLAIN) * _fewest_seconds(run, plain, rates):
         return _plan(run, budget, rates, plain)
     starts = check_floor(run, budget)
-    if not apart and not (_is_set(run, "resident") or _is_set(run, "resident_layers")):
+    if not apart and _may_hold_all(run) and not (_is_set(run, "resident") or _is_set(run, "resident_layers")):
         whole = [replace(start, resident="all") for start in starts]
         starts += [start for start in whole if needed(run, start) <= budget]
     found = [(search.best(start), start) for start in starts]
@@ -196,10 +196,15 @@ def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) 
 def _plain(run: RunShapes, budget: int) -> L2LConfig | None:
     """The options with which a model is trained as without L2L; None if it does not fit so, or options that are set
     speak against it."""
-    if any(_is_set(run, name) for name in _KINDS):
+    if any(_is_set(run, name) for name in _KINDS) or not _may_hold_all(run):
         return None
     plain = replace(run.config, resident="all", kept_graphs=len(run.layers))
     return plain if needed(run, plain) <= budget else None
+
+
+def _may_hold_all(run: RunShapes) -> bool:
+    """Whether all weights may be resident: state on disk is that of masters on the host."""
+    return run.config.state_tier != "disk"
 
 
 def _fewest_seconds(run: RunShapes, plain: L2LConfig, rates: Rates) -> float:

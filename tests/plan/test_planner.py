@@ -190,3 +190,14 @@ def test_sums_over_ranks_of_small_parameters_in_no_layer_are_in_the_plan():
     ranks = RunShapes(model, L2LConfig(), run_of().inputs, ranks_add=2)
     assert max(layer.gradients for layer in ranks.weights.layers) < 4_004_000
     assert ranks.for_ranks > 3.5 * 4_004_000
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_with_state_on_disk_not_all_weights_are_resident(apart):
+    """Whatever the budget: masters on disk are those of the host."""
+    run = run_of(state_tier="disk")
+    whole = replace(run.config, state_tier="host", resident="all", kept_graphs=len(run.layers))
+    for budget in (2 * needed(run, whole), needed(run, whole) // 2):
+        plan = make_plan(run, budget, RATES["link"], apart=apart)
+        assert plan.config.state_tier == "disk" and plan.config.resident != "all"
+        assert plan.peak_bytes <= budget
