@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,19 @@ def test_the_index_knows_what_it_is(metadata: Message) -> None:
     assert {"Repository", "Documentation", "Changelog", "Issues", "Paper"} <= set(urls)
     assert all(url.startswith("https://") for url in urls.values())
     assert "layer-to-layer" in metadata["Keywords"]
+
+
+def test_links_of_the_readme_work_on_the_index(metadata: Message) -> None:
+    """Where no file of the project lies beside it."""
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    home = PROJECT["urls"]["Repository"].removeprefix("https://github.com/")
+    assert {"https"} == {link.partition(":")[0] for link in links}
+    for link in links:
+        if "github" in link:
+            places = (f"https://github.com/{home}/blob/main/", f"https://raw.githubusercontent.com/{home}/main/")
+            [rest] = [link.removeprefix(place) for place in places if link.startswith(place)]
+            assert (ROOT / rest.partition("#")[0]).exists()
+    assert metadata["Description-Content-Type"] == "text/markdown"
 
 
 def test_the_declared_pythons_are_the_same_everywhere(metadata: Message) -> None:

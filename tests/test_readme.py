@@ -14,6 +14,39 @@ def test_the_first_lines_are_ten():
     assert len([node for node in tree.body if type(node).__name__ not in ("Import", "ImportFrom")]) <= 10
 
 
+def test_it_is_read_in_minutes():
+    assert len(README.read_text(encoding="utf-8").split()) <= 1800
+
+
+def test_its_first_block_is_a_model_that_does_not_fit():
+    assert "enable_simulated_accelerator(" in blocks(README, "python")[0].code
+
+
+def test_the_sizes_of_models_are_those_of_the_result():
+    """Without the card that the README leaves out."""
+    result = ROOT / "benchmarks" / "results" / "model_sizes_computed_202611.md"
+    of_result, of_readme = (
+        [
+            line.strip("| \n").split(" | ")
+            for line in file.read_text(encoding="utf-8").splitlines()
+            if " tokens/s |" in line
+        ]
+        for file in (result, README)
+    )
+    assert len(of_result) == 5 and [[*row[:7], row[8]] for row in of_result] == of_readme
+
+
+def test_the_figures_of_memory_are_those_of_the_result():
+    rows = (ROOT / "benchmarks" / "results" / "memory_sim_202611.md").read_text(encoding="utf-8").splitlines()
+    sizes = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:4] for row in rows if row.startswith("| ")}
+    text = README.read_text(encoding="utf-8")
+    for first, last in (("6", "384"), ("8", "256")):
+        for before, after in zip(sizes[first], sizes[last], strict=True):
+            before, after = (float(size.replace(",", "")) for size in (before, after))
+            ends = f"{before:.1f} -> {after:,.1f}" if after < 100 else f"{before:.1f} -> {after:,.0f}"
+            assert f"| {ends} |" in text
+
+
 def test_nothing_is_left_to_fill_in():
     assert re.findall(r"^[A-Z_]{4,}$", README.read_text(encoding="utf-8"), re.MULTILINE) == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_l2l.cli.command import count_text, print_json
 from hf_l2l.cli.printed.drawing import new_figure, save
@@ -32,33 +32,7 @@ def show(
     if options.plot:
         _plot(options.plot, found)
     if options.json:
-        print_json(
-            {
-                "model": options.model,
-                "rows": found.rows,
-                "device": found.report["device"],
-                "other_devices": {
-                    name: sizes for name, sizes in found.report.items() if name not in ("device", "host", "of which")
-                },
-                "host": found.report["host"],
-                "phase": found.phase,
-                "notes": found.notes,
-                "phases": {
-                    who: {phase: size._asdict() for phase, size in phases.items()}
-                    for who, phases in found.phases.items()
-                },
-                "plain": found.plain,
-                "plain_checkpointing": found.plain_checkpointing,
-                "chosen": None if plan is None else plan.chosen,
-                "seconds_per_step": None if time is None else time.seconds,
-                **{name: None if time is None else getattr(time, name) for name in ("bound", "busy")},
-                "tokens_that_hide": hidden,
-                "ranks": None if ranks is None else ranks.as_json(),
-                "state_on_disk": {"bytes": found.on_disk, **found.state_traffic._asdict()} if found.on_disk else None,
-                "fit": None if fit is None else {name: vars(each) for name, each in fit.by_setting.items()},
-                "largest": {name: vars(each) for name, each in found.largest.items()} or None,
-            }
-        )
+        print_json(_as_object(options, found, time, plan, hidden, ranks, fit))
         return
     print(found)
     print(
@@ -80,6 +54,43 @@ def show(
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
     if fit is not None:
         _print_fit(fit)
+
+
+def _as_object(
+    options: argparse.Namespace,
+    found: Estimate,
+    time: StepTime | None,
+    plan: Plan | None,
+    hidden: dict[str, int] | None,
+    ranks: Together | None,
+    fit: Fits | None,
+) -> dict[str, Any]:
+    """What `--json` prints (docs/cli.md)."""
+    assert found.report is not None
+    return {
+        "model": options.model,
+        "rows": found.rows,
+        "device": found.report["device"],
+        "other_devices": {
+            name: sizes for name, sizes in found.report.items() if name not in ("device", "host", "of which")
+        },
+        "host": found.report["host"],
+        "phase": found.phase,
+        "notes": found.notes,
+        "phases": {
+            who: {phase: size._asdict() for phase, size in phases.items()} for who, phases in found.phases.items()
+        },
+        "plain": found.plain,
+        "plain_checkpointing": found.plain_checkpointing,
+        "chosen": None if plan is None else plan.chosen,
+        "seconds_per_step": None if time is None else time.seconds,
+        **{name: None if time is None else getattr(time, name) for name in ("bound", "busy")},
+        "tokens_that_hide": hidden,
+        "ranks": None if ranks is None else ranks.as_json(),
+        "state_on_disk": {"bytes": found.on_disk, **found.state_traffic._asdict()} if found.on_disk else None,
+        "fit": None if fit is None else {name: vars(each) for name, each in fit.by_setting.items()},
+        "largest": {name: vars(each) for name, each in found.largest.items()} or None,
+    }
 
 
 def _print_fit(fit: Fits) -> None:
