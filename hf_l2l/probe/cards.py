@@ -80,6 +80,6 @@ def assumed_sentence(figures: HardwareFigures) -> str:
     assert figures.link_up is not None
     return (
         f"times are computed with assumed figures, not measured ones, of the {figures.device_name} and its host: "
-        f"layers reach {rates}, the link {figures.link_up / 1e9:g} GB/s each way, host memory {figures.dram / 1e9:g} GB/s; "
-        "--probe measures the machine on which it runs"
+        f"layers reach {rates}, the link {figures.link_up / 1e9:g} GB/s each way, host memory "
+        f"{figures.dram / 1e9:g} GB/s; --probe measures the machine on which it runs"
     )
