@@ -388,7 +388,9 @@ def test_training_logs_are_those_of_plain_trainer_and_more(tmp_path):
     l2l = l2l_trainer(tmp_path / "l2l", l2l_trace=str(tmp_path / "t.json"))
     l2l.train()
     assert_same_run(l2l, plain)
-    added = {f"l2l_{name}" for name in ("wait_upload_s", "wait_download_s", "wait_eps_s", "bound", "tokens_per_s")}
+    added = {
+        f"l2l_{name}" for name in ("wait_upload_s", "wait_download_s", "wait_eps_s", "step_s", "bound", "tokens_per_s")
+    }
     for ours, theirs in zip(l2l.state.log_history, plain.state.log_history, strict=True):
         assert ours.keys() - theirs.keys() == (added if "loss" in theirs else set())
     assert len([row for row, *_ in read(tmp_path / "t.json") if row == "steps"]) == 4
