@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,13 +18,28 @@ def new_figure(asked: str, given: object, width: float, height: float, otherwise
         ImportError: if matplotlib is not installed.
     """
     try:
-        import matplotlib.figure
+        shown = _figure_class()
     except ImportError as error:
         raise ImportError(
             f"{asked} needs the package matplotlib (got {given!r}, and it is not installed); install it with: pip "
             f"install matplotlib, or {otherwise}"
         ) from error
-    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    return shown(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+@cache
+def _figure_class() -> type[Figure]:
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        """A figure that notebooks show, as they do those of pyplot once that is imported."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return ShownFigure
 
 
 def save(figure: Any, option: str, file: str) -> None:
