@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,28 +18,21 @@ def new_figure(asked: str, given: object, width: float, height: float, otherwise
         ImportError: if matplotlib is not installed.
     """
     try:
-        shown = _figure_class()
+        import matplotlib.figure
     except ImportError as error:
         raise ImportError(
             f"{asked} needs the package matplotlib (got {given!r}, and it is not installed); install it with: pip "
             f"install matplotlib, or {otherwise}"
         ) from error
-    return shown(figsize=(width, height), layout="constrained", facecolor="white")
+    figure: Any = matplotlib.figure.Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure._repr_png_ = partial(_png, figure)  # notebooks show it; without this only where pyplot was imported
+    return figure  # type: ignore[no-any-return]
 
 
-@cache
-def _figure_class() -> type[Figure]:
-    from matplotlib.figure import Figure
-
-    class ShownFigure(Figure):
-        """A figure that notebooks show, as they do those of pyplot once that is imported."""
-
-        def _repr_png_(self) -> bytes:
-            file = io.BytesIO()
-            self.savefig(file, format="png")
-            return file.getvalue()
-
-    return ShownFigure
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def save(figure: Any, option: str, file: str) -> None:
