@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.out is not None:
         options.out.write_text(text)
     if options.picture is not None:
-        memory_report.picture(rows, QUESTIONS, options.picture)
+        memory_report.picture(rows, QUESTIONS, result["environment"]["device"], options.picture)
     print(text)
     print(json.dumps(result))
     return result

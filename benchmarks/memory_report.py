@@ -42,15 +42,7 @@ def document(result: Mapping[str, Any], questions: Mapping[str, Any]) -> str:
 
 def _section(question: Any, rows: list[dict[str, Any]]) -> str:
     first = rows[0]
-    fixed = {
-        "layers": "layers",
-        "hidden": "hidden size",
-        "vocab": "vocabulary",
-        "rows": "rows",
-        "tokens": "tokens each",
-        "ubatch": "rows of a micro-batch",
-    }
-    sizes = ", ".join(f"{text} {first[name]:,}" for name, text in fixed.items() if name != question.grows)
+    sizes = ", ".join(_fixed(question, first))
     ways = list(dict.fromkeys(row["way"] for row in rows))
     head = [question.title.lower(), *(NAMES[way] for way in ways), "L2L, first step", "weights", "formula", "off"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -59,6 +51,19 @@ def _section(question: Any, rows: list[dict[str, Any]]) -> str:
         f"## {question.title}\n\n{sizes}. Formula: {question.formula} ({first['slope']:,.0f} here).\n\n"
         + "\n".join(lines)
     )
+
+
+def _fixed(question: Any, row: Mapping[str, Any]) -> list[str]:
+    """The sizes of model and batch that do not grow."""
+    fixed = {
+        "layers": "layers",
+        "hidden": "hidden size",
+        "vocab": "vocabulary",
+        "rows": "rows",
+        "tokens": "tokens each",
+        "ubatch": "rows of a micro-batch",
+    }
+    return [f"{text} {row[name]:,}" for name, text in fixed.items() if name != question.grows]
 
 
 def by_size(rows: list[dict[str, Any]]) -> dict[int, dict[str, dict[str, Any]]]:
@@ -88,12 +93,15 @@ def _cells(rows: list[dict[str, Any]], ways: list[str]) -> Iterator[list[str]]:
         ]
 
 
-def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, Any], file: Path) -> Any:
+def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, Any], device: str, file: Path) -> Any:
     """Write a png, and return the figure: a panel for each question. Both axes are logarithmic, so that what grows in
     proportion is a straight line."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
-    figure = Figure(figsize=(10, 2 + 3 * ((len(rows) + 1) // 2)), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(10, 2 + 3.4 * ((len(rows) + 1) // 2)), facecolor="white", layout="constrained")
+    where = f"{device}, a simulated device" if device.startswith("sim") else device
+    figure.suptitle(f"A Llama in fp32, trained with AdamW on {where}")
     panels = figure.subplots((len(rows) + 1) // 2, 2, squeeze=False).flat
     for (name, found), axes in zip(rows.items(), panels, strict=False):  # leaves panels without a question
         for way in dict.fromkeys(row["way"] for row in found):
@@ -108,8 +116,12 @@ def picture(rows: Mapping[str, list[dict[str, Any]]], questions: Mapping[str, An
         axes.set_yscale("log")
         axes.set_xticks(list(expected), [f"{size:,}" for size in expected], rotation=30)
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set(title=questions[name].title, ylabel="device peak (MiB)")
+        title, sizes = questions[name].title, _fixed(questions[name], found[0])
+        half = (len(sizes) + 1) // 2
+        axes.set_title(f"{title}\n{', '.join(sizes[:half])},\n{', '.join(sizes[half:])}", size="medium")
+        axes.set(xlabel=title.lower(), ylabel="device peak (MiB)")
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels:
         axes.axis("off")

@@ -37,7 +37,7 @@ FLOORS: dict[str, set[str]] = {
     "optim": TORCH,
     "model": TORCH,
     "memory": TORCH | {"psutil"},
-    "report": TORCH,
+    "report": TORCH | {"matplotlib"},
     "eps": TORCH,
     "across_hosts": TORCH,
     "across_devices": TORCH,

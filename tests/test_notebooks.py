@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -45,6 +46,10 @@ def with_settings(file: Path, settings: dict[str, str]) -> nbformat.NotebookNode
     return notebook
 
 
+LEFT = {"cache", "ipython", "quickstart_output"}
+"""What running them may leave in the folder: what the tests ask for, and the output_dir of the quickstart."""
+
+
 def figures_of(code: str, folder: str) -> int:
     """How many figures are there after the code of all cells has run in this process."""
     os.chdir(folder)
@@ -71,6 +76,7 @@ def test_its_code_runs(file, tmp_path):
     (figures,) = pool.run(figures_of, "\n".join(cells), str(tmp_path))
     pool.close()
     assert figures > 0
+    assert {each.name for each in tmp_path.iterdir()} <= LEFT
 
 
 @pytest.mark.slow
@@ -83,7 +89,19 @@ def test_it_runs(file, settings, tmp_path, monkeypatch):
     notebook = with_settings(file, settings)
     NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    drawn = sum(
+        "plt.show()" in cell.source or "trainer.plot()" in cell.source for cell in notebook.cells if "outputs" in cell
+    )
+    assert pictures == drawn > 0
+    assert {each.name for each in tmp_path.iterdir()} <= LEFT
+
+
+@by_name
+def test_it_leads_to_the_others(file):
+    text = "".join(cell.source for cell in nbformat.read(file, as_version=4).cells)
+    found = set(re.findall(r"\]\(([^):]+)\)", text))
+    assert found == {other.name for other in NOTEBOOKS if other != file}
 
 
 @by_name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hf_l2l.cli.command import GOOD, Command, add_json, add_model, count_text, flag, print_json, quiet
 
 if TYPE_CHECKING:
-    from hf_l2l.cli.model_facts import ModelFacts, Size
+    from hf_l2l.cli.printed.model_facts import ModelFacts, Size
 
 SHOWN = 40
 """Modules outside the layers that the text shows; `--json` has all."""
@@ -28,7 +28,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from hf_l2l.cli.model_facts import facts_of
+    from hf_l2l.cli.printed.model_facts import facts_of
     from hf_l2l.model_source import load_shapes
     from hf_l2l.option_names import options_called
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import hf_l2l
 from hf_l2l.cli.command import BAD_INPUT, GOOD, Command
 
-COMMANDS = ("estimate", "inspect", "env", "verify", "checkpoint", "plan")
+COMMANDS = ("estimate", "inspect", "env", "verify", "checkpoint", "plan", "plot")
 """The modules of this folder that are commands; each has a `COMMAND`."""
 
 

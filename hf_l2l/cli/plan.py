@@ -209,7 +209,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
 
 
 def _of_config(options: argparse.Namespace) -> TransformerShape:
-    from hf_l2l.cli.model_facts import facts_of
+    from hf_l2l.cli.printed.model_facts import facts_of
     from hf_l2l.model.stacks import find_stacks
     from hf_l2l.model_source import load_shapes
     from hf_l2l.scale import TransformerShape

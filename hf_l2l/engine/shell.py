@@ -22,7 +22,7 @@ from torch import nn
 from hf_l2l.compat import is_compiled, tables_of, version_kept, without_interception
 from hf_l2l.device.device_weights import DeviceWeights, OnGradient, as_leaves, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
-from hf_l2l.eps.masters import NON_LAYER, MasterUnit
+from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
@@ -33,6 +33,7 @@ from hf_l2l.model.caches import warn_of_cache, without_use_cache
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
+from hf_l2l.runtime.observer import NON_LAYER
 from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
 
 

@@ -16,6 +16,7 @@ from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import compute_state
+from hf_l2l.runtime.observer import NON_LAYER, Rows
 from hf_l2l.stash.boundary import FOR_THE_MODEL
 from hf_l2l.stash.stash import Stash
 
@@ -221,7 +222,7 @@ def _backward(
         rows = call.gradient_rows(gradient, number, ubatch)
         if rows is not None:
             roots.append(output)
-            root_gradients.append(stash.fetch(rows))
+            root_gradients.append(stash.fetch(rows, "output gradient"))
     if roots:
         call.at.backward(roots, root_gradients, keep=keep)
 
@@ -273,12 +274,15 @@ class InputGradients:
             ubatch = self.call.ubatches[turn + 1]
             given = enumerate(self.gradients)
             rows = [self.call.gradient_rows(each, number, ubatch) for number, each in given if each is not None]
-            following = [*self.call.kept_rows(turn + 1), *(each for each in rows if each is not None)]
-        else:
-            following = [] if before is None else before.kept_rows(0)
-            # Another device runs the layer before.
-            following += self._first_rows() if turn > 0 and before is self.call.before else []
-        self.stash.fetch_ahead(following)
+            self.stash.fetch_ahead(self.call.kept_rows(turn + 1))
+            gradients = [each for each in rows if each is not None]
+            self.stash.fetch_ahead(gradients, Rows("output gradient", self.call.unit.module))
+            return
+        if before is not None:
+            self.stash.fetch_ahead(before.kept_rows(0), Rows("input", before.unit.module))
+        if turn > 0 and before is self.call.before:  # else another device runs the layer before
+            following = NON_LAYER if before is None else before.unit.module
+            self.stash.fetch_ahead(self._first_rows(), Rows("output gradient", following))
 
     def _first_rows(self) -> list[torch.Tensor]:
         """The rows of the gradients in host memory that the layer before needs first."""
@@ -303,7 +307,7 @@ class InputGradients:
         return [
             total
             if total is None or place is None or isinstance(total, HostRows)
-            else self.stash.pass_on(total, place)
+            else self.stash.pass_on(total, place, what="input gradient")
             for total, place in found
         ]
 
@@ -314,12 +318,13 @@ class InputGradients:
             whole = self.total[i] = self.stash.room(leaf, self.call.input_shapes[i], place)
             for earlier in split.ubatches[: split.ubatches.index(ubatch)]:
                 rows = split.rows_of_input(host_of(whole), i, earlier)
-                self.stash.send(torch.zeros(rows.shape, dtype=leaf.dtype, device=leaf.device), rows)
+                zeros = torch.zeros(rows.shape, dtype=leaf.dtype, device=leaf.device)
+                self.stash.send(zeros, rows, "input gradient")
         elif whole is None:
             whole = self.total[i] = torch.zeros(self.call.input_shapes[i], dtype=leaf.dtype, device=leaf.device)
         rows = split.rows_of_input(host_of(whole), i, ubatch)
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         if isinstance(whole, HostRows):
-            self.stash.send(gradient, rows)
+            self.stash.send(gradient, rows, "input gradient")
         else:
             rows.copy_(gradient)

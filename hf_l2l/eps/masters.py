@@ -21,9 +21,8 @@ from hf_l2l.model.units import LARGE, InModel, LayerUnit, parameters_in
 from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
+from hf_l2l.runtime.observer import NON_LAYER
 from hf_l2l.runtime.tensors import on_meta, parts_of
-
-NON_LAYER = "non-layer modules"
 
 _META = torch.device("meta")
 

@@ -58,6 +58,7 @@ from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.realtime.trainer_part import RealtimeMixin
 from hf_l2l.report.log_entries import TokenCount, log_entries
+from hf_l2l.report.pictures.trainer_part import PlotMixin
 from hf_l2l.report.summary import summary
 from hf_l2l.shared_eps.server import ranks_text
 
@@ -65,7 +66,7 @@ from hf_l2l.shared_eps.server import ranks_text
 logger = logging.get_logger("transformers.hf_l2l")
 
 
-class L2LTrainerMixin(NoiseScaleMixin, RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
+class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
     """Makes any subclass of transformers' `Trainer` run layer to layer: `class Mine(L2LTrainerMixin, DPOTrainer)`.
 
     It takes the arguments of that class; `make_l2l_trainer(DPOTrainer)` combines the two without a class statement.
@@ -350,8 +351,7 @@ class L2LTrainerMixin(NoiseScaleMixin, RealtimeMixin, CheckpointsMixin, AsOneDev
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Overridden to log, with each training loss, the stall times per optimizer step since the last one, and the
-        peak of the device."""
+        """Overridden to log with each training loss stall times per step since the last one, and the device's peak."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
         entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)

@@ -1,4 +1,4 @@
-"""What `L2LTrainer` adds to a log with a training loss: stall times, tokens per second, and the device's peak."""
+"""What `L2LTrainer` adds to a log with a training loss: times, tokens per second, and the device's peak."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str
         "l2l_wait_upload_s": averages.upload_s,
         "l2l_wait_download_s": averages.download_s,
         "l2l_wait_eps_s": averages.eps_s,
+        "l2l_step_s": averages.step_s,
         "l2l_bound": averages.bound,
     }
     if tokens is not None:

@@ -19,17 +19,16 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.memory.device_memory import INPUTS
 from hf_l2l.memory.ledger import Ledger
 from hf_l2l.ranks.team import process_group_size
 from hf_l2l.report.device_clock import DeviceClock, Mark
 from hf_l2l.report.other_device import OtherDevice
-from hf_l2l.report.trace_file import FreeRows, Span, TraceFile
+from hf_l2l.report.trace_file import FreeRows, Span, TraceFile, names_in_trace
 from hf_l2l.report.wait_time import Averages, Waits
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.runtime.observer import HERE, OBSERVERS, observe, stop_observing
+from hf_l2l.runtime.observer import HERE, OBSERVERS, Rows, in_layer, observe, stop_observing
 from hf_l2l.runtime.stall_log import StallLog
 
 STEPS, COMPUTE, HOST_UPDATE, SECOND_UPDATE, WAITS = "steps", "compute", "host update", "host update 2", "waits"
@@ -97,7 +96,7 @@ class Timeline:
         self.ledger = Ledger([device, *others])
         """What is held in memory; the events of the timeline are the phases in which its peaks are told apart."""
         self._layers = {layer: i for i, layer in enumerate(layers, start=1)}
-        self._names = _names(model, layers)
+        self._names = names_in_trace(model, layers)
         rows = [*ROWS, *(_row(each, row) for each in others for row in _OF_DEVICE)]
         self._has_peers = bool(others) or process_group_size() > 1
         rows[4:4] = [stream.PEER] if self._has_peers else []
@@ -156,6 +155,11 @@ class Timeline:
     def _begin_clocks(self) -> None:
         for clock in self._clocks.values():
             clock.begin()
+
+    def begin_trace(self, at_s: float) -> None:
+        """Make `at_s`, a time of the host's clock, the 0 of the trace file; else the first span begins there."""
+        if self._trace is not None:
+            self._trace.begins_s = at_s
 
     def unwatch(self) -> None:
         """Stop recording, unless a trace file is written."""
@@ -260,7 +264,7 @@ class Timeline:
     @contextmanager
     def at(self, layer: nn.Module) -> Iterator[None]:
         """The sweep processes `layer` in the block: waits for it, computes it, or tries how to split its inputs."""
-        with self.ledger.on_device.in_layer():
+        with self.ledger.on_device.in_layer(), in_layer(layer):
             if self._sweep is None:  # in all steps but the first
                 yield
                 return
@@ -309,8 +313,7 @@ class Timeline:
         """See `observer.Observer`."""
         if row == stream.PEER and not self._has_peers:  # of another model, which has several devices
             return nullcontext()
-        name = of if isinstance(of, str) else self._name(of)
-        return self._span(row, name, row.split()[-1] if exposed else "")
+        return self._span(row, self._name(of), row.split()[-1] if exposed else "")
 
     def waits(self, point: stream.Point, why: str) -> None:
         """See `observer.Observer`. Another model on the device may wait for a device that has no clock here."""
@@ -324,8 +327,7 @@ class Timeline:
 
     def spans_on(self, device: torch.device, row: str, of: object) -> AbstractContextManager[None]:
         """See `observer.Observer`; of another device than the first."""
-        name = of if isinstance(of, str) else self._name(of)
-        return self._span(self._row(device, row), name, device=device)
+        return self._span(self._row(device, row), self._name(of), device=device)
 
     def waits_on(self, device: torch.device, point: stream.Point, why: str) -> None:
         """See `observer.Observer`; of another device than the first, whose stall time alone is counted."""
@@ -367,7 +369,7 @@ class Timeline:
             if noted.waits_for and span.row != WAITS:
                 spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
         if self._trace is not None:
-            self._trace.write(span for span in spans if span.end_s > span.start_s)
+            self._trace.write(spans)
 
     def _count_step(self, name: str, step_s: float) -> None:
         """Add a step to the sums at its end; the span at its beginning has no name."""
@@ -378,7 +380,9 @@ class Timeline:
         self._waits = Waits()
 
     def _name(self, of: object) -> str:
-        return str(self._names.get(of, type(of).__name__))
+        if isinstance(of, Rows):
+            return f"{of.what} of {self._name(of.layer)}"
+        return of if isinstance(of, str) else str(self._names.get(of, type(of).__name__))
 
 
 def _row(device: torch.device, row: str) -> str:
@@ -387,14 +391,3 @@ def _row(device: torch.device, row: str) -> str:
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _names(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:
-    """Names of modules and parameters in the trace, by weak reference; a layer's parameters have the layer's name."""
-    names = WeakIdKeyDictionary()
-    if model is not None:
-        names.update({p: name for name, p in model.named_parameters()})
-        names.update({module: name for name, module in model.named_modules()})
-        for layer in layers:
-            names.update(dict.fromkeys(layer.parameters(), names[layer]))
-    return names

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
 from hf_l2l.paths import cannot_be_written
 
 _END = b"\n]}\n"
@@ -52,6 +55,9 @@ class FreeRows:
 class TraceFile:
     """A trace of one process with a row per lane. The file is complete and valid after every `write`."""
 
+    begins_s: float | None = None
+    """What is 0 in the file; None until the first spans are written, of which the earliest begins there."""
+
     def __init__(self, path: str | os.PathLike[str], title: str, rows: Sequence[str]) -> None:
         """Create the file, or overwrite it.
 
@@ -74,20 +80,24 @@ class TraceFile:
             raise ValueError(cannot_be_written(repr(self.path), error)) from error
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Add spans, in any order; those of one row must not overlap in part.
+        """Add spans, in any order, without empty ones; those of one row must not overlap in part.
 
         If the file can no longer be written, the trace ends with a warning, and the run continues.
         """
+        spans = list(spans)
+        if self.begins_s is None and spans:
+            self.begins_s = min(span.start_s for span in spans)
         events = [
             {
                 "name": span.name,
                 "ph": "X",
                 "pid": _PROCESS,
                 "tid": self._rows[span.row],
-                "ts": 1e6 * span.start_s,
+                "ts": 1e6 * (span.start_s - (self.begins_s or 0.0)),
                 "dur": 1e6 * (span.end_s - span.start_s),
             }
             for span in spans
+            if span.end_s > span.start_s
         ]
         if not events or self._has_ended:
             return
@@ -101,3 +111,14 @@ class TraceFile:
             warnings.warn(
                 f"the trace {self.path} ends here, since the file can no longer be written: {error}", stacklevel=2
             )
+
+
+def names_in_trace(model: nn.Module | None, layers: Sequence[nn.Module]) -> WeakIdKeyDictionary:
+    """Names of modules and parameters in the trace, by weak reference; a layer's parameters have the layer's name."""
+    names = WeakIdKeyDictionary()
+    if model is not None:
+        names.update({p: name for name, p in model.named_parameters()})
+        names.update({module: name for name, module in model.named_modules()})
+        for layer in layers:
+            names.update(dict.fromkeys(layer.parameters(), names[layer]))
+    return names

@@ -5,10 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+
+NON_LAYER = "non-layer modules"
+"""What is outside of the layers, in names."""
+
+
+class Rows(NamedTuple):
+    """What a copy of the stash is of, for its name in a trace."""
+
+    what: str
+    """Such as "input"."""
+    layer: object
+    """The module whose input or output they are; outside of layers `NON_LAYER`."""
 
 
 class Observer(Protocol):
@@ -48,6 +60,8 @@ class _Here(threading.local):
     on_compute_stream = True
     is_in_sweep = False
     """True inside a forward or backward of an engine."""
+    layer: object = NON_LAYER
+    """The layer that this thread forwards or runs backward."""
     is_aside = False
     """True where a wait does not delay the computation; see `aside`."""
 
@@ -63,3 +77,13 @@ def aside() -> Iterator[None]:
         yield
     finally:
         HERE.is_aside = before
+
+
+@contextmanager
+def in_layer(layer: object) -> Iterator[None]:
+    """This thread forwards `layer` or runs it backward in the block."""
+    before, HERE.layer = HERE.layer, layer
+    try:
+        yield
+    finally:
+        HERE.layer = before

@@ -141,7 +141,8 @@ class Point(NamedTuple):
 
 
 def span(device: torch.device, row: str, of: object) -> AbstractContextManager[None]:
-    """In the block, the current stream gets copies ("upload", "download") or a "norm" of `of`, a module or a name."""
+    """In the block, the current stream gets copies ("upload", "download") or a "norm" of `of`: a module, `Rows` of the
+    stash, or a name."""
     observer = OBSERVERS.get(device)
     if observer is None or shares_host_memory(device):
         return nullcontext()

@@ -64,8 +64,14 @@ class SharedEagerParamServer(EagerParamServer):
         with ExitStack() as at_errors:
             at_errors.callback(team.give_up)
             super().__init__(*args, **kwargs)
+            self._begin_traces()
             at_errors.pop_all()
         self.backwards.errors = _Errors(team.peers)
+
+    def _begin_traces(self) -> None:
+        """Traces of the ranks of a host have one time; all ranks call this, whether they write one or not."""
+        told = self.team.tell(repr(self.timeline.clock.now()), "ranks agree on what is 0 in their traces")
+        self.timeline.begin_trace(min(float(told[rank]) for rank in self.team.near))
 
     def _make_memory(self, progress: Progress) -> HostMemory:
         return SharedMemory(self.device, self.masters, progress, team=self.team)

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_l2l.rows.host_rows import HostRows, Passing
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.observer import HERE, Rows
 from hf_l2l.stash.arrivals import key
 from hf_l2l.stash.tiers import Tiers
 from hf_l2l.stash.transit import Transit
@@ -35,6 +36,7 @@ class _Fetched:
     """Rows that are uploaded ahead, and the points from which on they may be uploaded, and used."""
 
     kept: torch.Tensor
+    of: Rows
     rows: torch.Tensor
     free: stream.Point | None
     uploaded: stream.Point | None = None
@@ -119,7 +121,11 @@ class Stash:
     def _download(self, downloads: Sequence[tuple[torch.Tensor, torch.Tensor]], complete: stream.Point | None) -> None:
         """Copy to each first tensor the second one, which is computed when `complete` is reached."""
         arrivals = self.transit.arrivals
-        with self.lane.entered(), torch.no_grad(), stream.span(self.device, "stash download", "layer input"):
+        with (
+            self.lane.entered(),
+            torch.no_grad(),
+            stream.span(self.device, "stash download", Rows("input", HERE.layer)),
+        ):
             stream.wait(complete, wait_reasons.INPUT_COMPUTED)
             for place, tensor in downloads:
                 arrivals.begin(place)
@@ -160,8 +166,9 @@ class Stash:
         made.rows.made_on = self.device
         return made
 
-    def send(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy `part`, rows that have been computed, to `host`, a view of rows of `rows_like` or `room`."""
+    def send(self, part: torch.Tensor, host: torch.Tensor, what: str = "output") -> None:
+        """Copy `part`, rows that have been computed, to `host`, a view of rows of `rows_like` or `room`. To the layer
+        that runs they are `what`."""
         arrivals = self.transit.arrivals
         computed = stream.record(self.device)
         if host.device == self.device and self.transit.has_several:
@@ -171,7 +178,7 @@ class Stash:
         to_host = host.device == stream.HOST
         lane = self.lane if to_host else self.transit.lane(self.device, host.device)
         row = self.lane.row if to_host else stream.PEER
-        with lane.entered(), torch.no_grad(), stream.span(self.device, row, "layer output"):
+        with lane.entered(), torch.no_grad(), stream.span(self.device, row, Rows(what, HERE.layer)):
             stream.wait(computed, wait_reasons.OUTPUT_COMPUTED)
             for free in arrivals.free(host):
                 stream.wait(free, wait_reasons.ROWS_MEMORY_FREE, on=self.device)
@@ -187,18 +194,22 @@ class Stash:
         if before is not None:
             stream.wait(before[1], wait_reasons.OUTPUT_DOWNLOADED, on=self.device)
 
-    def pass_on(self, whole: torch.Tensor, place: torch.device, passing: Passing | None = None) -> HostRows:
-        """`whole`, which the device is computing, for what is computed next in `place`, the host or a device."""
+    def pass_on(
+        self, whole: torch.Tensor, place: torch.device, passing: Passing | None = None, what: str = "output"
+    ) -> HostRows:
+        """`whole`, which the device is computing, for what is computed next in `place`, the host or a device. To the
+        layer that runs it is `what`."""
         if place == self.device:
             self.transit.arrivals.begin(whole)
             self.transit.arrivals.add(whole, stream.record(self.device))
             return self._rows_of(whole, max(1, len(whole) if whole.dim() else 1), passing)
         made = self.room(whole, whole.shape, place, passing)
-        self.send(whole, made.rows.host)
+        self.send(whole, made.rows.host, what)
         return made
 
-    def fetch(self, kept: torch.Tensor) -> torch.Tensor:
-        """Stashed rows on the device; `kept` is a stashed tensor, or a view of some of its rows."""
+    def fetch(self, kept: torch.Tensor, what: str = "input") -> torch.Tensor:
+        """Stashed rows on the device; `kept` is a stashed tensor, or a view of some of its rows. To the layer that
+        runs they are `what`."""
         if kept.device == self.device:
             if self.transit.has_several:
                 for point in self.transit.arrivals.of(kept):
@@ -209,24 +220,25 @@ class Stash:
         self._begin_late()
         fetched = self._ahead.pop(key(kept), None)
         if fetched is None:
-            fetched = self._room_for(kept)
+            fetched = self._room_for(kept, Rows(what, HERE.layer))
             self._begin(fetched)
         stream.wait(fetched.uploaded, wait_reasons.ROWS_UPLOADED)
         return fetched.rows
 
-    def fetch_ahead(self, kept: Sequence[torch.Tensor]) -> None:
+    def fetch_ahead(self, kept: Sequence[torch.Tensor], of: Rows | None = None) -> None:
         """Start to upload the rows that will be fetched next: at once, or, where that blocks the host, at the next
-        fetch, when the device has been given what it computes before."""
+        fetch, when the device has been given what it computes before. They are what `of` says, by default the input of
+        the layer that runs."""
         for tensor in kept:
             if tensor.device != self.device and key(tensor) not in self._ahead:
-                fetched = self._ahead[key(tensor)] = self._room_for(tensor)
+                fetched = self._ahead[key(tensor)] = self._room_for(tensor, of or Rows("input", HERE.layer))
                 self._late.append(fetched)
         if not self.blocks:
             self._begin_late()
 
-    def _room_for(self, kept: torch.Tensor) -> _Fetched:
+    def _room_for(self, kept: torch.Tensor, of: Rows) -> _Fetched:
         # Its memory may be written when the device has done what it has been given by now, and not what comes next.
-        return _Fetched(kept, torch.empty_like(kept, device=self.device), stream.record(self.device))
+        return _Fetched(kept, of, torch.empty_like(kept, device=self.device), stream.record(self.device))
 
     def _begin_late(self) -> None:
         for fetched in self._late:
@@ -243,7 +255,7 @@ class Stash:
             reads_itself = from_host and not kept.is_contiguous()
             for point in arrivals.of(kept):
                 stream.wait(point, wait_reasons.ROWS_DOWNLOADED, host=reads_itself, on=self.device)
-            with stream.span(self.device, "stash upload" if from_host else stream.PEER, "layer input"):
+            with stream.span(self.device, "stash upload" if from_host else stream.PEER, fetched.of):
                 fetched.rows.copy_(kept, non_blocking=self._up.is_stream)
             fetched.uploaded = stream.record(self.device)
             if from_host:

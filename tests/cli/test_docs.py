@@ -37,6 +37,10 @@ def test_the_fields_are_told(command, tmp_path, capsys, monkeypatch):
         l2l_trainer(tmp_path / "run", **SAVING).train()
         capsys.readouterr()
         given = [str(tmp_path / "run"), str(tmp_path / "kept")]
+    if command == "plot":
+        l2l_trainer(tmp_path / "run", **SAVING).train()
+        capsys.readouterr()
+        given = [str(tmp_path / "run")]
     found = ran(capsys, command, *given, "--json").json
     assert sorted(fields_in(section(command))) == sorted(found)
 

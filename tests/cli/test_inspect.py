@@ -10,7 +10,7 @@ from torch import nn
 
 from cli_models import LLAMA, T5, ran, refused, written
 from hf_l2l.cli.command import count_text
-from hf_l2l.cli.model_facts import facts_of
+from hf_l2l.cli.printed.model_facts import facts_of
 
 
 def test_a_decoder_with_tied_embeddings(tmp_path, capsys):

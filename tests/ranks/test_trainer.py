@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
+from families import batch_for
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
+from training import tiny_bert
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
 
@@ -128,6 +134,29 @@ def test_each_rank_writes_a_trace(pool, tmp_path):
     trace = tmp_path / "trace.json"
     pool(2).run(trained, "bert", "l2l", str(tmp_path / "run"), layered({"l2l_trace": str(trace)}))
     assert trace.is_file() and (tmp_path / "trace.rank1.json").is_file()
+
+
+def begun(folder: str) -> tuple[float | None, float]:
+    """What is 0 in the trace of this rank, and when its first span begins there."""
+    model = tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(trace=f"{folder}/trace.json"))
+    if distributed.get_rank() == 0:  # an evaluation of its own
+        with torch.no_grad():
+            model(**batch_for(model))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    trace = eps.timeline._trace
+    assert trace is not None
+    with open(trace.path) as file:
+        times = [event["ts"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    detach_l2l(model)
+    return trace.begins_s, min(times)
+
+
+def test_traces_of_ranks_have_one_time(pool, tmp_path):
+    (begins, first), (others, of_other) = pool(2).run(begun, str(tmp_path))
+    assert begins == others and min(first, of_other) >= 0.0
 
 
 @pytest.mark.parametrize("average", [True, False], ids=["tokens of all ranks", "tokens of each"])

@@ -86,6 +86,18 @@ def test_the_file_is_valid_after_every_write(tmp_path):
     assert order == [(1, 1), (2, 2)]  # 0 is an idle processor
 
 
+def test_the_file_begins_with_the_earliest_span(tmp_path):
+    """Also with an empty one, which is not drawn; or where it was told to."""
+    trace = TraceFile(tmp_path / "trace.json", "", ("row",))
+    trace.write([Span("row", "b", 100.5, 101.0), Span("row", "", 100.25, 100.25)])
+    trace.write([Span("row", "c", 102.0, 103.0)])
+    assert read(tmp_path / "trace.json") == [("row", "b", 0.25e6, 0.75e6), ("row", "c", 1.75e6, 2.75e6)]
+    trace = TraceFile(tmp_path / "trace.json", "", ("row",))
+    trace.begins_s = 99.0
+    trace.write([Span("row", "b", 100.5, 101.0)])
+    assert read(tmp_path / "trace.json") == [("row", "b", 1.5e6, 2e6)]
+
+
 def test_a_new_run_replaces_the_file(tmp_path):
     file = tmp_path / "trace.json"
     TraceFile(str(file), "", ("row",)).write([Span("row", "old", 0.0, 1.0)])
@@ -157,6 +169,7 @@ def test_a_raw_loop_writes_every_step(tmp_path):
         assert len([row for row, *_ in spans if row == "steps"]) == step
         assert len([row for row, *_ in spans if row == "host update"]) == step
         assert all(start < end for *_, start, end in spans)
+    assert min(start for *_, start, _ in spans) == 0.0
     detach_l2l(model)
     model(**batch_for(model)).loss.backward()
     assert read(file) == spans
@@ -375,7 +388,9 @@ def test_training_logs_are_those_of_plain_trainer_and_more(tmp_path):
     l2l = l2l_trainer(tmp_path / "l2l", l2l_trace=str(tmp_path / "t.json"))
     l2l.train()
     assert_same_run(l2l, plain)
-    added = {f"l2l_{name}" for name in ("wait_upload_s", "wait_download_s", "wait_eps_s", "bound", "tokens_per_s")}
+    added = {
+        f"l2l_{name}" for name in ("wait_upload_s", "wait_download_s", "wait_eps_s", "step_s", "bound", "tokens_per_s")
+    }
     for ours, theirs in zip(l2l.state.log_history, plain.state.log_history, strict=True):
         assert ours.keys() - theirs.keys() == (added if "loss" in theirs else set())
     assert len([row for row, *_ in read(tmp_path / "t.json") if row == "steps"]) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,19 @@ def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
 def test_the_picture_has_a_panel_for_each_question(tmp_path: Path):
     pytest.importorskip("matplotlib")
     rows = {
-        name: [{"way": way, "size": n, "slope": 0, "peaks": [n]} for n in (1, 2) for way in ("plain", "l2l")]
+        name: [
+            {**asdict(memory.SMALL), "way": way, "size": n, "slope": 0, "peaks": [n]}
+            for n in (1, 2)
+            for way in ("plain", "l2l")
+        ]
         for name in ("depth", "length", "batch")
     }
-    figure = memory_report.picture(rows, memory.QUESTIONS, tmp_path / "picture")
+    figure = memory_report.picture(rows, memory.QUESTIONS, "sim:0", tmp_path / "picture")
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
-    assert [axes.get_title() for axes in figure.axes if axes.axison] == ["Depth", "Tokens of one row", "Device batch"]
+    titles = [axes.get_title().splitlines() for axes in figure.axes if axes.axison]
+    assert [title[0] for title in titles] == ["Depth", "Tokens of one row", "Device batch"]
+    assert titles[0][1:] == ["hidden size 128, vocabulary 1,000, rows 8,", "tokens each 64, rows of a micro-batch 2"]
+    assert figure.get_suptitle() == "A Llama in fp32, trained with AdamW on sim:0, a simulated device"
     assert all(len(axes.lines) == 3 for axes in figure.axes if axes.axison), "two ways, and the formula"
 
 

@@ -19,6 +19,7 @@ from hf_l2l.hf.attach import attachment_of
 from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import size_text
 from hf_l2l.testing import page_locked_bytes
 from tiers import combined
 from training import l2l_trainer, settled_memory
@@ -384,3 +385,14 @@ def test_without_times_the_trainer_logs_no_peak(tmp_path):
     made = l2l_trainer(tmp_path, l2l_log_times=False)
     made.train()
     assert all("device_peak_bytes" not in entry for entry in made.state.log_history)
+
+
+def test_the_picture_of_a_run_has_the_memory_of_the_device(tmp_path):
+    pytest.importorskip("matplotlib")
+    made = l2l_trainer(tmp_path, ubatch_size=2)
+    made.train()
+    figure = made.plot()
+    peak = made.eps.memory_report()["device"]["total"]["peak"]
+    assert f" device: {size_text(peak)} at the peak" in [text.get_text() for text in figure.axes[0].texts]
+    assert figure.get_suptitle().endswith("device batch of 8 rows, ubatch_size=2; on sim:0 (simulated accelerator)")
+    assert "its speed says nothing" in figure.axes[1].get_title()

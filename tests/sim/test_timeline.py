@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ def watched_step(
     eps.timeline.averages()
     first = rows_of(file) if file is not None else {}
     with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
+        eps.timeline.begin_trace(0.0)  # the step before was on another clock
         eps.timeline.watch()
         model(x).backward()
         optimizer.step()
@@ -132,6 +133,28 @@ def test_nothing_overlaps_within_a_row(tmp_path):
     for name, spans in rows.items():
         for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
             assert end <= start + 1e-6, name
+
+
+def test_copies_of_the_stash_name_their_layers(tmp_path):
+    """What passes between layers has the name of the one that sends or receives it."""
+    _, _, rows = watched_step(SHORT, tmp_path / "trace.json", stash="host", boundary="host")
+    layers = [f"blocks.{i}" for i in range(SHORT.layers)]
+
+    def each(*order: str) -> list[str]:
+        return [name for name in order for _ in range(SHORT.ubatches)]
+
+    downloads = [name for name, *_ in rows["stash download"]]
+    sent = each(
+        *(f"output of {layer}" for layer in layers[:-1]),
+        *(f"input gradient of {layer}" for layer in reversed(layers[1:])),
+    )
+    assert downloads == ["input of blocks.0", *sent]
+    uploads = Counter(name for name, *_ in rows["stash upload"])
+    assert uploads.keys() <= {f"{what} of {layer}" for what in ("input", "output gradient") for layer in layers}
+    assert {uploads[f"output gradient of {layer}"] for layer in layers[:-1]} == {SHORT.ubatches}
+    assert {uploads[f"input of {layer}"] for layer in layers[1:]} == {2 * SHORT.ubatches}  # forward and recompute
+    _, _, rows = watched_step(SHORT, tmp_path / "trace.json", stash="host", boundary="device")
+    assert [name for name, *_ in rows["stash download"]] == [f"input of {layer}" for layer in layers]
 
 
 @pytest.mark.one_in(2)

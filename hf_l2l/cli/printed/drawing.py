@@ -1,39 +1,20 @@
-"""Pictures that commands draw, with matplotlib, which only they need: without a display, and without global state."""
+"""Pictures for the option `--plot FILE` of commands."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from hf_l2l.report.pictures import canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def new_figure(file: str, width: float, height: float) -> Figure:
-    """An empty picture of so many inches, for the option `--plot FILE`.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise ImportError(
-            f"--plot needs the package matplotlib (got {file!r}, and it is not installed); install it with: pip "
-            "install matplotlib, or leave --plot out"
-        ) from error
-    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    """See `canvas.new_figure`."""
+    return canvas.new_figure("--plot", file, width, height, "leave --plot out")
 
 
 def save(figure: Any, file: str) -> None:
-    """Write a picture in the form that the ending of the file names.
-
-    Raises:
-        ValueError: if that is unknown, or the file cannot be written.
-    """
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:  # or an ending that matplotlib does not know
-        raise ValueError(
-            f"--plot must be a file that can be written, with an ending such as .png (got {file!r}: {error}); give "
-            "one in an existing folder"
-        ) from error
+    """See `canvas.save`."""
+    canvas.save(figure, "--plot", file)

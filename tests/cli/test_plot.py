@@ -1,0 +1,92 @@
+"""`hf-l2l plot` finds the newest state of a run, and draws it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_models import ran, refused
+from training import SAVING, l2l_trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of four steps, with a checkpoint after each second one."""
+    folder = tmp_path_factory.mktemp("run")
+    l2l_trainer(folder, **SAVING, logging_steps=1).train()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+
+
+def test_a_picture_is_drawn_here_unless_a_file_is_named(run, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    found = ran(capsys, "plot", str(run))
+    assert found.status == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert found.out.startswith(f"{run}/checkpoint-4/trainer_state.json: 4 steps of BertForSequenceClassification, ")
+    assert "device batch of 8 rows" in found.out and found.out.endswith("-> run.png\n")
+    assert ran(capsys, "plot", str(run / "checkpoint-2"), "--out", "half.svg").out.endswith("-> half.svg\n")
+    assert "<svg" in (tmp_path / "half.svg").read_text()
+
+
+def test_the_figures_alone(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = ran(capsys, "plot", str(run), "--json").json
+    assert (found["steps"], found["picture"], found["missing"]) == (4, None, {})
+    assert [each["step"] for each in found["times"]] == [1, 2, 3, 4] and found["memory"]["host"]["masters"]["peak"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_it_says_what_to_install(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert refused(capsys, "plot", str(run)) == (
+        "hf-l2l plot: a picture needs the package matplotlib (got 'run.png', and it is not installed); install it "
+        "with: pip install matplotlib, or give --json for the figures alone\n"
+    )
+
+
+def state_of(folder: Path, step: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    log = [{"loss": 1.0, "step": step}]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+    return str(folder / "trainer_state.json")
+
+
+@pytest.mark.parametrize(("own", "is_taken"), [(10, True), (9, True), (8, False)])
+def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(own, is_taken, tmp_path, capsys):
+    state = state_of(tmp_path / "run", own)
+    state_of(tmp_path / "run" / "checkpoint-2", 2)
+    newest = state_of(tmp_path / "run" / "checkpoint-9", 9)
+    assert ran(capsys, "plot", str(tmp_path / "run"), "--json").json["file"] == (state if is_taken else newest)
+
+
+def test_a_panel_without_data_says_why(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    found = ran(capsys, "plot", state_of(tmp_path / "run", 1))
+    assert "  time: not logged: l2l_log_times=False, or layers that did not run layer to layer\n" in found.out
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "text", "broken"])
+def test_what_is_no_run_is_refused(name, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("{}")
+    Path(state_of(tmp_path / "broken", 3)).write_text("{")
+    state_of(tmp_path / "broken" / "checkpoint-1", 1)
+    said = refused(capsys, "plot", name, "--json")
+    assert said.startswith("hf-l2l plot: RUN must be the output_dir of a training, one of its checkpoints, or a ")
+    assert f"(got '{name}" in said and "A loop without a Trainer logs no state: print eps.memory_report()" in said
+
+
+@pytest.mark.parametrize("out", ["nowhere/run.png", "run.xyz"])
+def test_a_picture_that_cannot_be_written_is_refused(out, run, capsys):
+    pytest.importorskip("matplotlib")
+    assert f"--out must be a file that can be written, with an ending such as .png (got '{out}'" in refused(
+        capsys, "plot", str(run), "--out", out
+    )

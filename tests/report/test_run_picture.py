@@ -1,0 +1,230 @@
+"""The picture of a run says what the run logged, from its Trainer or from its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_l2l import make_l2l_trainer
+from hf_l2l.memory.ledger import OTHER
+from hf_l2l.report.pictures.run_log import (
+    NO_LOG,
+    NOT_OF_L2L,
+    RECORD,
+    TIMES_ARE_OFF,
+    RunFacts,
+    RunLog,
+    StepTime,
+    read_run,
+)
+from hf_l2l.report.pictures.run_picture import draw_run
+from training import SAVING, l2l_trainer, plain_trainer
+
+EVALUATED = {**SAVING, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "ubatch_size": 4}
+
+
+def drawn(log: RunLog) -> Any:
+    pytest.importorskip("matplotlib")
+    return draw_run(log, "a picture", None, "leave it out")
+
+
+def texts(figure: Any) -> str:
+    """All that is written in a picture."""
+    figure.draw_without_rendering()
+    found = [each.get_text() for each in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
+    return "\n".join(found).replace("\n", " ")
+
+
+def log_of(entries: list[dict[str, Any]], **state: Any) -> RunLog:
+    return RunLog.of_state({"log_history": entries, "global_step": 4, **state}, RunFacts("Model", 9))
+
+
+def test_a_trainer_draws_its_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    trainer = l2l_trainer(tmp_path, **EVALUATED)
+    trainer.train()
+    figure = trainer.plot(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # for notebooks
+    written, parameters = texts(figure), sum(p.numel() for p in trainer.model.parameters())
+    assert f"{type(trainer.model).__name__}, {parameters:,} parameters" in written
+    assert "device batch of 8 rows, ubatch_size=4; on cpu" in written
+    memory, time, loss = figure.axes
+    assert {"masters", "moments"} <= {label.get_text() for label in memory.get_yticklabels()}
+    assert memory.get_xlabel() == "KiB" and OTHER in written and "host: each name's peak" in written
+    steps_s = [entry["l2l_step_s"] for entry in trainer.state.log_history if "loss" in entry]
+    assert list(time.patches[-1].get_data().values) == pytest.approx(steps_s)  # all causes together
+    assert list(time.patches[-1].get_data().edges) == [0, 1, 2, 3, 4]
+    losses = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
+    assert losses == {"training": [1, 2, 3, 4], "eval loss": [2, 4]}
+
+
+def test_files_say_what_the_trainer_says(tmp_path):
+    trainer = l2l_trainer(tmp_path, **EVALUATED)
+    trainer.train()
+    trainer.save_state()
+    found, halfway = (read_run(tmp_path / name / "trainer_state.json") for name in ("", "checkpoint-2"))
+    assert found.facts == halfway.facts == trainer._facts()
+    assert found.facts == RunFacts("BertForSequenceClassification", found.facts.parameters, 8, 1, 1, 4, "cpu")
+    assert (found.steps, len(found.times), len(halfway.times)) == (4, 4, 2)
+    assert found.missing == halfway.missing == {}
+    for log in (found, halfway):
+        assert log.memory is not None and log.memory["host"]["masters"]["peak"] == 4 * (found.facts.parameters or 0)
+        assert json.loads(json.dumps(log.as_json()))["memory"] == log.memory
+
+
+def test_without_times_nothing_of_the_machine_is_kept(tmp_path):
+    trainer = l2l_trainer(tmp_path, **EVALUATED, l2l_log_times=False)
+    trainer.train()
+    for state in (vars(trainer.state), json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())):
+        assert RECORD not in state["stateful_callbacks"]
+    log = read_run(tmp_path / "checkpoint-4" / "trainer_state.json")
+    assert log.missing == {"time": NOT_OF_L2L, "memory": NOT_OF_L2L} and len(log.losses) == 4
+    assert log.facts == RunFacts("BertForSequenceClassification", rows=8)  # as the checkpoint's config says
+    pytest.importorskip("matplotlib")
+    written = texts(trainer.plot())
+    assert written.count(TIMES_ARE_OFF) == 2 and "ubatch_size=4" in written
+
+
+def test_before_a_training_there_is_nothing_to_draw(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert texts(l2l_trainer(tmp_path).plot()).count(NO_LOG) == 3
+
+
+class Flat(nn.Module):
+    """A model without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **rest: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.table(input_ids).mean() + 0 * labels.sum()}
+
+
+@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
+def test_a_model_without_layers_says_so(tmp_path):
+    pytest.importorskip("matplotlib")
+    trainer = l2l_trainer(tmp_path, model=Flat(), max_steps=1)
+    trainer.train()
+    assert texts(trainer.plot()).count("the model has no layers that are streamed") == 2
+
+
+@pytest.mark.parametrize("make", [l2l_trainer, plain_trainer])
+def test_the_run_before_is_no_callback_to_restore(make, tmp_path, caplog):
+    l2l_trainer(tmp_path, **SAVING).train()
+    resumed = make(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.global_step == 6
+    assert (RECORD in caplog.text) == (make is plain_trainer)  # which says that it ignores it
+
+
+def test_a_resumed_run_without_times_does_not_keep_those_of_the_one_before(tmp_path):
+    l2l_trainer(tmp_path, **SAVING).train()
+    resumed = l2l_trainer(tmp_path, **{**SAVING, "max_steps": 6}, l2l_log_times=False)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert RECORD not in resumed.state.stateful_callbacks
+
+
+def test_other_trainers_draw_their_runs():
+    class Other(Trainer):
+        """As of another library."""
+
+    assert make_l2l_trainer(Other).plot is make_l2l_trainer(Trainer).plot
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError) as error:
+        l2l_trainer(tmp_path).plot("a.png")
+    assert str(error.value) == (
+        "trainer.plot() needs the package matplotlib (got 'a.png', and it is not installed); install it with: pip "
+        "install matplotlib, or look at trainer.state.log_history"
+    )
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=r"^path must be a file that can be written, .* \(got '.*none/run.png'"):
+        l2l_trainer(tmp_path).plot(tmp_path / "none" / "run.png")
+
+
+# ---- what is read, and how it is drawn
+
+
+def entry(step: int, **more: float) -> dict[str, Any]:
+    waits = {f"l2l_wait_{cause}_s": seconds for cause, seconds in (("upload", 1.0), ("download", 0.5), ("eps", 0.25))}
+    return {"step": step, "loss": 1.0, **waits, **more}
+
+
+def test_the_rest_of_a_step_is_computation():
+    log = log_of([entry(2, l2l_step_s=4.0), entry(3, l2l_step_s=1.5), entry(4)])
+    assert log.times == [
+        StepTime(0, 2, 1.0, 0.5, 0.25, 2.25),
+        StepTime(2, 3, 1.0, 0.5, 0.25, 0.0),  # of rounding
+        StepTime(3, 4, 1.0, 0.5, 0.25, None),
+    ]
+    assert "step time not logged" in texts(drawn(log))
+
+
+def test_steps_whose_times_were_not_logged_are_left_empty():
+    log = log_of([entry(1, l2l_step_s=2.0), {"step": 3, "loss": 1.0}, entry(4, l2l_step_s=2.0)])
+    [*_, top] = drawn(log).axes[1].patches
+    assert (list(top.get_data().edges), list(top.get_data().values)) == ([0, 1, 3, 4], [2.0, 0.0, 2.0])
+
+
+def test_names_that_are_small_are_one_bar():
+    sizes = {"masters": 1000, "moments": 2000, "norm rooms": 5, "stash": 4, OTHER: 10**6}
+    host = {name: {"now": 0, "peak": size} for name, size in {**sizes, "total": sum(sizes.values())}.items()}
+    state = {"stateful_callbacks": {RECORD: {"attributes": {"memory": {"host": host, "of which": {}}}}}}
+    axes = drawn(log_of([entry(4)], **state)).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["moments", "masters", "2 smaller"]
+
+
+@pytest.mark.parametrize(("count", "text"), [(512, "512"), (22_700_000, "22.7 M"), (8_030_000_000, "8.0 B")])
+def test_sizes_of_models(count, text):
+    assert RunFacts("Model", count).lines() == (f"Model, {text} parameters", "")
+
+
+def test_what_a_title_says_of_a_batch():
+    facts = RunFacts("Model", rows=1, device="cuda:0 (a card)")
+    assert facts.lines() == ("Model", "device batch of 1 row; on cuda:0 (a card)")
+    more = replace(facts, rows=8, ranks=2, accumulated=4, ubatch_size=2).lines()[1]
+    assert more == "device batch of 8 rows, ubatch_size=2, 4 of them a step, on each of 2 ranks; on cuda:0 (a card)"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("no JSON", "it is no JSON: Expecting value"),
+        ("[]", "it has no log of a Trainer"),
+        ("{}", "it has no log of a Trainer"),
+        ('{"log_history": [{"loss": 1}]}', "it has no log of a Trainer"),
+        ('{"log_history": [{"loss": {}, "step": 1}]}', "it has no log of a Trainer"),
+        ('{"log_history": [], "stateful_callbacks": {"L2LRun": 1}}', "it has no log of a Trainer"),
+        (
+            '{"log_history": [], "stateful_callbacks": {"L2LRun": {"attributes": {"memory": {"host": {"a": 1}}}}}}',
+            "it has no log of a Trainer",
+        ),
+    ],
+)
+def test_what_is_no_state_is_refused(text, why, tmp_path):
+    file = tmp_path / "trainer_state.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=why):
+        read_run(file)
+
+
+def test_a_folder_is_no_state(tmp_path):
+    with pytest.raises(ValueError, match="Is a directory"):
+        read_run(Path(tmp_path))
