@@ -67,6 +67,7 @@ from hf_l2l.glue.model import class_ids, name_classes, said_as, set_padding
 from hf_l2l.glue.options import Options, Parser, wants_default
 from hf_l2l.glue.own_data.columns import LABEL, parsed_columns
 from hf_l2l.glue.said.ending import last_words, show_sizes, with_sizes
+from hf_l2l.glue.said.picture import draw_training
 from hf_l2l.glue.scores import check_best_metric, decided, metrics_for
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.measure import MemoryCallback
@@ -299,6 +300,7 @@ def say_what_is_there(trainer: Trainer, given: dict[str, Any], texts: int) -> No
     folder = trainer.args.output_dir
     files = {"all_results.json": "the metrics", "trainer_state.json": "losses and times by step"}
     if trainer.is_world_process_zero():
+        files.update(draw_training(folder))
         sys.stdout.flush()
         saves = trainer.args.save_strategy != "no"
         logger.info("%s", last_words(folder, files, given, __file__, texts, saves))

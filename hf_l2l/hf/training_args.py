@@ -194,8 +194,9 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_log_times: bool = field(
         default=True,
         metadata={
-            "help": "Log what steps wait for, tokens per second, and the peak of the device (`l2l_wait_*_s`, "
-            "`l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`). Of several ranks, the tokens are those of all of "
+            "help": "Log what steps take and wait for, tokens per second, and the peak of the device (`l2l_step_s`, "
+            "`l2l_wait_*_s`, `l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`), and keep in `trainer_state.json` "
+            "what the run was, and its memory by name. Of several ranks, the tokens are those of all of "
             "them, and the rest is that of rank 0. Without them, equal runs have equal checkpoints, "
             "`trainer_state.json` included but for transformers' own times of evaluations."
         },
