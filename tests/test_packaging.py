@@ -68,7 +68,7 @@ def test_the_source_distribution_has_every_file(sdist: Path, files: set[str]) ->
 @pytest.mark.parametrize(
     "tests",
     [
-        "tests/test_config.py",
+        "tests/test_measured.py",
         pytest.param("tests/test_architecture.py tests/engine tests/glue", marks=pytest.mark.slow),
     ],
 )

@@ -140,7 +140,7 @@ def test_options_have_the_types_defaults_and_descriptions_of_the_config():
         here = OWN_OPTIONS[name]
         assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
         assert (here.default, here.metadata.keys()) == (OF_THE_TRAINER.get(name, option.default), {"help"})
-        said = re.sub(r"`l2l_(\w+)`", r"`\1`", here.metadata["help"])
+        said = re.sub(r"`l2l_(\w+)(=[^`]*)?`", r"`\1\2`", here.metadata["help"])
         assert said == option.metadata["help"]
         assert f"\n        {option.name}: " in L2LConfig.__doc__
 

@@ -137,7 +137,7 @@ def test_the_stash_travels_under_compute(monkeypatch, tmp_path):
     monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)
     on_disk = timed_step(machine, stash="disk", spill_dir=tmp_path)
     assert on_disk.end == pytest.approx(on_host.end, abs=ubatch_s)
-    monkeypatch.setattr(Stash, "fetch_ahead", lambda self, kept: None)
+    monkeypatch.setattr(Stash, "fetch_ahead", lambda self, *tensors: None)
     assert timed_step(machine, stash="host").end > on_host.end + 0.15 * machine.compute_s
 
 
