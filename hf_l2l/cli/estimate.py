@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_l2l.cli.command import GOOD, Command, add_json, flag, quiet
-from hf_l2l.cli.printed.estimate import show
+from hf_l2l.cli.printed.estimate import Told, show
 
 if TYPE_CHECKING:
     import torch
@@ -357,7 +357,7 @@ def _run(options: argparse.Namespace) -> int:
             notes += several_devices(run, config, rates)
         if options.card and figures is not None:
             notes.append(assumed_sentence(figures))
-        show(options, replace(found, notes=tuple(notes)), time, plan, hidden, ranks, fit)
+        show(options, Told(replace(found, notes=tuple(notes)), time, plan, hidden, ranks, fit))
     return GOOD
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_l2l.cli.command import count_text, print_json
@@ -16,23 +17,32 @@ if TYPE_CHECKING:
     from hf_l2l.sizing.ranks import Together
 
 
-def show(
-    options: argparse.Namespace,
-    found: Estimate,
-    time: StepTime | None,
-    plan: Plan | None,
-    hidden: dict[str, int] | None,
-    ranks: Together | None,
-    fit: Fits | None,
-) -> None:
+@dataclass(frozen=True)
+class Told:
+    """What was found."""
+
+    estimate: Estimate
+    time: StepTime | None
+    """Of a step, with figures of a machine."""
+    plan: Plan | None
+    """For a budget."""
+    hidden: dict[str, int] | None
+    """What runs beside the layers -> from how many tokens per step on it is hidden."""
+    ranks: Together | None
+    """Of several ranks."""
+    fit: Fits | None
+    """For bytes of host memory."""
+
+
+def show(options: argparse.Namespace, told: Told) -> None:
     """Print what was estimated, as text or as one JSON object, and draw it if that was asked for."""
     from hf_l2l.runtime.tensors import size_text
 
-    assert found.report is not None
+    found, time, plan, ranks = told.estimate, told.time, told.plan, told.ranks
     if options.plot:
         _plot(options.plot, found)
     if options.json:
-        print_json(_as_object(options, found, time, plan, hidden, ranks, fit))
+        print_json(_as_object(options, told))
         return
     print(found)
     print(
@@ -49,23 +59,16 @@ def show(
         busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
         alone = " of one process alone" if ranks is not None else ""
         print(f"A step{alone} takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
-    if hidden is not None and any(hidden.values()):
-        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in hidden.items() if count)
+    if told.hidden is not None and any(told.hidden.values()):
+        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in told.hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
-    if fit is not None:
-        _print_fit(fit)
+    if told.fit is not None:
+        _print_fit(told.fit)
 
 
-def _as_object(
-    options: argparse.Namespace,
-    found: Estimate,
-    time: StepTime | None,
-    plan: Plan | None,
-    hidden: dict[str, int] | None,
-    ranks: Together | None,
-    fit: Fits | None,
-) -> dict[str, Any]:
+def _as_object(options: argparse.Namespace, told: Told) -> dict[str, Any]:
     """What `--json` prints (docs/cli.md)."""
+    found, time, plan, ranks, fit = told.estimate, told.time, told.plan, told.ranks, told.fit
     assert found.report is not None
     return {
         "model": options.model,
@@ -85,7 +88,7 @@ def _as_object(
         "chosen": None if plan is None else plan.chosen,
         "seconds_per_step": None if time is None else time.seconds,
         **{name: None if time is None else getattr(time, name) for name in ("bound", "busy")},
-        "tokens_that_hide": hidden,
+        "tokens_that_hide": told.hidden,
         "ranks": None if ranks is None else ranks.as_json(),
         "state_on_disk": {"bytes": found.on_disk, **found.state_traffic._asdict()} if found.on_disk else None,
         "fit": None if fit is None else {name: vars(each) for name, each in fit.by_setting.items()},
