@@ -313,7 +313,7 @@ def _run(options: argparse.Namespace) -> int:
     from hf_l2l.option_names import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
     from hf_l2l.plan.planner import make_plan, parse_budget, time_of
-    from hf_l2l.probe.cards import assumed_sentence
+    from hf_l2l.probe.cards import ASSUMED_DISK, assumed_sentence
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
     from hf_l2l.sizing.disk import disk_sentences, measured_rates
@@ -341,7 +341,9 @@ def _run(options: argparse.Namespace) -> int:
         notes, fit = [*asked.notes, *found.notes], None
         if host_memory is not None:
             found = replace(found, largest=largest_models(run, config, host_memory))
-            fit = fits(run, asked.config, host_memory, budget, figures) if launch.count == 1 else None
+            if launch.count == 1:
+                of_disk = disk or (ASSUMED_DISK if options.card else None)
+                fit = fits(run, asked.config, host_memory, budget, figures, disk=of_disk, plan=plan)
         batches = getattr(options, STEPS) if run.accumulates else 1
         time = None if rates is None else time_of(run, config, rates, batches=batches)
         plan = plan if plan is None or time is None else replace(plan, time=time)

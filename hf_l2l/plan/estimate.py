@@ -108,8 +108,8 @@ def _of_device(run: RunShapes, config: L2LConfig, turn: Turn) -> tuple[str, dict
     return "device" if turn.is_first else f"{run.device.type}:{turn.number}", sizes
 
 
-def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
-    """The report before the run, with these options."""
+def report_of(run: RunShapes, config: L2LConfig) -> tuple[MemoryEstimate, MemoryReport, str]:
+    """What depends on the model alone, the report before the run, and what runs when the device holds most."""
     state = memory_estimate.estimate(run.model, config, run.optimizer, run.device)
     stash, boundary, ubatch = run.resolved(config)
     phase, peak = run.peak(config)
@@ -127,6 +127,12 @@ def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
         {"now": 0, "peak": 0},
         f"The device holds most in the {phase}.",
     )
+    return state, report, phase
+
+
+def estimate_of(run: RunShapes, config: L2LConfig) -> Estimate:
+    """The report before the run, with these options."""
+    state, report, phase = report_of(run, config)
     plain = PlainBytes(
         run.model,
         run.inputs,

@@ -1,7 +1,8 @@
 """Figures of well-known cards and a host as they are often sold, assumed: for a question before there is a machine.
 
-What layers reach is below the peak of a data sheet: as published trainings have it, about half of it on a Hopper, nine
-tenths on a consumer card, whose peak is a lower one. `probe` measures a machine.
+What layers reach is below the peak of a data sheet, by what published trainings of transformers reach: half of it on a
+Hopper, seven tenths on the cards before it, eight to nine tenths on consumer cards, whose peak is a lower one. `probe`
+measures a machine.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from hf_l2l.probe.disk import DiskRates
 from hf_l2l.probe.figures import HardwareFigures
 
 ADAMW_ON_HOST, ADAMW_ON_DEVICE = 36, 28
 """Bytes of memory that AdamW moves per parameter: on the host with the upload of the master and its 16-bit copy."""
 
 
+ASSUMED_DISK = DiskRates(read=3e9, written=2e9, read_beside=2e9, written_beside=1.5e9)
+"""Of an NVMe disk beside them."""
+
+
 class _Card(NamedTuple):
     title: str
-    memory: float
-    """Bytes, as the maker counts them."""
+    memory: int
+    """MiB, as the driver reports it."""
     reached: Mapping[str, float]
     """TFLOP/s of layers by the dtype in which they compute."""
     link: float
@@ -33,7 +39,7 @@ class _Card(NamedTuple):
         link = self.link * 1e9
         return HardwareFigures(
             device_name=self.title,
-            device_memory_bytes=int(self.memory),
+            device_memory_bytes=self.memory * 2**20,
             link_up=link,
             link_down=link,
             link_up_both=link,
@@ -47,14 +53,14 @@ class _Card(NamedTuple):
 
 
 _CARDS: Mapping[str, _Card] = {
-    "t4": _Card("T4", 16e9, {"fp32": 6, "fp16": 40}, 12, 70, 320),
-    "v100": _Card("V100", 32e9, {"fp32": 13, "fp16": 90}, 12, 100, 900),
-    "a100": _Card("A100", 80e9, {"fp32": 15, "fp16": 220, "bf16": 220}, 25, 150, 2039),
-    "h100": _Card("H100", 80e9, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 3350),
-    "h200": _Card("H200", 141e9, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 4800),
-    "rtx3090": _Card("RTX 3090", 24e9, {"fp32": 25, "fp16": 64, "bf16": 64}, 25, 50, 936),
-    "rtx4090": _Card("RTX 4090", 24e9, {"fp32": 60, "fp16": 150, "bf16": 150}, 25, 70, 1000),
-    "rtx5090": _Card("RTX 5090", 32e9, {"fp32": 75, "fp16": 168, "bf16": 168}, 50, 70, 1792),
+    "t4": _Card("T4", 15360, {"fp32": 6, "fp16": 40}, 12, 70, 320),
+    "v100": _Card("V100", 32768, {"fp32": 13, "fp16": 90}, 12, 100, 900),
+    "a100": _Card("A100", 81920, {"fp32": 15, "fp16": 220, "bf16": 220}, 25, 150, 2039),
+    "h100": _Card("H100", 81559, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 3350),
+    "h200": _Card("H200", 143771, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 4800),
+    "rtx3090": _Card("RTX 3090", 24576, {"fp32": 25, "fp16": 64, "bf16": 64}, 25, 50, 936),
+    "rtx4090": _Card("RTX 4090", 24564, {"fp32": 60, "fp16": 150, "bf16": 150}, 25, 70, 1000),
+    "rtx5090": _Card("RTX 5090", 32607, {"fp32": 75, "fp16": 168, "bf16": 168}, 50, 70, 1792),
 }
 CARDS = tuple(_CARDS)
 """The names of the cards."""
@@ -81,5 +87,6 @@ def assumed_sentence(figures: HardwareFigures) -> str:
     return (
         f"times are computed with assumed figures, not measured ones, of the {figures.device_name} and its host: "
         f"layers reach {rates}, the link {figures.link_up / 1e9:g} GB/s each way, host memory "
-        f"{figures.dram / 1e9:g} GB/s; --probe measures the machine on which it runs"
+        f"{figures.dram / 1e9:g} GB/s, a disk reads {ASSUMED_DISK.read / 1e9:g} GB/s; --probe measures the "
+        "machine on which it runs"
     )

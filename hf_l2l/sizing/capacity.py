@@ -31,8 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "host_copies": "per_sweep",
     },
 }
-"""What the options are called here -> the options; each needs less host memory than the one before it, but for the
-first two."""
+"""What the options are called here -> the options. Each keeps less on the host than the one before it, but for the
+first two; with 16-bit gradients or moments, the update of a large weight takes room for it in fp32."""
 
 LORA, RANK = "LoRA, 16-bit base", 16
 """Adapters of this rank on every matrix of the layers, trained with fp32 masters; all else is frozen, in 16 bits."""

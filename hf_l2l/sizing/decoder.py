@@ -19,10 +19,14 @@ def decoder_of(params: int, layers: int, hidden: int, vocab: int) -> nn.Module:
             f"{params}, {layers}, {hidden}, {vocab}); check the numbers"
         )
     inner = (params - 2 * vocab * hidden - 4 * layers * hidden**2) // (3 * layers * hidden)
-    if inner < 1 or hidden % 64:
+    if hidden % 64:
+        near = max(64, round(hidden / 64) * 64)
+        raise ValueError(f"--hidden must be a multiple of 64, the width of a head (got {hidden}); give {near}")
+    if inner < 1:
+        least = 2 * vocab * hidden + layers * hidden * (4 * hidden + 3)
         raise ValueError(
-            "--params must be more than embedding, head and attention take, and --hidden a multiple of 64 (got "
-            f"--params {params} --layers {layers} --hidden {hidden} --vocab {vocab}); check the numbers"
+            f"--params must be more than embedding, head and attention of these sizes take (got {params}); give at "
+            f"least {least:,}, or smaller sizes"
         )
     config = transformers.LlamaConfig(
         hidden_size=hidden,

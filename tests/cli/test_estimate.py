@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from cli_models import LLAMA, T5, Ran, ran, written
-from hf_l2l.cli.printed.estimate import _print_fit
+from hf_l2l import L2LConfig
+from hf_l2l.cli.printed.estimate import _print_fit, _verdict
 from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.ledger import HOST_NAMES, OTHER
+from hf_l2l.plan.planner import BudgetError, needed
+from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.probe.figures import HardwareFigures
-from hf_l2l.sizing.fit import Fit, Fits
+from hf_l2l.shapes.inputs import example_inputs
+from hf_l2l.sizing.capacity import LORA, run_with
+from hf_l2l.sizing.capacity import SETTINGS as SETTINGS_OF
+from hf_l2l.sizing.fit import Fit, Fits, fits
 
 MACHINE = HardwareFigures(
     device_name="a device",
@@ -367,7 +375,11 @@ def test_a_budget_that_is_too_small_names_the_smallest(tmp_path, capsys, machine
 def test_numbers_that_make_no_model(capsys):
     flags = {"params": "1e3", "layers": "2", "hidden": "64", "vocab": "1e3"}
     found = ran(capsys, "estimate", *(part for name, value in flags.items() for part in (f"--{name}", value)))
-    assert found.status == 2 and "--params must be more than embedding, head and attention take" in found.err
+    assert found.status == 2 and "--params must be more than embedding, head and attention of these sizes" in found.err
+    assert "(got 1000); give at least 161,152" in found.err
+    flags["hidden"] = "100"
+    found = ran(capsys, "estimate", *(part for name, value in flags.items() for part in (f"--{name}", value)))
+    assert "--hidden must be a multiple of 64, the width of a head (got 100); give 128" in found.err
 
 
 def test_the_figures_are_those_that_env_prints(tmp_path, capsys):
@@ -392,9 +404,11 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
     assert list(fit) == SETTINGS and found["chosen"] is not None
     assert all(each["fits"] == (each["host_bytes"] <= 900 * 2**20) for each in fit.values())
     # Python's own part is read for each, and may have grown meanwhile.
-    assert fit["fp32"]["host_bytes"] == pytest.approx(found["host"]["total"]["peak"], abs=2**26)
+    most = max(phase["host"] for phase in found["phases"]["l2l"].values()) + found["host"][OTHER]["peak"]
+    assert fit["fp32"]["host_bytes"] == pytest.approx(most, abs=2**26)
     assert fit["cmp"]["seconds_per_step"] < fit["fp32"]["seconds_per_step"] == found["seconds_per_step"]
-    assert fit[SETTINGS[-2]]["seconds_per_step"] is fit[SETTINGS[-1]]["seconds_per_step"] is None
+    assert fit["cmp"]["seconds_per_step"] < fit[SETTINGS[-2]]["seconds_per_step"], "the assumed disk bounds it"
+    assert fit[SETTINGS[-1]]["seconds_per_step"] > 0
     assert fit[SETTINGS[-2]]["options"] == {
         **{"cmp": "fp16", "l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16"},
         **{"l2l_host_copies": "per_sweep", "l2l_state_tier": "disk"},
@@ -410,20 +424,50 @@ def test_whether_it_fits_is_a_table(capsys):
         f"  {'with':<54}        host        fits      device  s per step    tokens/s",
         f"  {'fp32':<54}    16.0 GiB          no     2.0 GiB           4         128",
         f"  {'cmp':<54}     1.0 GiB         yes     2.0 GiB           2         256",
-        "The first that fits is trained with: --cmp bf16",
+        "It fits with --cmp bf16, 2 s per step, 256 tokens/s.",
     ]
 
 
 def test_a_setting_is_what_the_estimate_of_its_options_says(tmp_path, capsys):
-    """With no card, there is no plan, so that the options are the same."""
-    fit = estimated(capsys, tmp_path, "--host-memory", "1GiB", "--json").json["fit"]
+    """With no card, there is no plan, so that the options are the same, those of the user among them."""
+    own = ["--ubatch_size", "2", "--stash", "host", "--l2l_kept_weights", "1"]
+    fit = estimated(capsys, tmp_path, *own, "--cmp", "bf16", "--host-memory", "1GiB", "--json").json["fit"]
+    assert "fp32" not in fit
     flags = ["--cmp", "bf16", "--l2l_grad_dtype", "16bit", "--l2l_moment_dtype", "bf16", "--json"]
-    alone = estimated(capsys, tmp_path, *flags).json
+    alone = estimated(capsys, tmp_path, *own, *flags).json
     known = fit["cmp, 16-bit gradients, bf16 moments"]
-    # Python's own part is read at each call, and grows a little meanwhile.
-    own = alone["host"][OTHER]["peak"]
-    assert known["host_bytes"] - own == pytest.approx(alone["host"]["total"]["peak"] - own, abs=2**26)
+    most = max(phase["host"] for phase in alone["phases"]["l2l"].values()) + alone["host"][OTHER]["peak"]
+    assert known["host_bytes"] == pytest.approx(most, abs=2**26)
     assert known["device_bytes"] is known["seconds_per_step"] is None
+
+
+def test_a_budget_that_one_setting_meets_is_no_error():
+    """A step in fp32 needs more of the device than one in bf16."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, "hidden_size": 256}))
+    run = RunShapes(model, L2LConfig(), example_inputs(model, 2, 64), device=torch.device("cuda"), device_memory=2**40)
+    floor = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
+    short = run_with(run, L2LConfig(), SETTINGS_OF["cmp"])
+    least, most = (needed(each, replace(each.config, **floor)) for each in (short, run))
+    assert least < most
+    found = fits(run, run.config, 2**40, (least + most) // 2, MACHINE).by_setting
+    assert not found["fp32"].fits and found["fp32"].seconds_per_step is None
+    assert (found["fp32"].device_bytes or 0) > (least + most) // 2
+    assert found["cmp"].fits and found["cmp"].seconds_per_step is not None
+    with pytest.raises(BudgetError, match="the device must hold what a step needs"):
+        fits(run, run.config, 2**40, least // 2, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fp32": Fit(2**40, False)}, "It does not fit: at least 1024.0 GiB of host memory are needed"),
+        ({"fp32": Fit(2**20, True, 2**20, 4.0)}, "It fits with the options as they are, 4 s per step, 128 tokens/s."),
+        ({"fp32": Fit(2**40, False), LORA: Fit(2**20, True, None, 2.0)}, "It fits with adapters only (LoRA"),
+    ],
+)
+def test_the_last_line_is_the_answer(settings, said):
+    assert _verdict(Fits(2**30, 2**32, 512, settings)).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -112,10 +112,27 @@ def _print_fit(fit: Fits) -> None:
             cells.append("" if seconds is None else f"{seconds:.3g}")
             cells.append("" if seconds is None or fit.tokens is None else f"{fit.tokens / seconds:,.0f}")
         print(f"  {name:<54}{''.join(f'{cell:>12}' for cell in cells)}".rstrip())
-    first = next(((name, each) for name, each in fit.by_setting.items() if each.fits), None)
-    if first is not None and first[1].options:
-        flags = " ".join(f"--{name} {value}" for name, value in first[1].options.items())
-        print(f"The first that fits is trained with: {flags}")
+    print(_verdict(fit))
+
+
+def _verdict(fit: Fits) -> str:
+    """The answer in one sentence."""
+    from hf_l2l.runtime.tensors import size_text
+    from hf_l2l.sizing.capacity import LORA
+
+    fitting = {name: each for name, each in fit.by_setting.items() if each.fits}
+    if not fitting:
+        least = min(each.host_bytes for each in fit.by_setting.values())
+        return f"It does not fit: at least {size_text(least)} of host memory are needed, and room on the device."
+    speeds = {name: each.seconds_per_step for name, each in fitting.items() if each.seconds_per_step is not None}
+    name = min(speeds, key=lambda each: (each == LORA, speeds[each])) if speeds else next(iter(fitting))
+    speed = f", {speeds[name]:.3g} s per step" if name in speeds else ""
+    if name in speeds and fit.tokens is not None:
+        speed += f", {fit.tokens / speeds[name]:,.0f} tokens/s"
+    if name == LORA:
+        return f"It fits with adapters only (LoRA, the weights in 16 bits){speed}."
+    flags = " ".join(f"--{key} {value}" for key, value in fitting[name].options.items())
+    return f"It fits{f' with {flags}' if flags else ' with the options as they are'}{speed}."
 
 
 _WHO = {"l2l": "L2L", "plain": "plain", "plain_checkpointing": "plain, checkpointing"}
