@@ -10,8 +10,12 @@ tenths of its memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import io
+import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ import transformers
 
 import hf_l2l
 from hf_l2l import L2LConfig
+from hf_l2l.cli.main import main as main_of_cli
 from hf_l2l.plan.estimate import estimate_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.plan.run_shapes import RunShapes
@@ -56,6 +61,7 @@ MODELS = {
     "qwen-32b": ("Qwen2.5-32B", shape(5120, 64, 40, 27648, 152064, tied=False)),
 }
 """Name -> what it has the dimensions of, and its configuration."""
+FOUR = ("started with", "a step", "host memory, GiB")
 CARDS = ("rtx4090", "a100", "h200")
 
 
@@ -93,8 +99,43 @@ def row(name: str, cards: Sequence[str]) -> list[str]:
     return [f"{title} ({count:.1f} B)", *map(gib, sizes), *cells]
 
 
-def document(rows: Sequence[Sequence[str]], cards: Sequence[str]) -> str:
-    """The table in markdown."""
+def several(name: str, card: str, count: int = 4) -> list[list[str]]:
+    """Rows for so many cards: in one process, and as ranks, by `hf-l2l estimate`."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        MODELS[name][1].save_pretrained(folder)
+        for flag, command in (
+            ("--devices", "python script.py"),
+            ("--ranks", f"torchrun --nproc_per_node {count} script.py"),
+        ):
+            printed = io.StringIO()
+            words = [
+                "estimate",
+                folder,
+                "--class",
+                "LlamaForCausalLM",
+                "--tokens",
+                str(TOKENS),
+                "--cmp",
+                "bf16",
+                "--card",
+                card,
+                flag,
+                str(count),
+            ]
+            with contextlib.redirect_stdout(printed):
+                main_of_cli([*words, "--json"])
+            found = json.loads(printed.getvalue())
+            ranks = found["ranks"] or {"seconds_per_step": found["seconds_per_step"]}
+            host = ranks.get("host_bytes", found["host"]["total"]["peak"])
+            seconds = ranks["seconds_per_step"]
+            tokens = count * ROWS * TOKENS
+            rows.append([f"`{command}`", f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s", gib(host)])
+    return rows
+
+
+def document(rows: Sequence[Sequence[str]], cards: Sequence[str], four: Sequence[Sequence[str]]) -> str:
+    """The tables in markdown."""
     sizes = ("plain, checkpointing", "L2L, at least", f"host: `{WHOLE}`", "host: 10 bytes each", "host: LoRA")
     head = ("model", *sizes, *(card_named(card).device_name for card in cards))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
@@ -113,6 +154,10 @@ def document(rows: Sequence[Sequence[str]], cards: Sequence[str]) -> str:
             "# Models of several sizes, computed",
             text,
             "\n".join(lines),
+            "## Four cards",
+            f"Llama-3.1-8B, `cmp`, four RTX 4090 on one host, {ROWS} rows of {TOKENS:,} tokens for each: what `hf-l2l "
+            "estimate` says with `--devices 4` and `--ranks 4`.",
+            "\n".join(f"| {' | '.join(cells)} |" for cells in (FOUR, ["---"] * len(FOUR), *four)),
             "## To reproduce",
             "```bash\npython benchmarks/model_sizes.py --out model_sizes_computed_<yyyymm>.md\n```\n",
         )
@@ -130,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.models:
         rows.append(row(name, options.cards))
         print(" | ".join(rows[-1]), file=sys.stderr)
-    text = document(rows, options.cards)
+    text = document(rows, options.cards, several("llama-8b", "rtx4090"))
     print(text)
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import hf_l2l
 from hf_l2l.cli.command import BAD_INPUT, GOOD, Command
+from hf_l2l.glue.said.typed import as_flags
 
 COMMANDS = ("estimate", "inspect", "env", "verify", "checkpoint", "plan", "plot")
 """The modules of this folder that are commands; each has a `COMMAND`."""
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would raise it again
         return GOOD
     except (ValueError, ImportError, OSError) as error:
-        print(f"hf-l2l {command.name}: {' '.join(str(error).split())}", file=sys.stderr)
+        told = as_flags(" ".join(str(error).split()), options.flags)
+        print(f"hf-l2l {command.name}: {told}", file=sys.stderr)
         return BAD_INPUT
 
 
@@ -68,5 +70,6 @@ def _parser(commands: Sequence[Command], given: Container[str]) -> argparse.Argu
         )
         if command.name in given:
             command.add_flags(its)
-        its.set_defaults(command=command)
+        words = [word for action in its._actions for word in action.option_strings if word.startswith("--")]
+        its.set_defaults(command=command, flags={word[2:].replace("-", "_") for word in words})
     return parser

@@ -29,8 +29,8 @@ def rates_of(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, mea
     if dtype not in figures.flops:
         raise ValueError(
             f"the figures must have FLOP/s of the dtype in which layers compute (got {dtype}, and figures of "
-            f"{figures.device_name} with {', '.join(figures.flops)}, the dtypes in which it multiplies matrices); set "
-            "cmp to one of them, or leave it out"
+            f"{figures.device_name} with {', '.join(figures.flops)}, the dtypes in which it multiplies matrices); "
+            "give cmp one of them, leave out cmp, or leave out bf16"
         )
     rates = Rates.of(figures, run.multiplies_in)
     if measures:
