@@ -24,7 +24,7 @@ def glue() -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"tasks, files and metrics need the package {error.name} (it is not installed); install all that is "
-            "needed with: pip install -e '.[glue]'"
+            "needed with: pip install datasets evaluate scikit-learn scipy"
         ) from error
 
 

@@ -675,5 +675,5 @@ def test_without_datasets_the_command_that_installs_it_is_said(
     options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_eval": False}
     assert refused(command("model", tmp_path, **options), capsys) == (
         "tasks, files and metrics need the package datasets (it is not installed); install all that is needed with: "
-        "pip install -e '.[glue]'"
+        "pip install datasets evaluate scikit-learn scipy"
     )
