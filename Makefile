@@ -119,6 +119,7 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 
 # Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.
 $(DOCS)/ready: constraints-docs.txt
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install -q -r constraints-docs.txt
 	touch $@

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import soak_glue
 from benchmarks import measured, published
 
 TEXT = """# A title
@@ -56,6 +59,29 @@ def test_what_a_gpu_has_measured_is_linked_and_nothing_is_said_without(tmp_path,
     (tmp_path / "gpu_h100").mkdir()
     (tmp_path / "gpu_h100" / "bench.md").write_text("tokens/s")
     assert measured.gpu()[-1] == "- [`gpu_h100/bench.md`](../benchmarks/results/gpu_h100/bench.md)"
+
+
+def test_seeds_are_as_many_as_the_document_says(tmp_path, monkeypatch):
+    same_bits = measured.known("glue_compare_sim")
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    (tmp_path / same_bits.name).write_text(same_bits.text)
+    assert "Ours: not measured." in measured.accuracy()
+    rows = [
+        {"task": "rte", "method": "Trainer, fp32", "draw": draw, "curve": [(1, 0.5 + draw / 10, 0.7)]}
+        | {"train_rows": 9, "validation_rows": 9, "steps": 1}
+        for draw in range(2)
+    ]
+    for count, said in ((2, "the mean of 2 seeds, and"), (1, "the mean of 1 seed, and")):
+        (tmp_path / "soak_glue_2cores_202611.md").write_text(soak_glue.document(rows[:count]))
+        found = "\n".join(measured.accuracy())
+        assert said in found and f"| Trainer, fp32 |{' not run |' * 5} 5" in found
+
+
+def test_what_was_simulated_says_so():
+    first, later = "\n".join(measured.first_tables()), "\n".join(measured.later_tables())
+    ours = re.findall(r"[\d,.]+ MB \(simulated\)", first)
+    assert len(ours) == 8, "7 rows of tables 4 and 5, and table 2"
+    assert "Llama, in MiB (simulated, " in later and "micro-batches on (simulated, " in later
 
 
 def test_the_paper_has_a_figure_for_each_task():

@@ -150,14 +150,18 @@ def test_the_declared_pythons_are_the_same_everywhere(metadata: Message) -> None
 @pytest.mark.parametrize(
     ("version", "refused"), [((3, 10), True), ((3, 11), False), ((3, 12), False), ((3, 13), True)]
 )
-def test_make_refuses_another_python_before_it_downloads(version, refused, tmp_path):
+@pytest.mark.parametrize(
+    ("target", "variable"),
+    [("demo", "VENV"), ("test-oldest", "OLDEST"), ("test-clients", "CLIENTS"), ("docs", "DOCS")],
+)
+def test_make_refuses_another_python_before_it_downloads(target, variable, version, refused, tmp_path):
     python = tmp_path / "python"
     program = "import sys; sys.version_info = ({}, {}, 0); exec(sys.argv[2])".format(*version)
     # What follows the check, `python -m venv`, fails, so that nothing is downloaded.
     other = 'echo "made an environment"; exit 3'
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || {{ {other}; }}\nexec {sys.executable} -c "{program}" "$@"\n')
     python.chmod(0o755)
-    call = ["make", "-s", "-C", str(ROOT), f"PYTHON={python}", f"VENV={tmp_path / 'venv'}", "demo"]
+    call = ["make", "-s", "-C", str(ROOT), f"PYTHON={python}", f"{variable}={tmp_path / 'venv'}", target]
     ran = subprocess.run(call, capture_output=True, text=True, timeout=60)
     assert ran.returncode != 0 and not (tmp_path / "venv").exists()
     assert ("made an environment" in ran.stdout) != refused

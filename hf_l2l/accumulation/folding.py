@@ -17,7 +17,7 @@ from hf_l2l.runtime import compute_state
 
 class Folding:
     """Folds gradient accumulation into the inner loop: one forward and one backward over the rows of all batches of a
-    step, cut between the batches, so that the weights travel once.
+    step, cut between the batches, so that the weights travel twice a step.
 
     The loss of each batch must be a sum over its items, divided by those of the whole step: then the loss of all rows
     is the sum of these losses. The first step, and the first whose batches have different lengths, are compared with

@@ -24,7 +24,7 @@ from hf_l2l.eps.nonfinite import Vote
 from hf_l2l.eps.pending import Saving, clip, total_norm
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.memory.device_memory import OPTIMIZER, RESIDENT, SHELL
+from hf_l2l.memory.device_memory import RESIDENT, SHELL
 from hf_l2l.memory.ledger import BEING_SAVED, COPIES, GRADIENTS, MASTERS, MOMENTS, NORMS
 from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.memory.memory_report import PAGE_LOCKED, HostTable, MemoryReport, ShownAsTable
@@ -269,7 +269,7 @@ class EagerParamServer(ShownAsTable):
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Vote, then begin the updates; a hook that runs before `optimizer.step()`."""
-        self.ledger.on_device.enter(OPTIMIZER)
+        self.ledger.enter_step()
         self.backwards.errors.raise_first()
         self.updates.check()
         if self.saving is not None:

@@ -181,12 +181,12 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
         default="auto",
         metadata={
             "help": "Whether the batches of `gradient_accumulation_steps` run as one, cut between them, so that the "
-            'weights travel once per step: "auto", which does so where it is the same step, or "off". It is the same '
-            "where the model computes its loss itself as a sum divided by `num_items_in_batch`, without an auxiliary "
-            "loss or batch norm, and the first step has the same loss and gradients either way, which takes about the "
-            "time of two more steps. Otherwise a warning says why not. The loss of a step is returned with its last "
-            "batch. The order of random numbers (dropout) is that of one large batch, and so is the device memory "
-            "that grows with the batch (stash and boundary)."
+            'weights travel twice a step, however many they are: "auto", which does so where it is the same step, or '
+            '"off". It is the same where the model computes its loss itself as a sum divided by '
+            "`num_items_in_batch`, without an auxiliary loss or batch norm, and the first step has the same loss and "
+            "gradients either way, which takes about the time of two more steps. Otherwise a warning says why not. "
+            "The loss of a step is returned with its last batch. The order of random numbers (dropout) is that of one "
+            "large batch, and so is the device memory that grows with the batch (stash and boundary)."
         },
     )
     l2l_noise_scale: bool = noise_scale_field()

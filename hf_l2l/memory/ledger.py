@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_l2l.memory.device_memory import DevicesMemory
+from hf_l2l.memory.device_memory import OPTIMIZER, DevicesMemory
 from hf_l2l.memory.host_limits import process_bytes
 from hf_l2l.memory.memory_report import PAGE_LOCKED, Bytes, MemoryReport
 from hf_l2l.runtime import stream
@@ -74,6 +74,7 @@ class Ledger:
         self.transients = Transients()
         self._host_peaks = dict.fromkeys((*HOST_NAMES, PAGE_LOCKED), 0)
         self._host: dict[str, list[weakref.WeakMethod[Callable[[], int]]]] = {name: [] for name in self._host_peaks}
+        self._has_stepped = False
         self._last: MemoryReport | None = None
         """The report of the end, once what it counted is released."""
 
@@ -90,6 +91,14 @@ class Ledger:
         """Take in peaks of the host, if the present call is looked at."""
         if self.on_device.is_looking:
             self._look_at_host()
+
+    def enter_step(self) -> None:
+        """`optimizer.step()` begins. All gradients that it will use are there: after it, those that autograd has put
+        into `p.grad` on the host are gone. The first step is always looked at, however many calls it has had."""
+        self.on_device.enter(OPTIMIZER)
+        if self.on_device.is_looking or not self._has_stepped:
+            self._look_at_host()
+        self._has_stepped = True
 
     def _look_at_host(self) -> dict[str, int]:
         """Bytes of the host by name now, without what has none."""

@@ -23,11 +23,18 @@ from training import l2l_trainer, rows
 PYTHON = [block for file in DOCUMENTS for block in blocks(file, "python")]
 BASH = [block for file in DOCUMENTS for block in blocks(file, "bash")]
 
-SHORTER = {"num_train_epochs=1": "max_steps=1", "=32, ubatch_size=8": "=8, ubatch_size=4"}
+SHORTER = {
+    "num_train_epochs=1": "max_steps=1",
+    "=32, ubatch_size=8": "=8, ubatch_size=4",
+    'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(8))',
+}
 """What is put in the place of a setting, so that a block runs in seconds."""
 
 APART = "enable_simulated_accelerator("
 """What is called in a block that must have a process of its own."""
+
+ALL_PANELS = "\nassert [panel.axison for panel in trainer.plot().axes] == [True] * 3"
+"""Follows the README's block: a panel that has nothing to draw has no axes, but a reason."""
 
 MARK = "# Not run by the tests: "
 """The first line of a block that they cannot run begins so, and the reader sees why."""
@@ -88,7 +95,10 @@ def test_python_runs_apart(block, tmp_path):
     code = block.code
     for setting, other in SHORTER.items():
         code = code.replace(setting, other)
-    run_apart(code, tmp_path)
+    is_readme = block.file == ROOT / "README.md"
+    ran = run_apart(code + ALL_PANELS * is_readme, tmp_path)
+    assert ("evaluate()" in code) == ("'eval_loss'" in ran)
+    assert not is_readme or (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 @needs_datasets

@@ -198,6 +198,7 @@ def document(rows: Rows) -> str:
     """The table in the form of the paper's table 7, and the paper's own below it."""
     head = ("method", *(f"{name}, {task.measure}".replace("_correlation", "") for name, task in TASKS.items()))
     ours = [(method, *(cell(last(rows, name, method)) for name in TASKS)) for method in METHODS]
+    seeds = len({row["draw"] for row in rows})
     sizes = {row["task"]: (row["train_rows"], row["validation_rows"], row["steps"]) for row in rows}
     return "\n".join(
         (
@@ -207,7 +208,7 @@ def document(rows: Rows) -> str:
             f"part of each task: batches of {BATCH_ROWS} rows, in micro-batches of {UBATCH_ROWS}, learning rate",
             f"{SETTINGS['learning_rate']:g} with a linear schedule. Trainer accumulates the micro-batches, L2LTrainer",
             "runs them layer by layer; dropout is on, and is drawn in another order by each. Percent, after the last",
-            "step: the mean of the seeds, and the lowest and the highest of them.",
+            f"step: the mean of {seeds} seed{'s' * (seeds != 1)}, and the lowest and the highest of them.",
             "",
             *table(head, ours),
             "",

@@ -26,11 +26,24 @@ def test_on_the_cpu_there_is_no_tier_of_a_device():
     count = sum(p.numel() for p in model.parameters())
     found = {name: size["now"] for name, size in report["host"].items()}
     assert found["masters"] == 4 * count == gradients and found["gradients"] == 0
+    assert report["host"]["gradients"]["peak"] == gradients, "a step begins with all of them"
     assert found["moments"] == 8 * count + 4 * len(list(model.parameters())), "and a step count of each"
     assert found["simulated device"] == found["copies"] == report["of which"]["page-locked"]["now"] == 0
     assert found["Python, libraries and other"] > 2**24
     assert sum(size for name, size in found.items() if name != "total") == found["total"]
     assert detach_l2l(model) is model and eps.memory_report()["host"]["moments"]["now"] == found["moments"]
+
+
+def test_on_the_cpu_gradients_of_a_step_of_many_calls_are_seen():
+    """Of a run that asks for its report only at its end."""
+    model = bert()
+    eps = attach_l2l(model, L2LConfig(device="cpu"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    for _ in range(6):
+        train_once(model, batch_for(model))
+    optimizer.step()
+    peak = eps.memory_report()["host"]["gradients"]["peak"]
+    assert peak == 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_updates_at_once_are_counted_together():

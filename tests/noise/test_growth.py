@@ -134,6 +134,7 @@ def test_batches_grow_with_what_is_measured(tmp_path):
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("at", [2, 4, 5, 7, 8, 12])
 @pytest.mark.parametrize("restores", [False, True])
 def test_it_is_resumed_exactly(tmp_path, critical, at, restores):
@@ -248,6 +249,7 @@ def test_a_rule_that_is_none_is_refused():
         L2LBatchGrowth(8, "half")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("at", range(1, 13))
 def test_what_other_callbacks_save_is_resumed_exactly(tmp_path, critical, at):
     """As transformers saves when a job is about to end (`enable_jit_checkpoint`): in its own `on_step_end`."""

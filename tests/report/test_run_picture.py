@@ -17,6 +17,7 @@ from transformers import Trainer
 from hf_l2l import make_l2l_trainer
 from hf_l2l.memory.ledger import OTHER
 from hf_l2l.report.pictures.run_log import (
+    MEMORY_MAY_COME,
     NO_LOG,
     NOT_OF_L2L,
     RECORD,
@@ -59,7 +60,7 @@ def test_a_trainer_draws_its_run(tmp_path):
     assert f"{type(trainer.model).__name__}, {parameters:,} parameters" in written
     assert "device batch of 8 rows, ubatch_size=4; on cpu" in written
     memory, time, loss = figure.axes
-    assert {"masters", "moments"} <= {label.get_text() for label in memory.get_yticklabels()}
+    assert {"masters", "gradients", "moments"} <= {label.get_text() for label in memory.get_yticklabels()}
     assert memory.get_xlabel() == "KiB" and OTHER in written and "host: each name's peak" in written
     steps_s = [entry["l2l_step_s"] for entry in trainer.state.log_history if "loss" in entry]
     assert list(time.patches[-1].get_data().values) == pytest.approx(steps_s)  # all causes together
@@ -98,6 +99,30 @@ def test_without_times_nothing_of_the_machine_is_kept(tmp_path):
 def test_before_a_training_there_is_nothing_to_draw(tmp_path):
     pytest.importorskip("matplotlib")
     assert texts(l2l_trainer(tmp_path).plot()).count(NO_LOG) == 3
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_run_that_was_too_short_to_log_a_loss_says_so(tmp_path, evaluates):
+    pytest.importorskip("matplotlib")
+    trainer = l2l_trainer(tmp_path, **{**EVALUATED, "logging_steps": 500, "eval_strategy": "no"})
+    trainer.train()
+    if evaluates:
+        trainer.evaluate()
+    figure = trainer.plot()
+    assert texts(figure).count("no training loss was logged in 4 steps; set logging_steps") == 2
+    assert {line.get_label() for line in figure.axes[2].lines} == ({"eval loss"} if evaluates else set())
+    assert "masters" in {label.get_text() for label in figure.axes[0].get_yticklabels()}
+
+
+def test_reasons_that_do_not_depend_on_losses_are_given_without_them():
+    found = RunLog.of_state({"log_history": [], "global_step": 1}, RunFacts("Model"), TIMES_ARE_OFF).missing
+    none = "no training loss was logged in 1 step; set logging_steps"
+    assert found == {"time": TIMES_ARE_OFF, "memory": TIMES_ARE_OFF, "loss": none}
+    assert log_of([]).missing == {
+        "time": none.replace("1 step;", "4 steps;"),
+        "memory": MEMORY_MAY_COME,
+        "loss": none.replace("1 step;", "4 steps;"),
+    }
 
 
 class Flat(nn.Module):
@@ -181,6 +206,14 @@ def test_steps_whose_times_were_not_logged_are_left_empty():
     log = log_of([entry(1, l2l_step_s=2.0), {"step": 3, "loss": 1.0}, entry(4, l2l_step_s=2.0)])
     [*_, top] = drawn(log).axes[1].patches
     assert (list(top.get_data().edges), list(top.get_data().values)) == ([0, 1, 3, 4], [2.0, 0.0, 2.0])
+
+
+def test_numbers_that_json_does_not_have_are_null():
+    log = log_of([entry(1), {"step": 2, "loss": float("nan"), "eval_loss": float("inf")}])
+    found = json.loads(json.dumps(log.as_json(), allow_nan=False))
+    assert found["losses"] == [[1, 1.0], [2, None]] and found["evaluations"] == {"eval_loss": [[2, None]]}
+    assert (found["facts"]["parameters"], found["times"][0]["upload"], found["missing"].keys()) == (9, 1.0, {"memory"})
+    drawn(log).draw_without_rendering()
 
 
 def test_names_that_are_small_are_one_bar():

@@ -7,6 +7,7 @@ The state is that of `trainer_state.json`: its `log_history` has losses, waits a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,8 @@ RECORD = "L2LRun"
 TIMES_ARE_OFF = "not logged: l2l_log_times=False"
 NOT_OF_L2L = "not logged: l2l_log_times=False, or layers that did not run layer to layer"
 NO_LOG = "nothing was logged so far"
+MEMORY_COMES_LATER = "not in this state: it is there from the first checkpoint or the end of the training on"
+MEMORY_MAY_COME = f"{MEMORY_COMES_LATER}, unless l2l_log_times=False or layers did not run layer to layer"
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,19 @@ class RunLog:
         record, times = record_of(state), list(_times(history))
         peaks = [entry["device_peak_bytes"] for entry in history if "device_peak_bytes" in entry]
         evaluations = _evaluations(history)
-        missing = {"time": without_times} if not times else {}
+        steps, missing = int(state.get("global_step", 0)), {}
+        # Times are logged with losses: a run without losses does not tell whether it has times.
+        is_open = not losses and without_times == NOT_OF_L2L
+        if not times:
+            missing["time"] = _no_loss(steps) if is_open else without_times
         if "memory" not in record:
-            missing["memory"] = (
-                "not in this state: it is there from the first checkpoint or the end of the training on"
-            )
-            missing["memory"] = missing["memory"] if times else without_times
+            missing["memory"] = MEMORY_COMES_LATER if times else MEMORY_MAY_COME if is_open else without_times
         if not losses and not evaluations:
-            missing = dict.fromkeys(("memory", "time", "loss"), NO_LOG)
+            missing["loss"] = _no_loss(steps)
+            missing = missing if steps else dict.fromkeys(("memory", "time", "loss"), NO_LOG)
         return cls(
             facts,
-            int(state.get("global_step", 0)),
+            steps,
             _memory(record["memory"]) if "memory" in record else None,
             max(peaks, default=None),
             times,
@@ -119,9 +124,15 @@ class RunLog:
             missing,
         )
 
+    @property
+    def why_no_training_loss(self) -> str:
+        """Why `losses` is empty; empty if it is not."""
+        return "" if self.losses else _no_loss(self.steps)
+
     def as_json(self) -> dict[str, Any]:
-        """For `json.dumps`."""
-        return {**asdict(self), "losses": [list(each) for each in self.losses]}
+        """For `json.dumps`: with None for numbers that are not finite, which JSON does not have."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
 
 
 def record_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +207,19 @@ def _evaluations(history: list[dict[str, Any]]) -> dict[str, list[tuple[int, flo
             if name.startswith("eval_") and name.endswith("_loss"):
                 found.setdefault(name, []).append((entry["step"], float(value)))
     return found
+
+
+def _no_loss(steps: int) -> str:
+    return f"no training loss was logged in {steps} step{'s' * (steps != 1)}; set logging_steps"
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _count_text(count: int) -> str:

@@ -148,6 +148,9 @@ def _loss(axes: Any, log: RunLog) -> None:
             steps, losses = zip(*points, strict=True)
             colour = colours[number % len(colours)]
             axes.plot(steps, losses, color=colour, marker=marker, markersize=4, label=name.replace("_", " "))
+    if log.why_no_training_loss:
+        note = textwrap.fill(log.why_no_training_loss, 36)
+        axes.text(0.02, 0.02, note, transform=axes.transAxes, va="bottom", color="#555555", size="small")
     axes.set(title="loss", xlabel="step", ylabel="loss")
     axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, fontsize="small")
