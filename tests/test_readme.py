@@ -26,14 +26,18 @@ def test_the_sizes_of_models_are_those_of_the_result():
     """Without the card that the README leaves out."""
     result = ROOT / "benchmarks" / "results" / "model_sizes_computed_202611.md"
     of_result, of_readme = (
-        [
-            line.strip("| \n").split(" | ")
-            for line in file.read_text(encoding="utf-8").splitlines()
-            if " tokens/s |" in line
-        ]
+        [line.strip("| \n").split(" | ") for line in file.read_text(encoding="utf-8").splitlines() if "B) | " in line]
         for file in (result, README)
     )
     assert len(of_result) == 5 and [[*row[:7], row[8]] for row in of_result] == of_readme
+
+
+def test_the_figures_of_several_cards_are_those_of_the_result():
+    result = (ROOT / "benchmarks" / "results" / "model_sizes_computed_202611.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*script.py`) \| [\d.]+ s, ([\d,]+) tokens/s \| (\d+) \|$", result, re.MULTILINE)
+    assert len(rows) == 2
+    for command, speed, host in rows:
+        assert re.search(rf"^\| {command} \|.*\| {speed}, {host} GiB \|$", README.read_text("utf-8"), re.MULTILINE)
 
 
 def test_the_figures_of_memory_are_those_of_the_result():

@@ -11,7 +11,7 @@ from hf_l2l.cli.command import GOOD, Command, add_json, print_json, quiet
 if TYPE_CHECKING:
     from hf_l2l.report.pictures.run_log import RunLog
 
-DEFAULT = "run.png"
+DEFAULT = "hf_l2l_run.png"
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -29,9 +29,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_a_picture_is_drawn_here_unless_a_file_is_named(run, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     found = ran(capsys, "plot", str(run))
-    assert found.status == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert found.status == 0 and (tmp_path / "hf_l2l_run.png").read_bytes().startswith(b"\x89PNG")
     assert found.out.startswith(f"{run}/checkpoint-4/trainer_state.json: 4 steps of BertForSequenceClassification, ")
-    assert "device batch of 8 rows" in found.out and found.out.endswith("-> run.png\n")
+    assert "device batch of 8 rows" in found.out and found.out.endswith("-> hf_l2l_run.png\n")
     assert ran(capsys, "plot", str(run / "checkpoint-2"), "--out", "half.svg").out.endswith("-> half.svg\n")
     assert "<svg" in (tmp_path / "half.svg").read_text()
 
@@ -47,7 +47,7 @@ def test_the_figures_alone(run, tmp_path, capsys, monkeypatch):
 def test_without_matplotlib_it_says_what_to_install(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refused(capsys, "plot", str(run)) == (
-        "hf-l2l plot: a picture needs the package matplotlib (got 'run.png', and it is not installed); install it "
+        "hf-l2l plot: a picture needs the package matplotlib (got 'hf_l2l_run.png', and it is not installed); install it "
         "with: pip install matplotlib, or give --json for the figures alone\n"
     )
 
