@@ -47,8 +47,8 @@ def test_the_figures_alone(run, tmp_path, capsys, monkeypatch):
 def test_without_matplotlib_it_says_what_to_install(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refused(capsys, "plot", str(run)) == (
-        "hf-l2l plot: a picture needs the package matplotlib (got 'hf_l2l_run.png', and it is not installed); install it "
-        "with: pip install matplotlib, or give --json for the figures alone\n"
+        "hf-l2l plot: a picture needs the package matplotlib (got 'hf_l2l_run.png', and it is not installed); install "
+        "it with: pip install matplotlib, or give --json for the figures alone\n"
     )
 
 
