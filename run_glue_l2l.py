@@ -57,6 +57,7 @@ from hf_l2l.glue.compare import compare
 from hf_l2l.glue.data import Data, encoder, load_data, tokenized
 from hf_l2l.glue.messages import (
     FirstStep,
+    is_compared,
     leaves_no_empty_folder,
     logger,
     set_up_logging,
@@ -301,9 +302,12 @@ def say_what_is_there(trainer: Trainer, given: dict[str, Any], texts: int) -> No
     files = {"all_results.json": "the metrics", "trainer_state.json": "losses and times by step"}
     if trainer.is_world_process_zero():
         files.update(draw_training(folder))
+        if is_compared():
+            return  # what is typed next begins with the comparison
         sys.stdout.flush()
         saves = trainer.args.save_strategy != "no"
-        logger.info("%s", last_words(folder, files, given, __file__, texts, saves))
+        longest = trainer.processing_class.model_max_length
+        logger.info("%s", last_words(folder, files, given, __file__, texts, saves, longest))
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -83,14 +83,14 @@ def comparison(
 
     A row's `difference` is L2L's value less plain Trainer's; its `ratio` is the one over the other. `same_losses` says
     whether every logged training loss is the same number on both sides, to the last bit. `notes` are what else is to
-    be known. On a device that `is_simulated`, speeds have neither difference nor ratio. `batch_rows` are those of a
-    device batch.
+    be known. On a device that `is_simulated`, speeds are left out. `batch_rows` are those of a device batch.
     """
     hf, l2l = (runs[name] for name in NAMES)
     rows = []
     for name, label in _labels({**hf.metrics, **l2l.metrics}).items():
-        theirs, ours = hf.metrics.get(name), l2l.metrics.get(name)
-        both = theirs is not None and ours is not None and not (is_simulated and name in _SPEED)
+        means_nothing = is_simulated and name in _SPEED
+        theirs, ours = (None if means_nothing else side.metrics.get(name) for side in (hf, l2l))
+        both = theirs is not None and ours is not None
         rows.append(
             {
                 "name": name,
@@ -251,10 +251,6 @@ def compare(
     """
     folder = Path(training_args.output_dir)
     given = {name: value for name, value in given.items() if name not in ("compare", *SECRETS)}
-    if "logging_steps" not in given and "logging_strategy" not in given:
-        given["logging_steps"] = 0.02  # fifty points make a curve
-        if given.get("eval_strategy") == "steps" and "eval_steps" not in given:
-            given["eval_steps"] = training_args.eval_steps  # else it would follow
     if training_args.device.type == "cpu" and not given.get("use_cpu") and "simulate" not in given:
         logger.warning(
             "there is no accelerator: both run on a simulated one, whose memory is counted as on a real one and whose "

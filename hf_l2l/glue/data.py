@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import TrainingArguments
 
 from hf_l2l.glue.messages import first_line, listed, logger
-from hf_l2l.glue.own_data.columns import LABEL, check_texts, text_columns_of, with_label
+from hf_l2l.glue.own_data.columns import LABEL, check_texts, own_name, text_columns_of, with_label
 from hf_l2l.glue.own_data.labels import check_known_labels, check_labels, find_classes, label_key
 from hf_l2l.glue.scores import glue
 
@@ -74,7 +74,7 @@ def load_data(where: DataOptions, hub: HubOptions, training_args: TrainingArgume
         splits = {name.removesuffix("_file"): file for name, file in where.files.items()}
         data = assembled({split: read_rows(file, hub.cache_dir) for split, file in splits.items()}, splits, where)
     kind = "regression" if data.names is None else f"{len(data.names)} classes: {listed(data.names)}"
-    logger.info("text from %s; %s", " and ".join(data.text_columns), kind)
+    logger.info("text from %s; %s", " and ".join(map(own_name, data.text_columns)), kind)
     return data
 
 
@@ -140,7 +140,7 @@ def assembled(rows: dict[str, Dataset], sources: dict[str, str], where: DataOpti
     for split, part in rows.items():
         if split != "test":
             check_labels(part, sources[split])
-        check_texts(part, text_columns, sources[split])
+        check_texts(part, text_columns, sources[split], where.label_column)
     # A data set of the Hub may name its classes.
     names: list[str] | None = None if where.is_regression else getattr(train.features[LABEL], "names", None)
     if names is None:
@@ -197,10 +197,19 @@ def encoder(data: Data, ids: dict[str, int], tokenizer: Any, max_length: int, pa
         tokenizer: the model's.
         max_length: tokens; longer texts are cut.
         pad: whether every text is padded to this length.
+
+    Raises:
+        ValueError: if so many tokens have no room for one of each text, beside those that the tokenizer adds.
     """
+    added, texts = tokenizer.num_special_tokens_to_add(len(data.text_columns) == 2), len(data.text_columns)
+    if max_length < added + texts:
+        raise ValueError(
+            f"--max_seq_length must be at least {added + texts}: {added} tokens that the tokenizer adds, and one of "
+            f"{'the text' if texts == 1 else 'each text'} (got {max_length}); give more, or leave it out for 128"
+        )
     length = min(max_length, tokenizer.model_max_length)
     if length < max_length:
-        logger.warning("max_seq_length=%d is more than the tokenizer allows; using %d", max_length, length)
+        logger.warning("--max_seq_length %d is more than the tokenizer allows; using %d", max_length, length)
     columns, regression, padding = data.text_columns, data.classes is None, "max_length" if pad else False
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -28,6 +28,11 @@ NO_MEMORY_FILE = "RUN_GLUE_L2L_OUT_OF_MEMORY"
 """The environment variable that names a file to write when memory was too little: a process may die after that."""
 
 
+def is_compared() -> bool:
+    """Whether this process is one of the two that --compare starts."""
+    return NO_MEMORY_FILE in os.environ
+
+
 def set_up_logging() -> None:
     """Show what the script and the trainer say at INFO level; all other loggers stay as they are."""
     for name in (logger.name, "transformers.hf_l2l"):  # the trainer says what is run layer to layer

@@ -21,6 +21,8 @@ from hf_l2l.checkpoint.finding import is_finished, newest_whole
 from hf_l2l.glue.compare import NAMES
 from hf_l2l.glue.data import DataOptions
 from hf_l2l.glue.messages import logger
+from hf_l2l.glue.own_data.columns import LABEL
+from hf_l2l.glue.own_data.files import check_files
 from hf_l2l.glue.retired import RetiredArguments, modernized
 from hf_l2l.glue.said.help import help_text
 from hf_l2l.glue.scores import glue
@@ -125,7 +127,7 @@ class Parser(Generic[M, D]):
 
     def _checked(self, given: dict[str, Any]) -> Options[M, D]:
         """The options with their defaults, after every check that needs no data."""
-        given = modernized(given)
+        given = with_logs(modernized(given))
         check_script_options(given)
         parser = HfArgumentParser((ScriptArguments, self.model, self.data, L2LTrainingArguments))
         if "simulate" in given and not given.get("compare"):
@@ -135,10 +137,10 @@ class Parser(Generic[M, D]):
         layered = given.get("trainer") != "hf"
         if layered:  # before packages are asked for that L2L does not use
             refuse_for_layers(argparse.Namespace(**given))
+        check_numbers(given)  # before transformers says some of it in its own words
         script, model, data, training = parser.parse_dict(given)
         if layered:
             refuse_for_layers(training)  # some are derived from others
-        check_numbers(training)
         check_data_options(data, training)
         check_writable(training.output_dir)
         training.resume_from_checkpoint = checkpoint_to_resume(training)
@@ -161,6 +163,7 @@ class _Flags(HfArgumentParser):  # type: ignore[misc]  # transformers ships no t
 
     def format_help(self) -> str:
         """Examples, and the options in groups: L2L's own, the script's, transformers'."""
+        self.set_defaults(logging_steps=LOGGED_SHARE)
         by_name: dict[str, list[argparse.Action]] = {}
         for action in self._actions:
             by_name.setdefault(action.dest, []).append(action)
@@ -202,22 +205,43 @@ _RANGES = {
     "per_device_train_batch_size": _Range(1, math.inf, "at least 1", "leave it out for 8"),
     "per_device_eval_batch_size": _Range(1, math.inf, "at least 1", "leave it out for 8"),
     "gradient_accumulation_steps": _Range(1, math.inf, "at least 1", "leave it out for 1"),
+    "eval_accumulation_steps": _Range(1, math.inf, "at least 1", "leave it out to gather all at the end"),
+    "eval_delay": _Range(0, math.inf, _AT_LEAST_0, "leave it out for no delay"),
+    "save_total_limit": _Range(1, math.inf, "at least 1", "leave it out to keep all, or use --save_strategy no"),
     "seed": _Range(0, 2**32, "from 0 to 4294967295", "leave it out for 42"),
     "dataloader_num_workers": _Range(0, math.inf, "at least 0", "leave it out to load in the main process"),
 }
 """Numbers that transformers takes as they are, and that training fails with, or is none with."""
 
 
-def check_numbers(args: TrainingArguments) -> None:
-    """Raise ValueError for a number of the Trainer's arguments that no training can have."""
+LOGGED_SHARE = 0.02
+"""`logging_steps`, where neither it nor `logging_strategy` is given: a share of the steps."""
+
+
+def with_logs(given: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, with fifty logs of a run where nothing is said of them: short ones have a curve.
+
+    Evaluations, which transformers makes as often as logs, stay as often as they would have been.
+    """
+    if "logging_steps" in given or "logging_strategy" in given:
+        return given
+    evaluated = {"eval_steps": TrainingArguments.logging_steps} if given.get("eval_strategy") == "steps" else {}
+    return {**evaluated, **given, "logging_steps": LOGGED_SHARE}
+
+
+def check_numbers(given: dict[str, Any]) -> None:
+    """Raise ValueError for a number among the options that were given that no training can have."""
     for name, (least, below, rule, remedy) in _RANGES.items():
-        value = getattr(args, name)
-        if not least <= value < below:
-            raise ValueError(f"--{name} must be {rule} (got {value:g}); {remedy}")
-    if not args.max_grad_norm >= 0:  # which may be infinite: the norm is logged, and nothing is clipped
-        raise ValueError(f"--max_grad_norm must be at least 0 (got {args.max_grad_norm:g}); use 0 to clip nothing")
-    for what in ("logging", "eval", "save"):
-        steps, strategy = getattr(args, f"{what}_steps"), getattr(args, f"{what}_strategy")
+        if name in given and not least <= given[name] < below:
+            raise ValueError(f"--{name} must be {rule} (got {given[name]:g}); {remedy}")
+    max_steps = given.get("max_steps", -1)
+    if not (max_steps == -1 or max_steps >= 1):
+        raise ValueError(f"--max_steps must be at least 1, or -1 for none (got {max_steps}); leave it out for none")
+    norm = given.get("max_grad_norm", 1.0)
+    if not norm >= 0:  # which may be infinite: the norm is logged, and nothing is clipped
+        raise ValueError(f"--max_grad_norm must be at least 0 (got {norm:g}); use 0 to clip nothing")
+    for what, default in (("logging", "steps"), ("eval", "no"), ("save", "steps")):
+        steps, strategy = given.get(f"{what}_steps", 1), given.get(f"{what}_strategy", default)
         if strategy == "steps" and not 0 < steps < math.inf:
             raise ValueError(
                 f"--{what}_steps must be above 0 (got {steps:g}); give a number of steps, a share of them below 1, or "
@@ -251,7 +275,8 @@ def check_data_options(data_args: DataOptions, training_args: TrainingArguments)
                     f"--{name} is for own data (got --task_name {data_args.task_name}, of which it is known); drop it"
                 )
     elif data_args.dataset_name is None:
-        check_files(data_args, training_args)
+        wanted = [data_args.label_column or LABEL, *(data_args.text_columns or ())]
+        check_files(data_args.files, training_args, wanted)
 
 
 def check_task(name: str) -> None:
@@ -265,55 +290,12 @@ def check_task(name: str) -> None:
         )
 
 
-def check_files(data_args: DataOptions, training_args: TrainingArguments) -> None:
-    """Raise ValueError unless the files that are needed are named, are there, and are of one kind."""
-    files = data_args.files
-    if "train_file" not in files:
-        raise ValueError(
-            "own files need --train_file, whose labels say which classes there are (got none); add --train_file FILE"
-        )
-    if training_args.do_eval and "validation_file" not in files:
-        raise ValueError("--do_eval needs --validation_file (got none); add --validation_file FILE")
-    if training_args.do_predict and "test_file" not in files:
-        raise ValueError("--do_predict needs --test_file (got none); add --test_file FILE")
-    if "test_file" in files and not training_args.do_predict:
-        raise ValueError(
-            f"--test_file is for --do_predict (got --test_file {files['test_file']} without it); add --do_predict"
-        )
-    for file in files.values():
-        if Path(file).suffix.lower() not in (".csv", ".json"):
-            raise ValueError(
-                f"data files must end in .csv or .json (got {file}); convert it, or rename it if it is one"
-            )
-        if not Path(file).is_file():
-            raise ValueError(f"data files must exist (there is no file {file}); check the path")
-        if Path(file).stat().st_size == 0:
-            raise ValueError(f"data files must have rows (got the empty file {file}); check how it was written")
-        check_separator(file)
-    if len({Path(file).suffix.lower() for file in files.values()}) > 1:
-        raise ValueError(
-            f"{', '.join(f'--{name}' for name in files)} must have the same extension (got "
-            f"{', '.join(files.values())}); convert those that differ"
-        )
-
-
-def check_separator(file: str) -> None:
-    """Raise ValueError for a csv file whose first line says that something else than commas is between its columns."""
-    if Path(file).suffix.lower() != ".csv":
-        return
-    with open(file, encoding="utf-8-sig", errors="replace") as opened:
-        first = opened.readline(10_000).rstrip("\r\n")
-    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
-        if separator in first and "," not in first:
-            raise ValueError(
-                f"columns of a csv file must be separated by commas (got {name} in {file}, whose first line is "
-                f"{first[:60]!r}); save it with commas, as with pandas: read_csv({file!r}, sep={separator!r})"
-                f".to_csv('{Path(file).stem}_commas.csv', index=False)"
-            )
-
-
 def check_script_options(given: dict[str, Any]) -> None:
     """Raise ValueError for options that cannot be honoured together; warn of those without effect."""
+    if not str(given.get("output_dir", "out")).strip():
+        raise ValueError(
+            f"--output_dir must be a folder (got {given['output_dir']!r}); name one, such as --output_dir output"
+        )
     trainer = given.get("trainer", "l2l")
     if not isinstance(trainer, str) or trainer not in NAMES:
         raise ValueError(f"--trainer must be one of {', '.join(NAMES)} (got {trainer}); leave it out for l2l")

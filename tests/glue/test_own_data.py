@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import transformers as hf
 
 import run_glue_l2l
 from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refused, results, trainer_of, write
+from hf_l2l.glue.data import assembled
 from hf_l2l.glue.own_data.columns import parsed_columns, text_columns_of
+from hf_l2l.glue.own_data.files import check_separator
 
 pytestmark = [pytest.mark.usefixtures("datasets_cache"), needs_datasets]
 
@@ -44,6 +48,27 @@ def test_columns_are_chosen(tiny_model: str, tmp_path: Path, extension: str) -> 
     lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
     assert len(lines) == 1 + len(unlabelled)
     assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
+
+
+def test_a_column_called_label_is_a_text_while_another_one_has_the_labels() -> None:
+    from datasets import Dataset
+
+    where: Any = SimpleNamespace(label_column="verdict", text_columns=["label", "note"], is_regression=None)
+    rows = {"label": ["good", "bad"], "verdict": [1, 0], "note": ["a", "b"]}
+    test = {"label": ["fine"], "note": ["c"]}
+    parts = {"train": Dataset.from_dict(rows), "test": Dataset.from_dict(test)}
+    data = assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
+    assert [data.train[name][:] for name in (*data.text_columns, "label")] == [["good", "bad"], ["a", "b"], [1, 0]]
+    assert [data.test[""][name][:] for name in data.text_columns] == [["fine"], ["c"]]
+    where.text_columns = None
+    assert assembled({"train": parts["train"]}, {"train": "t.csv"}, where).text_columns == ("note",)
+    where.text_columns = ["label"]
+    for texts, said in (([1, 0], "column 'label' must hold text"), ([None, "a"], "column 'label' must have text")):
+        with pytest.raises(ValueError, match=said):
+            assembled({"train": Dataset.from_dict({**rows, "label": texts})}, {"train": "t.csv"}, where)
+    parts["test"] = parts["test"].remove_columns("label")
+    with pytest.raises(ValueError, match=r"p.csv must have the text column 'label' .* columns are 'note'\)"):
+        assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
 
 
 @pytest.mark.parametrize("columns", ["question,answer", ["question", "answer"]])
@@ -172,7 +197,8 @@ def test_a_few_whole_decimal_numbers_are_classes(
         pytest.param(ROWS, True, True, None, id="of whole numbers"),
         pytest.param(SCORED, None, True, LEFT, id="scores"),
         pytest.param(labelled(*map(float, range(21))), None, True, LEFT, id="many"),
-        pytest.param(labelled(-1.0, 1.0), None, True, LEFT, id="negative"),
+        pytest.param(labelled(-1.0, 0.5), None, True, LEFT, id="negative"),
+        pytest.param(labelled(-1.0, 1.0), True, True, None, id="negative whole numbers"),
         pytest.param(SCORED, False, False, None, id="scores as classes"),
         pytest.param(ROWS, None, False, None, id="whole numbers"),
         pytest.param(ROWS, False, False, None, id="whole numbers as asked for"),
@@ -198,6 +224,12 @@ def test_what_is_a_regression(
     assert label == (rows[0]["label"] if is_regression else 0)
 
 
+NEGATIVE = (
+    "labels of classes must not be negative, which stands for a row without one (got -1, 1 in FILE); drop the rows "
+    "without one, or renumber the classes from 0 (-1 as 0, 1 as 1)"
+)
+
+
 @pytest.mark.parametrize(
     ("rows", "is_regression", "said"),
     [
@@ -207,16 +239,14 @@ def test_what_is_a_regression(
             "--is_regression true needs labels that are numbers (got 'negative' in row 1 of FILE); leave it out to "
             "have classes",
         ),
-        (
-            labelled(-1.0, 1.0),
-            False,
-            "labels must not be negative, which stands for a row without one (got -1 in FILE); drop the rows, or "
-            "renumber the classes",
-        ),
+        (labelled(-1.0, 1.0), False, NEGATIVE),
+        (labelled(-1, 1), False, NEGATIVE),
+        (labelled(-1.0, 1.0), None, f"{NEGATIVE}, or add --is_regression true if they are numbers to come near to"),
+        (labelled(-1, 1), None, f"{NEGATIVE}, or add --is_regression true if they are numbers to come near to"),
     ],
 )
 def test_a_choice_that_labels_do_not_allow_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Row], is_regression: bool, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Row], is_regression: bool | None, said: str
 ) -> None:
     file = write(tmp_path / "train.csv", rows)
     argv = command("model", tmp_path, train_file=file, do_eval=False, is_regression=is_regression)
@@ -263,6 +293,28 @@ def test_a_slip_in_a_validation_file_is_named(tmp_path: Path, capsys: pytest.Cap
         f"labels must be among the classes, which are 'Neg', 'Pos' (got 'Neg ' in {tmp_path / 'dev.csv'}); drop the "
         "row or correct it to 'Neg', or add training rows of that class"
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted", "name"),
+    [
+        ("review;a, b;verdict", (), "semicolons"),  # more of them than commas
+        ("review, or text;verdict", ("verdict",), "semicolons"),  # as many, but a column is there with them only
+        ("review\ta, b\tverdict", ("other",), "tabs"),
+        ("a;b;c,label", ("label",), None),
+        ('"a;b;c",note', ("label",), None),
+        ("a;b,c;d,e", (), None),
+    ],
+)
+def test_columns_that_are_wanted_and_counts_tell_the_separator(
+    tmp_path: Path, first: str, wanted: tuple[str, ...], name: str | None
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{first}\n", encoding="utf-8")
+    if name is None:
+        return check_separator(str(file), wanted)
+    with pytest.raises(ValueError, match=rf"\(got {name} in .*rows.csv, whose first line is '{first[:6]}"):
+        check_separator(str(file), wanted)
 
 
 @pytest.mark.parametrize(

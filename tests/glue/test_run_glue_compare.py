@@ -103,7 +103,7 @@ def test_both_trainers_run_and_are_compared(
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_f1", "eval_matthews_correlation"):
         assert row(document, name)["difference"] == 0
     speed = row(document, "train_samples_per_second")
-    assert speed["hf"] > 0 and speed["l2l"] > 0 and speed["ratio"] is None
+    assert (speed["hf"], speed["l2l"], speed["ratio"]) == (None, None, None)  # of a simulated device
     assert len(document["notes"]) == 1
     device, host = row(document, "train_device_bytes"), row(document, "train_host_bytes")
     assert 0 < device["l2l"] < device["hf"]
@@ -111,8 +111,10 @@ def test_both_trainers_run_and_are_compared(
     for side in ("hf", "l2l"):
         assert (out / side / "model.safetensors").is_file()
         assert json.loads((out / f"{side}.json").read_text())["trainer"] == side
-    shown = capfd.readouterr().out
+    shown, said_by_runs = capfd.readouterr()
     assert "training loss: the same, to the last bit, at 3 logged steps" in shown
+    assert "Layer-to-layer execution" in said_by_runs
+    assert "training is done" not in said_by_runs
 
     # What fits between the two runs of Trainer and L2LTrainer; and what lay in the folder is not taken for new.
     limit = f"{(device['l2l'] + device['hf']) // 2}B"

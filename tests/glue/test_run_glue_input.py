@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import run_glue_l2l
-from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refused, write
+from glue_script import NAMED, PAIRS, ROWS, SCORED, Row, command, needs_datasets, refused, trainer_of, write
 from hf_l2l import L2LTrainingArguments
 from hf_l2l.glue.options import Options
 from hf_l2l.glue.retired import NEEDLESS, REPLACED, SUCCESSORS, RetiredArguments
@@ -77,8 +77,9 @@ UNKNOWN = (
             "train.csv",
             labelled(-1, 1),
             ROWS,
-            "labels must not be negative, which stands for a row without one (got -1 in DIR/train.csv); drop the "
-            "rows, or renumber the classes",
+            "labels of classes must not be negative, which stands for a row without one (got -1, 1 in "
+            "DIR/train.csv); drop the rows without one, or renumber the classes from 0 (-1 as 0, 1 as 1), or "
+            "add --is_regression true if they are numbers to come near to",
             id="negative",
         ),
         pytest.param(
@@ -277,6 +278,9 @@ def test_bad_options_are_refused(
     assert refused(command("model", tmp_path, **options), capsys) == said
 
 
+KEPT = "must be at least 1 (got {}); leave it out to keep all, or use --save_strategy no"
+
+
 @pytest.mark.usefixtures("_no_model")
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -446,6 +450,29 @@ def test_bad_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
             "--save_steps must be above 0 (got 0); give a number of steps, a share of them below 1, or "
             "--save_strategy no",
         ),
+        (["--save_total_limit", "0"], f"--save_total_limit {KEPT.format(0)}"),
+        (["--save_total_limit", "-1"], f"--save_total_limit {KEPT.format(-1)}"),
+        (
+            ["--eval_accumulation_steps", "0"],
+            "--eval_accumulation_steps must be at least 1 (got 0); leave it out to gather all at the end",
+        ),
+        (
+            ["--eval_delay", "-1"],
+            "--eval_delay must be a finite number, at least 0 (got -1); leave it out for no delay",
+        ),
+        (["--max_steps", "0"], "--max_steps must be at least 1, or -1 for none (got 0); leave it out for none"),
+        (["--max_steps", "-2"], "--max_steps must be at least 1, or -1 for none (got -2); leave it out for none"),
+        (
+            ["--warmup_steps", "-1"],
+            "--warmup_steps must be a finite number, at least 0 (got -1); give a number of steps, or a share of them "
+            "below 1",
+        ),
+        (
+            ["--logging_steps", "0"],
+            "--logging_steps must be above 0 (got 0); give a number of steps, a share of them below 1, or "
+            "--logging_strategy no",
+        ),
+        (["--output_dir="], "--output_dir must be a folder (got ''); name one, such as --output_dir output"),
         (
             ["--warmup_ratio", "1.5"],
             "--warmup_ratio must be a share of the steps, at least 0 and below 1 (got 1.5); give --warmup_steps a "
@@ -579,6 +606,53 @@ def test_a_bad_options_file_is_refused(
 
 @needs_datasets
 @pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize(
+    ("argv", "logging", "evaluation"),
+    [
+        ([], ("steps", 0.02), ("no", None)),
+        (["--eval_strategy", "steps"], ("steps", 0.02), ("steps", 500)),  # not as often as logs
+        (["--eval_strategy", "steps", "--eval_steps", "7"], ("steps", 0.02), ("steps", 7)),
+        (["--eval_strategy", "steps", "--logging_steps", "5"], ("steps", 5), ("steps", 5)),
+        (["--logging_strategy", "steps"], ("steps", 500), ("no", None)),
+        (["--logging_strategy", "epoch"], ("epoch", 500), ("no", None)),
+    ],
+)
+def test_fifty_logs_are_made_of_a_run_unless_it_was_said_how_often(
+    tmp_path: Path, argv: list[str], logging: object, evaluation: object
+) -> None:
+    words = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False)
+    words += ["--validation_file", str(tmp_path / "t.csv")]
+    args = run_glue_l2l.parse_options([*words, *argv]).training
+    assert (args.logging_strategy, args.logging_steps) == logging
+    assert (args.eval_strategy, args.eval_steps) == evaluation
+
+
+@needs_datasets
+@pytest.mark.parametrize(("rows", "added", "least"), [(ROWS, 2, 3), (PAIRS, 3, 5)], ids=["text", "pair"])
+def test_a_length_without_room_for_text_is_refused_and_more_than_the_tokenizer_allows_is_said(
+    tiny_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    rows: list[Row],
+    added: int,
+    least: int,
+) -> None:
+    options = {"train_file": write(tmp_path / "t.csv", rows), "do_eval": False}
+    with pytest.raises(SystemExit):
+        run_glue_l2l.main(command(tiny_model, tmp_path, **options, max_seq_length=least - 1))
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        f"run_glue_l2l.py: --max_seq_length must be at least {least}: {added} tokens that the tokenizer adds, and one "
+    )
+    assert not (tmp_path / "out").exists()
+    trainer = trainer_of(command(tiny_model, tmp_path, **options, max_seq_length=least))
+    assert {len(ids) for ids in trainer.train_dataset["input_ids"]} == {least}
+    assert not any("max_seq_length" in each for each in caplog.messages)
+    trainer_of(command(tiny_model, tmp_path, **options, max_seq_length=40))
+    assert "--max_seq_length 40 is more than the tokenizer allows; using 32" in caplog.messages
+
+
 @pytest.mark.parametrize("source", ["task_name", "dataset_name"])
 def test_a_hub_out_of_reach_is_said_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str

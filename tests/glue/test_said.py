@@ -82,6 +82,7 @@ def test_help_says_values_and_defaults(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert entry("--ubatch_size").startswith("--ubatch_size N Rows of the device batch")
     assert entry("--stash").startswith("--stash {device,host,disk,auto} ")
     assert entry("--stash").endswith("Default: device.")
+    assert entry("--logging_steps").endswith("Default: 0.02.")  # that of the script
     assert entry("--l2l_spill_dir").startswith('--l2l_spill_dir FOLDER With --stash disk or "auto", ')
     assert entry("--l2l_state_window").startswith("--l2l_state_window N With --l2l_state_tier disk, ")
     assert entry("--model_name_or_path").endswith("Required.")
@@ -279,21 +280,23 @@ def test_a_finished_run_says_what_to_type_next_and_that_runs(
     has_pictures = importlib.util.find_spec("matplotlib") is not None
     assert named == ["all_results.json", "trainer_state.json", *(["training.png"] if has_pictures else [])]
     capsys.readouterr()
-    exec(f"{imported.strip()}\n{used.strip()}", {})
+    assert "truncation=True, max_length=16)" in used
+    exec(f"{imported.strip()}\n{used.strip().replace('a text', 'a film ' * 40)}", {})  # it is cut
     assert "'label':" in capsys.readouterr().out
     assert resumed.strip().startswith("the same command with more --num_train_epochs")
 
-    python, script, *words = shlex.split(evaluated)
-    assert (python, Path(script).resolve()) == ("python", Path(run_glue_l2l.__file__).resolve())
+    python, flag, module, *words = shlex.split(evaluated)
+    assert (python, flag, module) == ("python", "-m", "run_glue_l2l")  # the script is not below this folder
     assert "eval_accuracy" in run_glue_l2l.main(words)
-    run_glue_l2l.main(shlex.split(predicted)[2:])
+    run_glue_l2l.main(shlex.split(predicted)[3:])
     assert (tmp_path / out / "predictions" / "predict_results.txt").is_file()
     assert "max_seq_length 16" in evaluated
 
 
 def test_last_words_without_checkpoints_and_of_a_task() -> None:
     given: Row = {"task_name": "mrpc", "learning_rate": 1.0}
-    said = last_words("out", {"a.json": "the metrics", "picture.png": "memory"}, given, "run_glue_l2l.py", 1, False)
+    files = {"a.json": "the metrics", "picture.png": "memory"}
+    said = last_words("out", files, given, "run_glue_l2l.py", 1, False, 512)
     assert said.splitlines()[:3] == [
         "training is done: the model and its tokenizer are in out, with",
         "  a.json       the metrics",
@@ -306,6 +309,9 @@ def test_last_words_without_checkpoints_and_of_a_task() -> None:
         f"{start} --do_predict --output_dir out/predictions",
     ]
     assert said.splitlines()[-1].strip().startswith("no checkpoint was saved; with --save_strategy epoch")
+    assert ', truncation=True)("a text")' in said
+    said = last_words("out", {}, {**given, "max_seq_length": 600}, "run_glue_l2l.py", 1, False, 512)
+    assert ', truncation=True, max_length=512)("a text")' in said
 
 
 @needs_datasets
@@ -337,5 +343,7 @@ def test_an_evaluation_alone_has_no_last_words(
 def test_a_bad_option_of_the_trainer_is_refused_by_its_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False, warmup_steps=-1)
-    assert refused(argv, capsys) == "Got --warmup_steps = -1.0, Expected value --warmup_steps >= 0"
+    """In transformers' own words, where it is transformers that refuses it."""
+    file = write(tmp_path / "t.csv", ROWS)
+    argv = command("model", tmp_path, train_file=file, do_eval=False, lr_scheduler_type="reduce_lr_on_plateau")
+    assert refused(argv, capsys) == "--lr_scheduler_type reduce_lr_on_plateau requires an eval strategy"

@@ -166,6 +166,7 @@ SCRIPT = [
     _of_script("--do_train", "--train_file", "rows.csv", files={"rows.csv": "sentence;label\na;0\n"}),
     _of_script(*TRAIN, "--text_columns", "a,b,c"),
     _of_script(*TRAIN, "--learning_rate", "-1"),
+    _of_script(*TRAIN, "--max_steps", "0"),
     _of_script(*TRAIN, "--max_grad_norm", "-1"),
     _of_script(*TRAIN, "--eval_strategy", "steps", "--eval_steps", "-1"),
     Case(
@@ -179,6 +180,7 @@ SCRIPT = [
     _of_script(*TRAIN, "--resume_from_checkpoint", "nowhere"),
     Case("`--resume_from_checkpoint True`, where no checkpoint is whole", _no_whole_checkpoint),
     _of_script(*TRAIN, "--output_dir", "train.csv"),
+    _of_script(*TRAIN, "--output_dir="),
     _of_script("--evaluation_strategy", "no", "--eval_strategy", "no"),
     _of_script("--warmup_ratio", "2"),
     _of_script("--save_safetensors", "False"),

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 LABEL = "label"
 
+ASIDE = "label (not that of the labels)"
+"""What a column that is called `LABEL` becomes while another one has the labels: it may be a text."""
+
 TEXT_PAIRS = (
     ("sentence1", "sentence2"),
     ("question", "sentence"),
@@ -42,23 +45,26 @@ def parsed_columns(words: Sequence[str] | str | None) -> list[str] | None:
 
 
 def with_label(rows: Dataset, column: str | None, source: str, needed: bool) -> Dataset:
-    """The rows with their labels in the column `LABEL`, where a `column` was chosen for them.
+    """The rows with their labels in the column `LABEL`, where a `column` was chosen for them; another one that is
+    called so becomes `ASIDE`.
 
     Raises:
         ValueError: if it is `needed`, and not there.
     """
     if column is None or column == LABEL:
         return rows
-    if column not in rows.column_names:
-        if needed:
-            raise ValueError(
-                f"--label_column must be a column of each file with labels (got {column!r} for {source}, whose "
-                f"columns are {listed(rows.column_names)}); name one of them"
-            )
-        return rows
-    if LABEL in rows.column_names:  # another column, which was not chosen
-        rows = rows.remove_columns(LABEL)
-    return rows.rename_column(column, LABEL)
+    if needed and column not in rows.column_names:
+        raise ValueError(
+            f"--label_column must be a column of each file with labels (got {column!r} for {source}, whose "
+            f"columns are {listed(rows.column_names)}); name one of them"
+        )
+    names = {LABEL: ASIDE, column: LABEL}
+    return rows.rename_columns({name: new for name, new in names.items() if name in rows.column_names})
+
+
+def own_name(column: str, label: str | None = None) -> str:
+    """What a column is called in the file, in which that of the labels is called `label`; None for `LABEL`."""
+    return LABEL if column == ASIDE else label or LABEL if column == LABEL else column
 
 
 def text_columns_of(
@@ -74,7 +80,7 @@ def text_columns_of(
     """
     if asked is None:
         return find_text_columns(columns, source)
-    own = [label or LABEL if name == LABEL else name for name in columns]
+    own = [own_name(name, label) for name in columns]
     missing = [name for name in asked if name not in own]
     if missing:
         raise ValueError(
@@ -86,7 +92,7 @@ def text_columns_of(
             f"--text_columns must be other columns than that of the labels (got {label or LABEL!r}); name the one of "
             "the labels with --label_column"
         )
-    return tuple(asked)
+    return tuple(ASIDE if name == LABEL else name for name in asked)
 
 
 def find_text_columns(columns: list[str], file: str) -> tuple[str, ...]:
@@ -94,28 +100,29 @@ def find_text_columns(columns: list[str], file: str) -> tuple[str, ...]:
     for names in (*TEXT_PAIRS, *((name,) for name in TEXTS)):
         if all(name in columns for name in names):
             return names
-    others = tuple(name for name in columns if name != LABEL)
+    others = tuple(name for name in columns if name not in (LABEL, ASIDE))
     if not others:
         raise ValueError(f"{file} must have a column of text (got only {LABEL!r}); add one called 'sentence'")
     return others[:2]
 
 
-def check_texts(rows: Dataset, text_columns: tuple[str, ...], file: str) -> None:
-    """Raise ValueError unless each text column is there and has text in every row."""
+def check_texts(rows: Dataset, text_columns: tuple[str, ...], file: str, label: str | None = None) -> None:
+    """Raise ValueError unless each text column is there and has text in every row; `label` is as in `own_name`."""
     for column in text_columns:
+        name = own_name(column)
         if column not in rows.column_names:
             raise ValueError(
-                f"{file} must have the text column {column!r} of the training file (its columns are "
-                f"{listed(rows.column_names)}); rename the one it stands in"
+                f"{file} must have the text column {name!r} of the training file (its columns are "
+                f"{listed([own_name(each, label) for each in rows.column_names])}); rename the one it stands in"
             )
         for row, text in enumerate(rows[column][:], start=1):
             if text is None:
                 raise ValueError(
-                    f"column {column!r} must have text in every row (got none in row {row} of {file}; in csv, words "
+                    f"column {name!r} must have text in every row (got none in row {row} of {file}; in csv, words "
                     "like NA and null count as none); fill it in, or drop the row"
                 )
             if not isinstance(text, str):
                 raise ValueError(
-                    f"column {column!r} must hold text (got {text!r} in row {row} of {file}); name the columns with "
+                    f"column {name!r} must hold text (got {text!r} in row {row} of {file}); name the columns with "
                     "the text with --text_columns, or call them 'sentence', or 'sentence1' and 'sentence2'"
                 )

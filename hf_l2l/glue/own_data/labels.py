@@ -59,9 +59,11 @@ def find_classes(train: Dataset, file: str, is_regression: bool | None) -> list[
         )
     labels = sorted(counts)
     if not isinstance(labels[0], str) and labels[0] < 0:
+        new = ", ".join(f"{label} as {number}" for number, label in enumerate(labels[:3]))
         raise ValueError(
-            f"labels must not be negative, which stands for a row without one (got {labels[0]} in {file}); drop the "
-            "rows, or renumber the classes"
+            f"labels of classes must not be negative, which stands for a row without one (got {listed(labels)} in "
+            f"{file}); drop the rows without one, or renumber the classes from 0 ({new}{', ...' * (len(labels) > 3)})"
+            + ("" if is_regression is False else ", or add --is_regression true if they are numbers to come near to")
         )
     if len(labels) < 2:
         raise ValueError(
@@ -83,14 +85,16 @@ def check_numbers(labels: list[Any], file: str) -> None:
 
 
 def _are_classes(labels: list[float], file: str) -> bool:
-    """Whether decimal numbers are taken as classes, which is said."""
+    """Whether decimal numbers are taken as classes, which is said, but for classes that are refused."""
     different = sorted(set(labels))
-    if len(different) > MOST_WHOLE_CLASSES or different[0] < 0 or not all(label.is_integer() for label in different):
+    if len(different) > MOST_WHOLE_CLASSES or not all(label.is_integer() for label in different):
         logger.info(
             "the labels of %s are decimal numbers: it is a regression; --is_regression false takes them as classes",
             file,
         )
         return False
+    if different[0] < 0:
+        return True  # which is refused, as it is for -1 and 1
     logger.info(
         "the labels of %s are whole numbers, %s: taken as classes; --is_regression true makes it a regression",
         *(file, listed(different)),

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer
@@ -47,7 +48,7 @@ def show_sizes(trainer: Trainer) -> None:
 
 
 def last_words(
-    folder: str, files: Mapping[str, str], given: Mapping[str, Any], script: str, texts: int, saves: bool
+    folder: str, files: Mapping[str, str], given: Mapping[str, Any], script: str, texts: int, saves: bool, longest: int
 ) -> str:
     """What a finished training says: where its files are, and what to type to use, evaluate and go on.
 
@@ -58,13 +59,16 @@ def last_words(
         script: the path of the script.
         texts: of each row, one or two.
         saves: whether checkpoints were saved.
+        longest: the most tokens that the tokenizer allows.
     """
     width = max(map(len, files), default=0)
     lines = [f"training is done: the model and its tokenizer are in {folder}, with"]
     lines += [f"  {name:<{width}}  {what}" for name, what in files.items()]
     text = {1: '"a text"', 2: '{"text": "a text", "text_pair": "another"}'}[texts]
     lines += ["to use the model, in Python:", "  from transformers import pipeline"]
-    lines += [f'  print(pipeline("text-classification", model={json.dumps(folder)})({text}))']
+    cut = f", max_length={min(given['max_seq_length'], longest)}" if "max_seq_length" in given else ""
+    model = f"model={json.dumps(folder)}, truncation=True{cut}"
+    lines += [f'  print(pipeline("text-classification", {model})({text}))']
     own_files = {"train_file", "validation_file"} & given.keys()
     missing = {"validation_file": "dev.csv"} if own_files and "validation_file" not in given else {}
     evaluation = {"do_eval": True, **missing, "output_dir": os.path.join(folder, "evaluation")}
@@ -87,7 +91,8 @@ def last_words(
 def _command(script: str, folder: str, given: Mapping[str, Any], more: Mapping[str, Any]) -> str:
     """A command line of the script, for the model in `folder`, on the same data."""
     options = {"model_name_or_path": folder, **{name: given[name] for name in _KEPT if name in given}, **more}
-    words = ["python", os.path.relpath(script)]
+    path = os.path.relpath(script)
+    words = ["python", *(["-m", Path(script).stem] if Path(path).parts[0] == os.pardir else [path])]
     for name, value in options.items():
         words.append(f"--{name}")
         if name not in more or value is not True:
