@@ -214,6 +214,7 @@ def own() -> list[str]:
     updates = [row[1] for row in eps.rows("| case | ratio, median")]
     stands = [row[1] for row in saving.rows("| trainer | stands still")]
     killed = [row[2:4] for row in kills.rows("| killed | trainer") if row[1] == "`L2LTrainer`"]
+    ended = [str(sum(int(row[column]) for row in killed)) for column in (1, 0)]
     two = [row[3] for row in ranks.rows("| ranks | | processes") if row[0] == "4"]
     peaks = [row[2] for row in cmp.rows("| | host: bytes per parameter")][:2]
     [calls] = re.findall(r"^layer calls, over checkpointing +x 1.00 +x ([\d.]+)", times.text, re.MULTILINE)[:1]
@@ -228,14 +229,10 @@ def own() -> list[str]:
             ("Python of the layer calls over that of checkpointing, layers of no size", calls, times.link),
             (
                 "the update of BERT-large, layer by layer over flat AdamW; with clipping and copies",
-                f"{updates[0]}; {updates[1]}",
+                "; ".join(updates),
                 eps.link,
             ),
-            (
-                "peak of the device, four layers of BERT-large's width: fp32; `cmp`",
-                f"{peaks[0]}; {peaks[1]}",
-                cmp.link,
-            ),
+            ("peak of the device, four layers of BERT-large's width: fp32; `cmp`", "; ".join(peaks), cmp.link),
             (
                 "host memory of 4 processes beyond their start: one EPS for all; DistributedDataParallel, MiB",
                 f"{two[0]}; {two[1]}",
@@ -246,11 +243,7 @@ def own() -> list[str]:
                 "; ".join(stands),
                 saving.link,
             ),
-            (
-                "trainings killed while they save, resumed without help",
-                f"{sum(int(row[1]) for row in killed)} of {sum(int(row[0]) for row in killed)}",
-                kills.link,
-            ),
+            ("trainings killed while they save, resumed without help", " of ".join(ended), kills.link),
         ],
     )
 
