@@ -111,6 +111,7 @@ def load_hub_dataset(name: str, where: DataOptions, hub: HubOptions, training_ar
 
 def load_from_hub(name: str, config: str | None, hub: HubOptions) -> Any:
     """All splits of a data set of the Hub, from the cache where it was downloaded before."""
+    glue()  # says what is missing
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 

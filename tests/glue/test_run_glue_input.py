@@ -653,6 +653,7 @@ def test_a_length_without_room_for_text_is_refused_and_more_than_the_tokenizer_a
     assert "--max_seq_length 40 is more than the tokenizer allows; using 32" in caplog.messages
 
 
+@needs_datasets
 @pytest.mark.parametrize("source", ["task_name", "dataset_name"])
 def test_a_hub_out_of_reach_is_said_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
