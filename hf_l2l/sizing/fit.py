@@ -88,8 +88,9 @@ def fits(
     settings = {name: {**each, "cmp": each["cmp"] and (config.cmp or sixteen)} for name, each in chosen.items()}
     settings[ON_DISK] = {**settings[list(SETTINGS)[-1]], "state_tier": "disk"}
     known: dict[str | None, _Planned] = {}
-    own = next(iter(settings.values()))
-    if plan is not None and figures is not None and all(getattr(config, key) == own[key] for key in own):
+    first = next(iter(settings.values()))
+    # The plan that was made is that of the first setting, if the user has set nothing else in its options.
+    if plan is not None and figures is not None and all(getattr(config, key) == first[key] for key in first):
         known[config.cmp] = _Planned(run, plan, rates_of(figures, run, config, measures=False))
     found: dict[str, Fit] = {}
     for name, options in settings.items():
