@@ -169,7 +169,7 @@ def accuracy() -> list[str]:
         [seeds] = re.findall(r"the mean of (\d+ seeds?),", " ".join(found.text.split()))
         ours = [
             f"Ours: a BERT of 22.7 million parameters, a part of each task, on the CPU; the mean of {seeds}, and",
-            f"the lowest and the highest of them ({found.link}).",
+            f"the lowest and the highest of them ({found.link}). Dropout is on, drawn in another order by each.",
             *table(("ours", *published.TASKS), found.rows("| method | qnli")),
             f"![Validation curves of the six tasks by method](../benchmarks/results/{picture})",
             "",
