@@ -267,7 +267,8 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
             if self._logs_times:
                 eps.timeline.watch()
             self._tokens.restart()  # drop those of an interrupted training
-            logger.info(self.l2l_summary())
+            if logger.isEnabledFor(logging.INFO):  # it takes a step of the optimizer for each shape
+                logger.info(self.l2l_summary())
         return prepared
 
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -391,9 +392,7 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
 
 class L2LTrainer(L2LTrainerMixin, Trainer):  # type: ignore[misc]  # transformers ships no types
     """Takes the arguments of `Trainer`; `args` may be `L2LTrainingArguments` or plain `TrainingArguments`.
-
-    All that it adds is described at `L2LTrainerMixin`.
-    """
+    `L2LTrainerMixin` describes all that it adds."""
 
     @functools.wraps(Trainer.__init__)  # type: ignore[misc]  # transformers ships no types
     def __init__(self, *args: Any, **kwargs: Any) -> None:

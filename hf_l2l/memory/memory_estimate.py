@@ -35,6 +35,9 @@ SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 MOMENTS_ASSUMED = 2
 """Moments per parameter if an optimizer's state cannot be derived from shapes: those of Adam."""
 
+MomentSizes = dict[tuple[int, torch.Size, torch.dtype], int]
+"""Bytes of the state of a parameter of an optimizer, by the number of its group, its shape and its dtype."""
+
 SAVED_LAYERS = 2
 """How many layers are copied at most while a checkpoint is written in the background."""
 
@@ -130,7 +133,8 @@ def estimate(
     copied = [size for layer, size in weights.items() if places[layer].keeps_copy]
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
-    state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype)
+    sizes: MomentSizes = {}  # the same for all parts
+    state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype, known=sizes)
     parts = state_parts(model, on_host, layers, state)
     traffic = _traffic(config, device, precision, parts)
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
@@ -183,10 +187,11 @@ def _moments(
     of: Collection[torch.Tensor],
     optimizer: torch.optim.Optimizer | None,
     dtype: MomentDtype = "fp32",
+    known: MomentSizes | None = None,
 ) -> int:
     """Bytes of the optimizer's state `of` these parameters; without one, of two moments per trainable parameter."""
     if optimizer is not None:
-        return moment_bytes(optimizer, dtype, of)
+        return moment_bytes(optimizer, dtype, of, known)
     assumed = MOMENTS_ASSUMED * tensor_bytes(master for p, master in masters.items() if p in of and p.requires_grad)
     return assumed // 2 if dtype == "bf16" else assumed
 
@@ -198,24 +203,27 @@ def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
 
 
 def moment_bytes(
-    optimizer: torch.optim.Optimizer, dtype: MomentDtype = "fp32", of: Container[torch.Tensor] | None = None
+    optimizer: torch.optim.Optimizer,
+    dtype: MomentDtype = "fp32",
+    of: Container[torch.Tensor] | None = None,
+    known: MomentSizes | None = None,
 ) -> int:
     """Bytes of the optimizer's state `of` these parameters (None: all), kept in `dtype`, once all have been updated.
 
     A copy of the optimizer takes one step on the meta device, for one parameter of each shape. If that raises before
-    there is a state, the size of Adam's state is assumed.
+    there is a state, the size of Adam's state is assumed. Calls for parts of the same model share what is `known`.
     """
     optimizer = unwrapped(optimizer)
+    known = {} if known is None else known
     total = 0
-    for group in optimizer.param_groups:
-        per_shape: dict[tuple[torch.Size, torch.dtype], int] = {}
+    for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if not p.requires_grad or (of is not None and p not in of):
                 continue
-            key = p.shape, p.dtype
-            if key not in per_shape:
-                per_shape[key] = _state_bytes(optimizer, group, p, dtype)
-            total += per_shape[key]
+            key = number, p.shape, p.dtype
+            if key not in known:
+                known[key] = _state_bytes(optimizer, group, p, dtype)
+            total += known[key]
     return total
 
 

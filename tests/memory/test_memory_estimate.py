@@ -26,6 +26,7 @@ from hf_l2l.memory.memory_estimate import (
     estimate,
     moment_bytes,
 )
+from hf_l2l.optim.layerwise_check import state_after_one_step
 from hf_l2l.report import summary as summaries
 from hf_l2l.report.summary import summary
 from hf_l2l.runtime.flat_memory import Pages, Room
@@ -141,6 +142,23 @@ def test_moments_by_hand():
     assert moment_bytes(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) == 4 * numbers
     by_row_and_column = sum(sum(p.shape) if p.dim() == 2 else p.numel() for p in parameters)
     assert moment_bytes(OPTIMIZERS["adafactor"](parameters)) == 4 * by_row_and_column + 4 * tensors  # and a scale
+
+
+def test_an_estimate_tries_each_shape_of_a_group_once(monkeypatch):
+    """All layers have the same shapes, and groups may have other options."""
+    model, tried = small_bert(), []
+
+    def noted(optimizer, group, parameter):
+        tried.append((group["weight_decay"], parameter.shape))
+        return state_after_one_step(optimizer, group, parameter)
+
+    monkeypatch.setattr(memory_estimate, "state_after_one_step", noted)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    estimate(model, optimizer=torch.optim.AdamW(groups))
+    expected = {(group["weight_decay"], p.shape) for group in groups for p in group["params"]}
+    assert len(tried) == len(expected) and {*tried} == expected
 
 
 def test_a_patched_step_is_not_called():
