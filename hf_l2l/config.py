@@ -306,9 +306,8 @@ class L2LConfig(OptionNames):
             object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
 
     def _check_loss_scale(self) -> None:
-        defaults = {f.name: f.default for f in fields(self)}
         for name, (low, high, rule) in _LOSS_SCALE.items():
-            value, usual = getattr(self, name), defaults[name]
+            value, usual = getattr(self, name), getattr(L2LConfig, name)  # of the class: the default
             whole = name == "loss_scale_interval"
             if not (is_whole_number(value) or (isinstance(value, float) and not whole)):
                 kind = "a whole number" if whole else "a number"

@@ -133,8 +133,7 @@ def estimate(
     copied = [size for layer, size in weights.items() if places[layer].keeps_copy]
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
-    sizes: MomentSizes = {}  # the same for all parts
-    state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype, known=sizes)
+    state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype, known={})
     parts = state_parts(model, on_host, layers, state)
     traffic = _traffic(config, device, precision, parts)
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.

@@ -102,8 +102,7 @@ class BudgetError(ValueError):
 
 def _is_set(run: RunShapes, name: str) -> bool:
     """Whether the user has set an option: it binds the plan."""
-    default = next(each.default for each in fields(L2LConfig) if each.name == name)
-    return name in run.given or bool(getattr(run.config, name) != default)
+    return name in run.given or bool(getattr(run.config, name) != getattr(L2LConfig, name))  # of the class: defaults
 
 
 def _least(run: RunShapes) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def check_floor(run: RunShapes, budget: int) -> list[L2LConfig]:
 def _remedy(run: RunShapes, budget: int, smallest: int) -> str:
     """What to do about a budget that is below the `smallest` that can be met."""
     bound = [name for name in CHOSEN if _is_set(run, name) and name not in run.given]
-    defaults: dict[str, Any] = {each.name: each.default for each in fields(L2LConfig) if each.name in bound}
+    defaults: dict[str, Any] = {name: getattr(L2LConfig, name) for name in bound}
     floor = replace(run.config, **defaults | _FLOOR)
     if bound and needed(run, floor) <= budget:
         return f"do not bind the choice: {with_options(dict.fromkeys(bound))}"
@@ -283,6 +282,8 @@ class _Search:
         """The time of a step with given options."""
         self.needed = cache(partial(needed, run))
         """The bytes of the budget that it needs."""
+        self.changed = cache(replace)
+        """`dataclasses.replace`, which checks all options each time."""
 
     def best(self, config: L2LConfig, kinds: Collection[str] = _KINDS) -> tuple[StepTime, int, L2LConfig]:
         """The time, the bytes, and the options after all choices among `kinds` that are worth it."""
@@ -313,12 +314,12 @@ class _Search:
             yield each
             streamed = self.count - each.resident_layers
             if keeps_all and each.resident != "all" and each.kept_weights < streamed:
-                yield replace(each, kept_weights=streamed)
+                yield self.changed(each, kept_weights=streamed)
 
     def _single_moves(self, config: L2LConfig, kinds: Collection[str], at_once: int) -> Iterator[L2LConfig]:
         kinds = kinds if self.apart else set(kinds) - {"resident", "resident_layers"}
         if "resident" in kinds and config.resident == "none" and not _is_set(self.run, "resident"):
-            yield replace(config, resident="shell")
+            yield self.changed(config, resident="shell")
         keeps = config.kept_weights if _is_set(self.run, "kept_weights") else 0
         most_of = {
             "resident_layers": self.count - keeps,
@@ -335,7 +336,7 @@ class _Search:
                     more = {name: count}
                     if name == "resident_layers":
                         more["kept_weights"] = min(config.kept_weights, self.count - count)
-                    yield replace(config, **more)
+                    yield self.changed(config, **more)
 
 
 def time_of(run: RunShapes, config: L2LConfig, rates: Rates, *, batches: int = 1) -> StepTime:
