@@ -94,6 +94,7 @@ def test_a_slower_network_takes_longer(capsys):
     assert slow["plans"][0]["seconds"] > fast["plans"][0]["seconds"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["figures.png", "figures.svg", "figures.pdf"])
 def test_figures_are_drawn_and_the_model_is_marked(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -108,6 +109,7 @@ def test_a_picture_needs_matplotlib(monkeypatch, capsys):
     assert "--plot needs the package matplotlib (got 'a.png'" in refused(capsys, "plan", "X32", "--plot", "a.png")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("file", ["nowhere/a.png", "a.xyz"])
 def test_a_picture_that_cannot_be_written(file, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")

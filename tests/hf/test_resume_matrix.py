@@ -204,7 +204,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("first", "then"), combined(range(len(OTHERS)), range(len(OTHERS)), one_in=5))
 def test_with_other_options(tmp_path, first, then):
     same = {"max_grad_norm": 0.0}

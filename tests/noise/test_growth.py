@@ -134,7 +134,7 @@ def test_batches_grow_with_what_is_measured(tmp_path):
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("at", [2, 4, 5, 7, 8, 12])
 @pytest.mark.parametrize("restores", [False, True])
 def test_it_is_resumed_exactly(tmp_path, critical, at, restores):
@@ -249,7 +249,7 @@ def test_a_rule_that_is_none_is_refused():
         L2LBatchGrowth(8, "half")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("at", range(1, 13))
 def test_what_other_callbacks_save_is_resumed_exactly(tmp_path, critical, at):
     """As transformers saves when a job is about to end (`enable_jit_checkpoint`): in its own `on_step_end`."""
@@ -298,6 +298,7 @@ def test_what_an_earlier_training_left_is_forgotten(tmp_path, critical):
     assert once == 8 and len(watch.steps) - steps == 6 and watch.steps[steps] == 1  # 2 steps before, and 9 batches
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("at", [10, 11, 12])
 def test_it_is_added_at_the_end_of_an_epoch(tmp_path, critical, at):
     grown(tmp_path, None, **SAVED, num_train_epochs=2)[0].train()
@@ -307,15 +308,15 @@ def test_it_is_added_at_the_end_of_an_epoch(tmp_path, critical, at):
 
 
 def test_it_looks_once_enough_steps_are_measured(tmp_path, critical, monkeypatch):
-    """At every 16th step, and after each doubling anew. A wish for a larger batch ends with the reason for it."""
-    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 16)
-    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 50)
+    """At every 8th step, and after each doubling anew. A wish for a larger batch ends with the reason for it."""
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 8)
+    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 20)
     critical.update({1: 1000.0})
-    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), num_train_epochs=20, logging_strategy="no")
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), num_train_epochs=8, logging_strategy="no")
     train(made)
-    assert watch.steps.index(2) == 65  # the look after step 64
-    # 50 more after the 64 that had been measured: the look at step 128.
-    assert watch.steps.index(4) >= 128
+    assert watch.steps.index(2) == 26  # after the look of step 24, once the batches of the epoch are even
+    # 20 more after the 24 that had been measured: the look at step 48.
+    assert watch.steps.index(4) >= 48
     growth = next(each for each in made.callback_handler.callbacks if isinstance(each, L2LBatchGrowth))
     growth.look(made.args, made.state, 1e9, 10**6)
     assert not growth.wants_more  # the bound

@@ -83,6 +83,7 @@ def assert_measured(found: hf.Trainer, expected: list[NoiseScale]) -> None:
             assert mine == (None if theirs is None else pytest.approx(theirs, rel=1e-2))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
 def test_a_mean_loss_against_plain_torch(tmp_path, accumulated, update):
@@ -109,6 +110,7 @@ def test_a_mean_loss_against_plain_torch(tmp_path, accumulated, update):
     assert_measured(mine, of_undivided(scales, accumulated))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("merge", ["auto", "off"])
 @pytest.mark.parametrize("ubatch", [None, 1], ids=["batches", "rows"])
 def test_a_sum_over_tokens_against_plain_torch(tmp_path, merge, ubatch):
@@ -134,6 +136,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 def test_measuring_changes_no_bit(tmp_path, options):
     """Of weights, state, logs and random numbers: dropout draws in each step."""
@@ -194,6 +197,7 @@ def test_a_first_loss_that_is_not_finite_is_not_taken_for_one_that_couples_rows(
 SAVED = {"save_strategy": "steps", "save_steps": 2, "ubatch_size": 2, "max_steps": 6, "l2l_log_times": False, **ON}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("restores", [False, True])
 def test_it_is_resumed(tmp_path, restores):
     options = {**SAVED, "restore_callback_states_from_checkpoint": restores, "l2l_noise_scale_every": "2"}

@@ -97,6 +97,7 @@ JOURNALS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", JOURNALS)
 @pytest.mark.parametrize("name", ["_l2l-saving-checkpoint-9-abcdefgh", "_l2l-removing-checkpoint-9-0123abcd"])
 def test_what_an_interrupted_save_has_left_leads_nowhere(folder, tmp_path, how, name):

@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     "mode", ["deferred", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eager", "serial"))]
 )

@@ -75,7 +75,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_bits_are_those_of_state_in_memory(kind, mode, tmp_path):
@@ -85,6 +85,7 @@ def test_the_bits_are_those_of_state_in_memory(kind, mode, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -200,6 +201,7 @@ def passed_per_step(model: nn.Module, eps: Any, optimizer: torch.optim.Optimizer
     return tuple((now - then) / count for then, now in zip(before, after, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("frozen", ["embeddings", "layers", "base"])
 def test_frozen_parameters_are_read_and_not_written(tmp_path, frozen):
     def trains(name: str) -> bool:

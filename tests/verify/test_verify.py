@@ -61,7 +61,7 @@ def check(family: Family) -> None:
     assert report.status == ("refused" if family.refused else "green"), line(report)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("name", combined(QUICK, one_in=2))
 def test_quick_families(name):
     check(FAMILIES[name])
