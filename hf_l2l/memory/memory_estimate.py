@@ -35,8 +35,8 @@ SKIP_VARIABLE = "HF_L2L_SKIP_MEMORY_CHECK"
 MOMENTS_ASSUMED = 2
 """Moments per parameter if an optimizer's state cannot be derived from shapes: those of Adam."""
 
-MomentSizes = dict[tuple[int, torch.Size, torch.dtype], int]
-"""Bytes of the state of a parameter of an optimizer, by the number of its group, its shape and its dtype."""
+MomentSizes = dict[tuple[int, torch.Size, torch.dtype, MomentDtype], int]
+"""Bytes of the state of a parameter of one optimizer, by its group's number, shape, dtype, and the moments' dtype."""
 
 SAVED_LAYERS = 2
 """How many layers are copied at most while a checkpoint is written in the background."""
@@ -133,7 +133,8 @@ def estimate(
     copied = [size for layer, size in weights.items() if places[layer].keeps_copy]
     in_turn = [size for layer, size in weights.items() if not places[layer].keeps_weights]
     gradients = [Layout(masters[p] for p in layer.parameters() if p.requires_grad).num_bytes for layer in streamed]
-    state = partial(_moments, masters, optimizer=optimizer, dtype=config.moment_dtype, known={})
+    moments = partial(_moments, masters, optimizer=optimizer, known={})
+    state = partial(moments, dtype=config.moment_dtype)
     parts = state_parts(model, on_host, layers, state)
     traffic = _traffic(config, device, precision, parts)
     # Where nothing is rounded, what layers compute with is the master itself, and its gradient that of the master.
@@ -146,8 +147,8 @@ def estimate(
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
         + tensor_bytes(shell_buffers)
         + _with_gradients(masters, rounded)
-        + _moments(masters, resident - in_layers, optimizer),
-        resident=_with_gradients(masters, in_layers) + _moments(masters, in_layers, optimizer) + sum(copied),
+        + moments(resident - in_layers),
+        resident=_with_gradients(masters, in_layers) + moments(in_layers) + sum(copied),
         slots=2 * max(in_turn, default=0) + config.gradient_slots * max(gradients, default=0),
         copies=tensor_bytes(short),
         on_disk=tensor_bytes([*on_host.values(), *packed]) + state(on_host) if traffic.window else 0,
@@ -210,7 +211,7 @@ def moment_bytes(
     """Bytes of the optimizer's state `of` these parameters (None: all), kept in `dtype`, once all have been updated.
 
     A copy of the optimizer takes one step on the meta device, for one parameter of each shape. If that raises before
-    there is a state, the size of Adam's state is assumed. Calls for parts of the same model share what is `known`.
+    there is a state, the size of Adam's state is assumed. Calls for the same optimizer share what is `known`.
     """
     optimizer = unwrapped(optimizer)
     known = {} if known is None else known
@@ -219,7 +220,7 @@ def moment_bytes(
         for p in group["params"]:
             if not p.requires_grad or (of is not None and p not in of):
                 continue
-            key = number, p.shape, p.dtype
+            key = number, p.shape, p.dtype, dtype
             if key not in known:
                 known[key] = _state_bytes(optimizer, group, p, dtype)
             total += known[key]

@@ -102,7 +102,7 @@ class BudgetError(ValueError):
 
 def _is_set(run: RunShapes, name: str) -> bool:
     """Whether the user has set an option: it binds the plan."""
-    return name in run.given or bool(getattr(run.config, name) != getattr(L2LConfig, name))  # of the class: defaults
+    return name in run.given or bool(getattr(run.config, name) != getattr(L2LConfig, name))  # the default
 
 
 def _least(run: RunShapes) -> dict[str, Any]:

@@ -109,7 +109,6 @@ def test_a_picture_needs_matplotlib(monkeypatch, capsys):
     assert "--plot needs the package matplotlib (got 'a.png'" in refused(capsys, "plan", "X32", "--plot", "a.png")
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("file", ["nowhere/a.png", "a.xyz"])
 def test_a_picture_that_cannot_be_written(file, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")

@@ -145,19 +145,24 @@ def test_moments_by_hand():
 
 
 def test_an_estimate_tries_each_shape_of_a_group_once(monkeypatch):
-    """All layers have the same shapes, and groups may have other options."""
+    """Layers have the same shapes, and the groups they are in may have other state."""
     model, tried = small_bert(), []
 
     def noted(optimizer, group, parameter):
-        tried.append((group["weight_decay"], parameter.shape))
+        tried.append((group["momentum"], parameter.shape))
         return state_after_one_step(optimizer, group, parameter)
 
     monkeypatch.setattr(memory_estimate, "state_after_one_step", noted)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    estimate(model, optimizer=torch.optim.AdamW(groups))
-    expected = {(group["weight_decay"], p.shape) for group in groups for p in group["params"]}
+    later = list(model.bert.encoder.layer[1].parameters())
+    others = [p for p in model.parameters() if all(p is not each for each in later)]
+    groups = [{"params": others, "momentum": 0.0}, {"params": later, "momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    assert estimate(model, optimizer=optimizer).moments == 4 * LAYER
+    expected = {(group["momentum"], p.shape) for group in groups for p in group["params"]}
+    assert len(tried) == len(expected) and {*tried} == expected
+    tried.clear()
+    on_device = L2LConfig(device="cuda", resident="all")
+    assert estimate(model, on_device, optimizer, torch.device("cuda")).moments == 0
     assert len(tried) == len(expected) and {*tried} == expected
 
 

@@ -197,7 +197,6 @@ def test_a_first_loss_that_is_not_finite_is_not_taken_for_one_that_couples_rows(
 SAVED = {"save_strategy": "steps", "save_steps": 2, "ubatch_size": 2, "max_steps": 6, "l2l_log_times": False, **ON}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("restores", [False, True])
 def test_it_is_resumed(tmp_path, restores):
     options = {**SAVED, "restore_callback_states_from_checkpoint": restores, "l2l_noise_scale_every": "2"}

@@ -192,8 +192,7 @@ def test_sums_over_ranks_of_small_parameters_in_no_layer_are_in_the_plan():
     assert ranks.for_ranks > 3.5 * 4_004_000
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("apart", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_with_state_on_disk_not_all_weights_are_resident(apart):
     """Whatever the budget: masters on disk are those of the host."""
     run = run_of(state_tier="disk")

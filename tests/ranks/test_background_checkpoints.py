@@ -68,7 +68,6 @@ CASES = {
 QUICK = ("rows", "2 hosts")
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
@@ -105,7 +104,6 @@ def test_ranks_write_generations_beside_the_steps(pool, tmp_path, before, after,
     assert int(last.name.removeprefix("checkpoint-")) > int(left.name.removeprefix("checkpoint-"))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("errors", "steps"), [("stop", (4, 5)), ("warn", (6,))])
 @pytest.mark.parametrize("what", [pytest.param("generators", marks=pytest.mark.slow), "part", "values"])
 def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, steps, what):

@@ -80,7 +80,6 @@ def other_orders(kind: str, change: str) -> tuple[str, str]:
     return digest(*model.parameters()), found
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "change", "sim"),
     [
@@ -188,7 +187,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("what", "hosts"),
     [

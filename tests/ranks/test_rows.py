@@ -227,7 +227,6 @@ def changed(what: str) -> tuple[str, str]:
     return digest(*model.parameters()), found
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "what", ["replaced", "resized", *(pytest.param(w, marks=pytest.mark.slow) for w in ("frozen", "cleared", "later"))]
 )

@@ -159,7 +159,7 @@ def test_traces_of_ranks_have_one_time(pool, tmp_path):
     assert begins == others and min(first, of_other) >= 0.0
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("average", [True, False], ids=["tokens of all ranks", "tokens of each"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path, name, average):

@@ -57,7 +57,7 @@ def _interrupt() -> None:
     raise _Interrupted
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", combined(MODES, one_in=2))
 def test_generations_have_the_values_of_their_step(tmp_path, monkeypatch, name):
     """On a slow disk, while later updates are made."""

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,16 +312,17 @@ def test_a_second_training_has_the_same_plan(tmp_path):
 
 def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
     """To the bit, though the machine has become a faster one."""
-    whole = planned(tmp_path / "whole", "1500KiB", **SAVING)
+    made = partial(planned, budget="1500KiB", stash=L2LConfig.stash, l2l_gradient_slots=L2LConfig.gradient_slots)
+    whole = made(tmp_path / "whole", **SAVING)
     whole.train()
-    checkpoint = stopped_at_two(lambda folder, **options: planned(folder, "1500KiB", **options), tmp_path / "parts")
+    checkpoint = stopped_at_two(made, tmp_path / "parts")
     chosen = json.loads((Path(checkpoint) / PLAN_FILE).read_text())["chosen"]
     fast = HardwareFigures("sim", 2**23, 1e13, 1e13, 1e13, 1e13, 1e10, {1: 1e13}, {"fp32": 1e10}, True, 1e13)
     (tmp_path / "figures.json").write_text(fast.to_json())
-    fresh = planned(tmp_path / "fresh", "1500KiB", **{**SAVING, "max_steps": 1})
+    fresh = made(tmp_path / "fresh", **{**SAVING, "max_steps": 1})
     fresh.train()
     assert plan_of(fresh).chosen != chosen  # planned for the other machine
-    resumed = planned(tmp_path / "parts", "1500KiB", **SAVING)
+    resumed = made(tmp_path / "parts", **SAVING)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert plan_of(resumed).chosen == chosen
     assert [entry for entry in logs(resumed) if "loss" in entry] == [entry for entry in logs(whole) if "loss" in entry]

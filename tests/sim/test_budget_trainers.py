@@ -318,6 +318,7 @@ def test_a_trainer_that_has_trained_takes_the_plan_of_the_checkpoint_that_it_res
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chosen": chosen}))
     (file.parent / MANIFEST).unlink()  # which would refuse the file
     before = plan_of(made)
+    assert before.chosen != chosen
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert plan_of(made) is before
     made.train(resume_from_checkpoint=str(file.parent))

@@ -85,7 +85,6 @@ def test_the_bits_are_those_of_state_in_memory(kind, mode, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
