@@ -124,7 +124,6 @@ def estimate(
     packed = {p: parts_of(p) for p in model.parameters() if is_quantized(p)}
     masters = {p: _master(p, precision) for p in model.parameters() if p not in packed}
     on_host = {p: master for p, master in masters.items() if p not in resident}
-    trainable = [master for p, master in on_host.items() if p.requires_grad]
     sent = {p: on_meta(p, precision.of(p)) for p in masters}
     short = [sent[p] for p in on_host if sent[p].dtype != masters[p].dtype and precision.keeps_copies]
     travel = {p: packed[p] if p in packed else [sent[p]] for p in model.parameters()}
@@ -141,7 +140,7 @@ def estimate(
     rounded = [p for p in resident - in_layers if sent[p].dtype != masters[p].dtype]
     return MemoryEstimate(
         masters=tensor_bytes([*on_host.values(), *packed]),
-        gradients=sum(p.numel() * precision.of_gradient(p).itemsize for p in trainable),
+        gradients=sum(m.numel() * precision.of_gradient(m).itemsize for p, m in on_host.items() if p.requires_grad),
         moments=state(on_host),
         shell=tensor_bytes(part for p in shell_parameters for part in travel[p])
         + tensor_bytes(sent[p] for p in shell_parameters if p.requires_grad)
