@@ -119,6 +119,12 @@ def _drawn(items: list[pytest.Item], *, slow: bool) -> list[list[pytest.Item]]:
     return [sorted(cases, key=lambda item: zlib.crc32(item.name.encode())) for cases in found.values()]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported stays: a collection of garbage need not look at it again, which is a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     asked = Expression.compile(config.option.markexpr)
