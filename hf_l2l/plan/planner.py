@@ -82,11 +82,12 @@ class Plan:
     def __str__(self) -> str:
         names = ", ".join(f"{option(name)}={value!r}" for name, value in self.chosen.items())
         together = f", {self.batches} accumulated batches at once" if self.batches > 1 else ""
+        with_disk = ", if the disk with masters and moments keeps up" if self.config.state_tier == "disk" else ""
         return (
             f"plan for {size_text(self.budget)} of device memory: {names or 'the options as they are'}{together}; "
             "expected: "
             f"{size_text(self.peak_bytes)} at the peak (in the {self.phase}), {self.time.seconds:.3g} s per step, "
-            f"bound by {self.time.bound}"
+            f"bound by {self.time.bound}{with_disk}"
         )
 
 
