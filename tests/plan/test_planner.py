@@ -201,6 +201,5 @@ def test_with_state_on_disk_not_all_weights_are_resident(apart):
         plan = make_plan(run, budget, RATES["link"], apart=apart)
         assert plan.config.state_tier == "disk" and plan.config.resident != "all"
         assert plan.peak_bytes <= budget
-        assert str(plan).endswith(
-            ", if the disk with masters and moments keeps up"
-        )  # its time is told by `estimate --disk`
+        # The time of the disk is told by `estimate --disk`.
+        assert str(plan).endswith(", if the disk with masters and moments keeps up")
