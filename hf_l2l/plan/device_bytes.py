@@ -8,10 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from hf_l2l.logits.chunks import rows_per_chunk
-from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import (
     BOUNDARY,
     EMBEDDING,
@@ -54,6 +51,7 @@ class DeviceBytes:
         places: Sequence[LayerPlace],
         whole: Traced,
         part: Traced | None,
+        passed: Passed,
         *,
         stash: str,
         boundary: str,
@@ -65,8 +63,9 @@ class DeviceBytes:
         head_copy: int = 0,
     ) -> None:
         """`held` are the weights on the device with these `places` of the layers; `part` is None if the device batch
-        is one micro-batch. `accumulates` says whether a step has several batches, one after the other. `turn` tells
-        which calls run on the device; with a copy of the head, it takes `head_copy` bytes."""
+        is one micro-batch; `passed` is of the calls of `whole`. `accumulates` says whether a step has several batches,
+        one after the other. `turn` tells which calls run on the device; with a copy of the head, it takes `head_copy`
+        bytes."""
         self.turn, self.head_copy = turn, head_copy
         self.weights, self.held = weights, held
         self.layer_places = places
@@ -79,7 +78,7 @@ class DeviceBytes:
         self.is_split = part is not None
         self.by_rows = boundary == "host" and self.is_split
         self.leaves = stash != "device"
-        self._passed = Passed(whole.calls)
+        self._passed = passed
         self._kept = {memory: kept for call in range(len(whole.calls)) for memory, kept in self._kept_of(call)}
 
     def peak(self) -> tuple[str, Bytes]:
@@ -169,8 +168,6 @@ class DeviceBytes:
         if not self.whole.calls[number].in_graph or not self.turn.has(number):
             return
         arguments = self.whole.calls[number].arguments
-        likes = [torch.empty(a.shape, device="meta") for a in arguments]
-        masks = {id(each) for each in dense_masks(likes)}
         for i, argument in enumerate(arguments):
             uses = self._passed.uses[argument.memory]
             passes = self._has_rows(number, i) and self.by_rows and argument.needs_gradient
@@ -179,7 +176,7 @@ class DeviceBytes:
                 continue
             # A layer that keeps its graph has nothing in the stash.
             stashed = any(not self.places[use].keeps_graph for use in uses)
-            name = MASK if id(likes[i]) in masks else STASH if stashed else BOUNDARY
+            name = MASK if argument.is_mask else STASH if stashed else BOUNDARY
             # Of layers that share an argument, the first one has its own copy in host memory.
             first = uses[1] if len(uses) > 1 and self._travels(*self._passed.first[argument.memory]) else uses[0]
             yield argument.memory, _Kept(name, argument.num_bytes, first)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hf_l2l.plan.weights import ModelWeights, SplitHead
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.compute_state import autocast_dtype
 from hf_l2l.shapes.inputs import rows_of
+from hf_l2l.shapes.passed import Passed
 from hf_l2l.shapes.pieces import Traced
 from hf_l2l.shapes.traced import Tracer
 from hf_l2l.stash.boundary import fewest_bytes_on_host
@@ -143,6 +145,10 @@ class RunShapes:
         shape = (rows, *tensor.shape[1:]) if has_rows else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
+    @cached_property
+    def _passed(self) -> Passed:
+        return Passed(self.traced(self.rows).calls)
+
     @property
     def own_input(self) -> int:
         """Bytes of a layer's own input, the largest."""
@@ -192,6 +198,7 @@ class RunShapes:
             places,
             whole,
             part,
+            self._passed,
             stash=stash,
             boundary=boundary,
             head=head,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from hf_l2l.shapes.pieces import TracedCall
 
@@ -23,6 +23,8 @@ class Passed:
         """Memory -> the call that makes it."""
         self._returned_at: dict[int, set[int]] = {}
         """Memory -> the calls that return it."""
+        self._waiting: dict[int, list[tuple[int, int, int]]] = {}
+        """Per call: memory, with the bytes of a single layer's gradient, and of a sum."""
         for number, call in enumerate(calls):
             for i, argument in enumerate(call.arguments):
                 self.uses.setdefault(argument.memory, []).append(number)
@@ -39,11 +41,15 @@ class Passed:
         """Bytes of gradients of what layers read that wait, in the backward of call `number`, for those of earlier
         layers that read it: those of a single layer, and the sums of those of several. Of the memory in `of` alone. Of
         what this call and later ones return, the gradients are those of their outputs, and do not count here."""
-        single, sums = 0, 0
+        if number not in self._waiting:
+            self._waiting[number] = list(self._waiting_at(number))
+        waiting = [each for each in self._waiting[number] if each[0] in of]
+        return sum(single for _, single, _ in waiting), sum(of_several for _, _, of_several in waiting)
+
+    def _waiting_at(self, number: int) -> Iterator[tuple[int, int, int]]:
         for memory, uses in self.uses.items():
             count = sum(use > number for use in uses)
             returned = self._made_at.get(memory, -1) >= number or number in self._returned_at.get(memory, ())
-            if count and not returned and memory in of:
-                single += self._gradients[memory] if count == 1 else 0
-                sums += self._gradients[memory] if count > 1 else 0
-        return single, sums
+            size = self._gradients[memory]
+            if count and size and not returned:
+                yield memory, size if count == 1 else 0, size if count > 1 else 0

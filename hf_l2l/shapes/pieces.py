@@ -51,6 +51,8 @@ class Argument(NamedTuple):
     num_bytes: int
     shape: torch.Size
     needs_gradient: bool
+    is_mask: bool
+    """Whether it is a dense attention mask."""
 
 
 @dataclass(eq=False)

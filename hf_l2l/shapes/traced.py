@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import FakeTensorMode
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
+from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.model.precision import Precision, in_fp32, let_heads_return_fp32
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.runtime.compute_state import AutocastState
@@ -187,7 +188,10 @@ class _Run:
         self._given.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors)
         if self.tables is not None:
             self.besides = max(self.besides, self.tables.largest_besides(self._given), key=lambda each: each[1])
-        arguments = [Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad) for t in tensors]
+        masks = {id(t) for t in dense_masks(tensors)}
+        arguments = [
+            Argument(t.untyped_storage()._cdata, t.nbytes, t.shape, t.requires_grad, id(t) in masks) for t in tensors
+        ]
         outputs: list[Output] = []
         in_graph = any(t.requires_grad for t in (*tensors, *layer.parameters()))
         returned = [self._returning(each, tensors, outputs, in_graph) for each in results]
