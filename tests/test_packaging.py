@@ -69,7 +69,7 @@ def test_the_source_distribution_has_every_file(sdist: Path, files: set[str]) ->
     "tests",
     [
         "tests/test_measured.py",
-        pytest.param("tests/test_architecture.py tests/engine tests/glue", marks=pytest.mark.slow),
+        pytest.param("tests/test_architecture.py tests/glue", marks=pytest.mark.slow),
     ],
 )
 def test_the_tests_of_the_source_distribution_run(tests: str, sdist: Path, tmp_path: Path) -> None:
