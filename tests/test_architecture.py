@@ -6,10 +6,11 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,12 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
 
+def found_in(files: Iterable[Path], check: Callable[[Path], Collection[Any]]) -> dict[str, Collection[Any]]:
+    """File -> what `check` finds there, of those where it finds something. One test for all files: a test for each
+    takes longer to call than to run."""
+    return {named(file): found for file in files if (found := check(file))}
+
+
 def imports_of(tree: ast.AST) -> Iterator[str]:
     """Every module that is imported, wherever in the file; what a `from` import names counts as a module."""
     for node in ast.walk(tree):
@@ -129,9 +136,8 @@ def test_every_folder_is_installed():
     assert sorted(listed) == sorted(".".join(f.parent.relative_to(ROOT).parts) for f in PACKAGE.rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("file", ENGINE, ids=named)
-def test_imports_go_down_only(file):
-    assert forbidden_imports(floor_of(file), tree_of(file)) == set()
+def test_imports_go_down_only():
+    assert found_in(ENGINE, lambda file: forbidden_imports(floor_of(file), tree_of(file))) == {}
 
 
 def test_files_import_each_other_in_no_circle():
@@ -143,9 +149,8 @@ def test_files_import_each_other_in_no_circle():
     TopologicalSorter(graph).prepare()  # raises where there is a circle
 
 
-@pytest.mark.parametrize("file", ENGINE, ids=named)
-def test_third_party_imports(file):
-    assert third_party(tree_of(file)) <= FLOORS[floor_of(file)]
+def test_third_party_imports():
+    assert found_in(ENGINE, lambda file: third_party(tree_of(file)) - FLOORS[floor_of(file)]) == {}
 
 
 @pytest.mark.parametrize("folder", [floor for floor in FLOORS if (PACKAGE / floor).is_dir()])
@@ -162,14 +167,13 @@ def test_paths_in_pickles_stay(name):
     assert own_imports(tree) == {"hf"} and set(kinds) == {"Expr", "ImportFrom", "Assign"}  # and nothing is defined
 
 
-@pytest.mark.parametrize("file", sorted((PACKAGE / "testing").glob("*.py")), ids=named)
-def test_testing_imports_nothing_else_of_the_package(file):
-    assert own_imports(tree_of(file)) <= {"testing"}
+def test_testing_imports_nothing_else_of_the_package():
+    assert found_in((PACKAGE / "testing").glob("*.py"), lambda file: own_imports(tree_of(file)) - {"testing"}) == {}
 
 
-@pytest.mark.parametrize("file", sorted((PACKAGE / "demo").glob("*.py")), ids=named)
-def test_demo_imports_the_standard_library_only(file):
-    assert own_imports(tree_of(file)) == third_party(tree_of(file)) == set()
+def test_demo_imports_the_standard_library_only():
+    demo = sorted((PACKAGE / "demo").glob("*.py"))
+    assert demo and found_in(demo, lambda file: own_imports(tree_of(file)) | third_party(tree_of(file))) == {}
 
 
 def dotted(node: ast.AST) -> str:
@@ -263,19 +267,16 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("file", FILES, ids=named)
-def test_habits(file, check):
-    assert CHECKS[check](tree_of(file)) == []
+def test_habits(check):
+    assert found_in(FILES, lambda file: CHECKS[check](tree_of(file))) == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=named)
-def test_no_file_is_long(file):
-    assert len(file.read_text().splitlines()) <= MAX_LINES
+def test_no_file_is_long():
+    assert found_in(FILES, lambda file: file.read_text().splitlines()[MAX_LINES:]) == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=named)
-def test_what_is_public_has_a_docstring(file):
-    assert undocumented(tree_of(file)) == []
+def test_what_is_public_has_a_docstring():
+    assert found_in(FILES, lambda file: undocumented(tree_of(file))) == {}
 
 
 def modules_of_tests(tree: ast.AST) -> set[str]:
@@ -285,16 +286,15 @@ def modules_of_tests(tree: ast.AST) -> set[str]:
 
 def test_no_test_module_is_imported():
     """What tests share is in `tests/helpers`."""
-    assert {named(f): found for f in OURS if (found := modules_of_tests(tree_of(f)))} == {}
+    assert found_in(OURS, lambda file: modules_of_tests(tree_of(file))) == {}
 
 
 OUTSIDE = re.compile(r"""(?:^|[\s"'(`=])(?:/wor[k]|/hom[e]|/roo[t]|\.\./share[d])\b""", re.MULTILINE)
 """Paths outside the project folder, written so that this line is none."""
 
 
-@pytest.mark.parametrize("file", OURS, ids=named)
-def test_no_path_leads_out_of_the_project(file):
-    assert OUTSIDE.findall(file.read_text()) == []
+def test_no_path_leads_out_of_the_project():
+    assert found_in(OURS, lambda file: OUTSIDE.findall(file.read_text())) == {}
 
 
 # ---- the checks find what they look for
@@ -402,9 +402,9 @@ PRIVATE = (
 """Private names of torch and transformers, which `compat.py` has for the others."""
 
 
-@pytest.mark.parametrize("file", [f for f in ENGINE if f.stem != "compat"], ids=named)
-def test_private_names_of_libraries_are_in_one_file(file):
-    assert [name for name in PRIVATE if name in file.read_text()] == []
+def test_private_names_of_libraries_are_in_one_file():
+    others = [file for file in ENGINE if file.stem != "compat"]
+    assert found_in(others, lambda file: [name for name in PRIVATE if name in file.read_text()]) == {}
 
 
 def test_the_file_of_private_names_says_what_replaces_each():
