@@ -114,6 +114,14 @@ def test_arguments_that_layers_share_are_one_memory():
     assert {a.memory for a in first[1:]} == {a.memory for a in second[1:]}
 
 
+def test_dense_masks_are_known():
+    """Eager attention has a mask with an entry for each query and key."""
+    model = deep_llama(2)
+    model.set_attn_implementation("eager")
+    for call in traced(model).calls:
+        assert [a.shape[-2:] for a in call.arguments if a.is_mask] == [(TOKENS, TOKENS)]
+
+
 def test_what_a_layer_passes_on_unchanged_is_no_new_memory():
     """T5's layers return the position bias that they were given."""
     found = traced(t5())
