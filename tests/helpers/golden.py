@@ -1,138 +1,321 @@
-"""Bits of fixed runs, to be compared before and after a change that is to change none.
+"""Records what fixed runs compute, and compares it after a change that is to change nothing.
 
-    python tests/helpers/golden.py record before.json    # on the commit before
-    python tests/helpers/golden.py compare before.json   # on the one after, on the same machine
+    python tests/helpers/golden.py record before.json            # on the commit before
+    python tests/helpers/golden.py compare before.json           # on the one after, on the same machine
+    python tests/helpers/golden.py compare before.json --meant meant.json
 
-Losses, gradient norms and a digest of the weights after every step, on the CPU with views and with copies and on the
-simulated accelerator, in all update modes, precisions, stashes and numbers of micro-batches. The bits depend on the
-machine, so no recording is kept with the tests.
+`--quick` runs one case of each kind, for a look after every step; a recording of all cases serves for it, too. `--only
+WORD` runs the cases whose name has the word. The cases are in `golden_cases.py`, with the table that spells their
+options as they are called today; how they run, and what of them is kept, is in `golden_runs.py`.
+
+`--meant FILE` names a list of differences that are meant: `[{"case": "sim: resident*", "section": "copies", "reason":
+"..."}]`. `case` is a pattern; `section` is one of those of a record, or "*". An entry that nothing differs for is an
+error, too: what it announces has not happened.
+
+The bits depend on the machine and on torch, so that no recording is kept with the tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import fnmatch
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import transformers as hf
-from torch import nn
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parents[1]
+if not __package__:  # run as a script: neither the package nor the helpers are where Python looks for modules
+    sys.path[:0] = [str(ROOT), str(HELPERS)]
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from golden_cases import Case, cases, quick  # noqa: E402
 
-from hf_l2l import L2LConfig, attach_l2l  # noqa: E402
-
-STEPS, ROWS, TOKENS, VOCAB = 5, 8, 6, 60
-SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
-
-
-def bert() -> nn.Module:
-    return hf.BertForSequenceClassification(hf.BertConfig(**SMALL, vocab_size=VOCAB, max_position_embeddings=16))
+SHARDS = {"sim": 3, "sim ranks": 1, "cpu ranks": 1, "cpu": 1}
+"""Where cases run -> over how many processes they are spread, of which two run at once. The longest first."""
+VERSIONS = ("torch", "transformers", "accelerate", "numpy")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
-def llama() -> nn.Module:
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(**SMALL, vocab_size=VOCAB, num_key_value_heads=1, tie_word_embeddings=True)
-    )
+class Difference(NamedTuple):
+    """What differs in one section of one case."""
+
+    case: str
+    section: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.section}: {self.what}"
 
 
-def t5() -> nn.Module:
-    sizes = {"d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8, "vocab_size": VOCAB}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+# ---- running
 
 
-MODELS = {"bert": bert, "llama": llama, "t5": t5}
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases that are asked for."""
+    found = [case for case in cases() if options.only is None or options.only in case.name]
+    return quick(found) if options.quick else found
 
 
-def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model, options): every mode, precision, stash and number of micro-batches, though not all with each other."""
-    for model in MODELS:
-        for update in ("serial", "deferred", "eager"):
-            for ubatch_size in (None, 3):
-                yield model, {"eps_update": update, "ubatch_size": ubatch_size}
-    for update in ("serial", "deferred"):
-        for cmp in ("bf16", "fp16"):
-            for stash in ("device", "host"):
-                yield "bert", {"eps_update": update, "cmp": cmp, "stash": stash, "ubatch_size": 4}
-    yield "bert", {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16", "eps_update": "deferred"}
-    yield "llama", {"cmp": "bf16", "host_copies": "per_sweep", "eps_update": "deferred"}
-    yield "bert", {"gradient_slots": 1, "prefetch": False, "stash": "host", "ubatch_size": 2}
-    yield "bert", {"nonfinite": "skip", "eps_update": "deferred"}
+def shards(where: str, options: argparse.Namespace) -> int:
+    """Over how many processes the cases there are spread: few ones are not worth the imports of several."""
+    return 1 if options.quick or options.only else SHARDS[where]
 
 
-def run(device: str, name: str, options: dict[str, Any]) -> list[list[str]]:
-    """Loss, gradient norm and a digest of the weights of each step, two micro-steps each."""
-    torch.manual_seed(0)
-    model = MODELS[name]().train()
-    eps = attach_l2l(model, L2LConfig(device=device, **options))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    clips = options.get("eps_update") != "eager"
-    found = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        losses = []
-        for turn in range(2):
-            ids = torch.randint(5, VOCAB, (ROWS, TOKENS), generator=generator)
-            mask = (torch.arange(TOKENS) < 3 + torch.arange(ROWS)[:, None] % 4).long()
-            labels = ids[:, 0] % 2 if name == "bert" else ids
-            if turn == 0:
-                with eps.accumulate():
-                    loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-                    loss.backward()
-            else:
-                loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-                loss.backward()
-            losses.append(loss.item().hex())
-        norm = eps.clip_grad_norm_(0.1) if clips else eps.grad_norm()
-        optimizer.step()
-        optimizer.zero_grad()
-        eps.synchronize()
-        digest = hashlib.sha256()
-        for value in model.state_dict().values():
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        found.append([*losses, norm.item().hex(), digest.hexdigest()[:16]])
+def run_part(options: argparse.Namespace) -> None:
+    """Run a part of the cases in this process, and write their records. In ranks, each writes a file of its own."""
+    import torch
+    from torch import distributed
+
+    from golden_runs import run
+
+    torch.set_num_threads(1)
+    if "sim" in options.where:
+        from hf_l2l.testing import enable_simulated_accelerator
+
+        enable_simulated_accelerator()  # before anything else may run a backward
+    rank, name = 0, str
+    if "ranks" in options.where:
+        distributed.init_process_group("gloo")
+        rank = distributed.get_rank()
+        name = lambda case: f"{case} (rank {rank})"  # noqa: E731
+    mine = [case for case in chosen(options) if case.where == options.where]
+    mine = mine[options.shard :: shards(options.where, options)]
+    found: dict[str, Any] = {}
+    folder = Path(options.folder)
+    for number, case in enumerate(mine):
+        started = time.monotonic()
+        try:
+            found[name(case.name)] = run(case, folder / str(number))
+        except Exception as error:  # noqa: BLE001  # of this case; the others are of use all the same
+            found[name(case.name)] = {"keeps": ["failed"], "failed": f"{type(error).__name__}: {error}"[:500]}
+            traceback.print_exc()
+        print(f"{time.monotonic() - started:6.1f} s  {case.name}", file=sys.stderr, flush=True)
+    folder.with_name(f"{folder.name}.{rank}.json").write_text(json.dumps(found))
+
+
+def record(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all cases that are asked for, two processes at a time; returns name -> record."""
+    wanted = {case.where for case in chosen(options)}
+    parts = [(where, shard) for where in SHARDS if where in wanted for shard in range(shards(where, options))]
+    with tempfile.TemporaryDirectory(prefix="golden_") as scratch:
+
+        def run(part: tuple[str, int]) -> dict[str, Any]:
+            where, shard = part
+            folder = Path(scratch, f"{where} {shard}")
+            (folder.with_suffix(".figures")).write_text(_figures())
+            asked = ["run", "--where", where, "--shard", str(shard), "--folder", str(folder)]
+            asked += ["--quick"] if options.quick else []
+            asked += ["--only", options.only] if options.only is not None else []
+            launcher = TORCHRUN if "ranks" in where else ()
+            done = subprocess.run(
+                [sys.executable, *launcher, __file__, *asked],
+                env={**os.environ, **_surroundings(folder.with_suffix(".figures"))},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            files = sorted(Path(scratch).glob(f"{folder.name}.*.json"))
+            if done.returncode != 0 or not files:
+                raise RuntimeError(f"the process of {where} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+            if options.verbose:
+                print("\n".join(line for line in done.stderr.splitlines() if " s  " in line), file=sys.stderr)
+            return {name: made for file in files for name, made in json.loads(file.read_text()).items()}
+
+        with ThreadPoolExecutor(2) as two:
+            return {name: made for found in two.map(run, parts) for name, made in found.items()}
+
+
+def _figures() -> str:
+    """Figures of a machine, so that a plan does not depend on what this one reaches just now."""
+    from budgeted import FIGURES
+
+    return str(FIGURES.to_json())
+
+
+def _surroundings(figures: Path) -> dict[str, str]:
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+        "HF_L2L_FIGURES": str(figures),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(HELPERS))),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what bits depend on beside the machine."""
+    from importlib.metadata import version
+
+    return {package: version(package) for package in VERSIONS}
+
+
+# ---- comparing
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
+    """What differs between the records of the cases that both have, and cases that are gone."""
+    found = [Difference(name, "case", "it is in the recording only") for name in before if name not in after]
+    for name, old in before.items():
+        new = after.get(name)
+        if new is not None:
+            sections = dict.fromkeys([*old["keeps"], *new["keeps"]])
+            told = ((section, _first(old.get(section), new.get(section))) for section in sections)
+            found += [Difference(name, section, what) for section, what in told if what]
     return found
 
 
-def recorded(device: str) -> dict[str, list[list[str]]]:
-    return {f"{device} {name} {json.dumps(options)}": run(device, name, options) for name, options in cases()}
+def _first(old: Any, new: Any) -> str:
+    """What differs, for people: of a list of steps the first one that does; "" if nothing does."""
+    if old == new:
+        return ""
+    if old is None or new is None:
+        return f"{'there is none any more' if new is None else 'it was not there before'}{_text(new or old)}"
+    if isinstance(old, list):
+        for number, (was, now) in enumerate(zip(old, new, strict=False), 1):
+            if was != now:
+                return f"first at step {number} of {len(old)}: {'; '.join(_entries(was, now))}"
+        return f"{len(new)} steps instead of {len(old)}"
+    if isinstance(old, dict):
+        return "; ".join(_entries(old, new))
+    return f"{old} -> {new}"
 
 
-def main() -> None:
+def _entries(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*old, *new]):
+        was, now = old.get(name), new.get(name)
+        if was == now:
+            continue
+        if name not in new:
+            yield f"{name} is gone"
+        elif name not in old:
+            yield f"{name} is new"
+        elif isinstance(was, dict) and isinstance(now, dict):
+            yield f"{name} ({', '.join(_entries(was, now))})"
+        else:
+            yield f"{name} {was} -> {now}"
+
+
+def _text(value: Any) -> str:
+    return f": {value}" if isinstance(value, str) else ""
+
+
+def split(
+    found: Iterable[Difference], meant: Sequence[dict[str, str]]
+) -> tuple[list[Difference], list[dict[str, str]]]:
+    """The differences that are not meant, and the entries of the list that nothing differs for."""
+    used: set[int] = set()
+    left = []
+    for difference in found:
+        fits = [
+            number
+            for number, entry in enumerate(meant)
+            if fnmatch.fnmatchcase(difference.case, entry["case"]) and entry["section"] in ("*", difference.section)
+        ]
+        used |= set(fits)
+        left += [] if fits else [difference]
+    return left, [entry for number, entry in enumerate(meant) if number not in used]
+
+
+def meant_of(file: Path | None) -> list[dict[str, str]]:
+    """The list of differences that are meant.
+
+    Raises:
+        ValueError: an entry lacks a pattern, a section or a reason.
+    """
+    entries = json.loads(file.read_text()) if file is not None else []
+    for entry in entries:
+        lacks = [key for key in ("case", "section", "reason") if not str(entry.get(key, "")).strip()]
+        if lacks:
+            raise ValueError(
+                f"each entry of a list of meant differences needs case, section and reason (got {json.dumps(entry)}, "
+                f"without {', '.join(lacks)}); add it"
+            )
+    return list(entries)
+
+
+def compare(made: dict[str, Any], after: dict[str, Any], meant: Sequence[dict[str, str]]) -> list[str]:
+    """Lines about what is wrong; none if all is as it is to be.
+
+    Args:
+        made: a recording, with the versions it was made with.
+        after: name -> record of today's cases.
+        meant: the list of meant differences.
+    """
+    if made["versions"] != versions():
+        return [f"the recording is of {made['versions']}, and this is {versions()}: record again with these versions"]
+    left, unused = split(differences(made["cases"], after), meant)
+    lines = [str(each) for each in left]
+    return lines + [f"meant, and yet nothing differs: {json.dumps(entry)}" for entry in unused]
+
+
+def leaves(value: Any) -> int:
+    """How many numbers and digests a record has."""
+    if isinstance(value, dict):
+        return sum(leaves(each) for each in value.values())
+    return sum(leaves(each) for each in value) if isinstance(value, list) else 1
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("record", "compare", "run"))
-    parser.add_argument("file", help="of the recording; for run, the device")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    if given.action == "run":  # in a process of its own: the simulated accelerator stays for its life
-        if given.file == "sim":
-            from hf_l2l.testing import enable_simulated_accelerator
+    parser.add_argument("action", choices=("record", "compare", "run"), help='"run" is for processes of the others')
+    parser.add_argument("file", nargs="?", type=Path, help="of the recording")
+    parser.add_argument("--quick", action="store_true", help="one case of each kind")
+    parser.add_argument("--only", help="cases whose name has this word")
+    parser.add_argument("--meant", type=Path, help="with compare: a list of differences that are meant")
+    parser.add_argument("--verbose", action="store_true", help="tell the seconds of each case")
+    for name in ("where", "folder"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.action != "run" and options.file is None:
+        parser.error(f"{options.action} needs the file of a recording")
+    if options.action == "compare" and not options.file.is_file():
+        parser.error(f"compare needs a recording (got {options.file}, which is no file); make one with record")
+    if options.meant is not None and options.action != "compare":
+        parser.error("--meant is for compare")
+    return options
 
-            enable_simulated_accelerator()
-        print(json.dumps(recorded(given.file)))
-        return
-    found: dict[str, Any] = {}
-    for device in ("cpu", "sim"):
-        done = subprocess.run(
-            [sys.executable, __file__, "run", device], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        found.update(json.loads(done.stdout.splitlines()[-1]))
-    numbers = sum(len(step) for steps in found.values() for step in steps)
-    if given.action == "record":
-        Path(given.file).write_text(json.dumps(found, indent=1))
-        print(f"{numbers} numbers of {len(found)} runs recorded")
-        return
-    expected = json.loads(Path(given.file).read_text())
-    other = [name for name in expected if found.get(name) != expected[name]]
-    print(f"{numbers} numbers of {len(found)} runs compared, {len(other)} runs differ", *other, sep="\n")
-    sys.exit(bool(other))
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record or compare; 0 if nothing is wrong."""
+    options = parsed(arguments)
+    if options.action == "run":
+        run_part(options)
+        return 0
+    meant, made = meant_of(options.meant), None
+    if options.action == "compare":  # a file that cannot be read is told before minutes of work
+        made = json.loads(options.file.read_text())
+    started = time.monotonic()
+    after = record(options)
+    took = f"{len(after)} cases, {leaves(after)} numbers, {time.monotonic() - started:.0f} s"
+    if made is None:
+        failed = [f"{name}: {case['failed']}" for name, case in after.items() if "failed" in case]
+        if failed:
+            print("nothing is recorded, since these fail:", *failed, sep="\n")
+            return 1
+        options.file.write_text(json.dumps({"versions": versions(), "cases": after}, indent=1))
+        print(f"recorded: {took}, {options.file.stat().st_size / 1024:.0f} KiB")
+        return 0
+    names = {case.name for case in chosen(options)}
+    known = {name: case for name, case in made["cases"].items() if name.partition(" (rank")[0] in names}
+    gone = {} if options.quick or options.only else {n: c for n, c in made["cases"].items() if n not in known}
+    lines = compare({**made, "cases": {**known, **gone}}, after, meant)
+    new = len(after) - len([name for name in after if name in known])
+    print(f"compared: {took}; {new} cases are not in the recording", *lines, sep="\n")
+    print("equal" if not lines else f"{len(lines)} differences that are not meant")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
