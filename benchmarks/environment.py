@@ -36,6 +36,10 @@ def environment(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
+        "physical_cores": psutil.cpu_count(logical=False),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "huge_pages": huge_pages(),
+        "clocks": clocks(),
         "threads": torch.get_num_threads(),
         "update_threads": default_num_threads(),
         "host_bytes": int(psutil.virtual_memory().total),
@@ -66,13 +70,37 @@ def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str:
 
 def driver_version() -> str | None:
     """Of NVIDIA's driver, which torch does not tell."""
+    return told_by_the_driver("driver_version")
+
+
+def clocks() -> dict[str, str] | None:
+    """Of the first GPU, in MHz, now, with its temperature and power; None where no driver tells them."""
+    names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    told = told_by_the_driver(",".join(names))
+    return None if told is None else dict(zip(names, (value.strip() for value in told.split(",")), strict=False))
+
+
+def told_by_the_driver(names: str) -> str | None:
+    """What nvidia-smi says of the first GPU; None where it is not there, or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = subprocess.run(
-        [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
-    )
-    return asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
+    asked = [tool, f"--query-gpu={names}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        return None
+    return told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else None
+
+
+def huge_pages(folder: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> dict[str, str]:
+    """When the system gives huge pages, to private and to shared memory; empty where it does not tell."""
+    found = {}
+    for name in ("enabled", "shmem_enabled"):
+        file = folder / name
+        if file.exists():  # "always [madvise] never": the one in brackets holds
+            found[name] = file.read_text().partition("[")[2].partition("]")[0]
+    return found
 
 
 def link(device: torch.device, size: int = LINK_BYTES) -> dict[str, float] | None:

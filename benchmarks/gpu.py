@@ -1,25 +1,25 @@
-"""What to do with a GPU that is there for half an hour: `make gpu PARTS="probe tests"`, then `make gpu PARTS=bench`.
+"""What to do with a GPU that is there for minutes: one call that measures and tests, what is worth most first.
 
-    python benchmarks/gpu.py [probe] [tests] [bench] [--out FOLDER] [--minutes 9] [--rehearse]
+    python3 benchmarks/gpu.py [PART ...] [--out FOLDER] [--minutes 9.5] [--rehearse]
 
-Each part is a process of its own with a time limit, and writes FOLDER/<part>.jsonl row by row. The last row says how
-the part ended: a part that was stopped at its limit, or with this program, keeps all rows that it had written. After
-each part, FOLDER/<part>.md has its result for people. `bench` adds FOLDER/traces.zip.
+It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; neither
+make, nor datasets or evaluate, nor an installed package. `PLAN` has the parts, in the order of their worth, and the
+seconds that each is assumed to take on an H100 with 16 cores: a part for which no time is left is left out. Parts run in
+one process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs, or
+ends its process costs its own rows only; another process goes on with the next part.
 
-    probe   what page-locked copies, host memory, the host's AdamW and attention kernels reach here. If the device
-            refuses to page-lock memory, nothing after it is run: it would measure pageable memory.
-    tests   the tests marked `gpu`
-    bench   `throughput.py`, case by case, the most valuable first
+FOLDER gets, row by row, gpu.jsonl; made of it, gpu.md: the page to read; figures.json: what the machine reaches, as
+`hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say how
+each part ended. The exit status is 0 if nothing failed.
 
---rehearse runs the same parts with tiny sizes on the CPU or on the simulated accelerator. The exit status is 0 if all
-parts ended by themselves and nothing failed.
+--rehearse runs the same plan at tiny size, with the simulated accelerator in the place of the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
+import select
 import signal
 import subprocess
 import sys
@@ -30,132 +30,326 @@ from typing import Any, NamedTuple
 
 if not __package__:  # run as a script: the folder above is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import gpu_rows
+# Nothing here may import torch: this process watches the one that does.
+from benchmarks import gpu_report, gpu_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-MARGIN_S = 8.0
-"""What a part has less than its limit: in this time it ends by itself."""
-DOCUMENT_S = 10.0
-"""For the document of the last part, which needs torch."""
+WORKER = ROOT / "benchmarks" / "gpu_worker.py"
+FIRST_START_S, START_S = 25.0, 15.0
+"""For a process to import torch, transformers and the package: the first time, and when the files are in memory."""
+END_S = 15.0
+"""For the end of a process that holds 100 GB of page-locked memory, and for the page."""
+MOST_PROCESSES = 12
+"""For one part: tests go on in another process if one of them has ended theirs."""
+
+TESTS = "tests/gpu"
+_ENGINE, _OVERLAP = f"{TESTS}/test_engine.py", f"{TESTS}/test_overlap.py"
+SMOKE = (
+    *(
+        f"{_ENGINE}::test_gradients_are_those_of_the_plain_model[{family}-{options}]"
+        for family in ("bert", "llama")
+        for options in ("{}", "{'ubatch_size': 3, 'stash': 'host'}")
+    ),
+    f"{_OVERLAP}::test_uploads_run_beside_the_computation[True]",
+    f"{_OVERLAP}::test_the_host_runs_ahead_of_the_device",
+    f"{_OVERLAP}::test_no_layer_call_of_a_steady_step_waits_for_the_device[{{}}]",
+    f"{_OVERLAP}::test_no_layer_call_of_a_steady_step_waits_for_the_device[{{'cmp': 'bf16'}}]",
+    f"{_ENGINE}::test_masters_and_gradients_are_page_locked",
+    f"{_ENGINE}::test_a_refused_registration_is_forgotten",
+    f"{_ENGINE}::test_overlap_changes_no_bit[device]",
+    f"{_ENGINE}::test_when_weights_are_updated_changes_no_bit_in_16_bits[bf16-deferred-0.1]",
+)
+"""The tests without which no figure is worth much."""
+
+
+class Case(NamedTuple):
+    """A training of `throughput.py`: one model that is attached once, for some numbers of tokens per step."""
+
+    model: str
+    mode: str
+    tokens: tuple[int, ...]
+    warmup: int = 2
+    steps: int = 5
 
 
 class Part(NamedTuple):
-    """A part: the script that is called as `script --rows FILE --seconds S [--tiny]`, and its own limit."""
+    """A part of the plan."""
 
-    script: Path
-    limit_s: float
-    is_needed: bool = False
-    """Whether nothing after it is run unless it succeeds."""
+    seconds: float
+    """That it is assumed to take on an H100."""
+    case: Case | None = None
+    tests: tuple[str, ...] = ()
+    """Files or single tests."""
+    is_alone: bool = False
+    """Whether its process has no part before it or after it: it needs nearly all memory of the host."""
 
 
-PARTS = {
-    "probe": Part(ROOT / "benchmarks" / "gpu_probe.py", 100.0, is_needed=True),
-    "tests": Part(ROOT / "benchmarks" / "gpu_tests.py", 430.0),
-    "bench": Part(ROOT / "benchmarks" / "gpu_bench.py", 530.0),
+PLAN = {
+    "probe": Part(20),
+    "smoke": Part(40, tests=SMOKE),
+    # Seconds of steps: 0.8 with checkpointing, 0.65 without, 1.2 layer to layer; to make and move the weights takes 6,
+    # and 8 more to attach them.
+    "1b-trainer": Part(14, Case("llama-1b", "trainer", (32768,))),
+    "1b-whole": Part(12, Case("llama-1b", "whole", (32768,))),
+    "1b-bf16-weights": Part(13, Case("llama-1b", "bf16-weights", (32768,))),
+    "1b-cmp": Part(26, Case("llama-1b", "cmp", (32768,))),
+    "1b-planned": Part(32, Case("llama-1b", "planned", (32768,))),
+    # 10 s to make the weights, 30 to attach them, 10 until the moments have memory; steps of 7 and 5 s if the host
+    # holds fp32 moments.
+    "8b": Part(110, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
+    "1b-fsdp2": Part(30, Case("llama-1b", "fsdp2", (32768,), warmup=1, steps=3)),
+    "1b-tokens": Part(36, Case("llama-1b", "cmp", (8192, 65536))),
+    "profile": Part(15),
+    # All of them take longer: those for which there is no time have no row.
+    "tests": Part(145, tests=(TESTS,)),
 }
-"""In the order in which they run."""
+"""Name -> part, what is worth most first; all after the first four are optional."""
+
+
+def starts(names: Sequence[str]) -> list[str]:
+    """Those of these parts for which a process is started."""
+    found = []
+    for before, name in zip([None, *names], names, strict=False):
+        if before is None or PLAN[name].is_alone or PLAN[before].is_alone:
+            found.append(name)
+    return found
+
+
+def assumed_s(names: Sequence[str]) -> float:
+    """Seconds of a call with these parts, on an H100."""
+    count = len(starts(names))
+    return sum(PLAN[name].seconds for name in names) + (FIRST_START_S + (count - 1) * START_S if count else 0) + END_S
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; one message and the end of the program for those that make no sense."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PLAN)} (default: all)")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="folder of the results"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which all of it has ended")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU or the simulated accelerator")
+    parser.add_argument(
+        "--minutes", type=float, help="after which all of it has ended (default: 9.5; 60 for a rehearsal)"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the simulated accelerator")
     options = parser.parse_args(arguments)
     for name in options.parts:
-        if name not in PARTS:
-            parser.error(f"a part must be one of {', '.join(PARTS)} (got {name})")
+        if name not in PLAN:
+            parser.error(f"a part must be one of {', '.join(PLAN)} (got {name})")
+    if options.minutes is None:
+        options.minutes = 60.0 if options.rehearse else 9.5
     if options.minutes <= 0:
         parser.error(f"--minutes must be above 0 (got {options.minutes:g})")
-    options.parts = [name for name in PARTS if name in options.parts or not options.parts]
+    options.parts = [name for name in PLAN if name in options.parts or not options.parts]
     return options
 
 
-def surroundings(rehearse: bool) -> dict[str, str]:
-    """The environment variables of a part."""
+def surroundings(options: argparse.Namespace) -> dict[str, str]:
+    """The environment variables of a worker."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     found = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found["PYTHONUNBUFFERED"] = "1"
-    if rehearse:
-        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    found |= {"PYTHONUNBUFFERED": "1", "HF_L2L_FIGURES": str(options.out / "figures.json")}
+    found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what it is anyway on a Hopper; tests ask for it
+    if options.rehearse:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_L2L_GPU_TESTS_ON": "sim"}
     return found
 
 
-def run(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a part for at most `left_s` seconds, and write how it ended; returns that."""
-    part, file = PARTS[name], options.out / f"{name}.jsonl"
-    file.unlink(missing_ok=True)
-    limit_s = min(part.limit_s, left_s)
-    if limit_s <= MARGIN_S:
-        end = {"how": "not begun: no time was left", "status": None, "seconds": 0.0}
-        gpu_rows.append(file, "end", part=name, **end)
-        return end
-    command = [sys.executable, str(part.script), "--rows", str(file), "--seconds", f"{limit_s - MARGIN_S:.0f}"]
-    command += ["--tiny"] if options.rehearse else []
-    started = time.monotonic()
-    gpu_rows.append(file, "start", part=name, limit_s=limit_s, rehearsal=options.rehearse)
-    process = subprocess.Popen(command, env=surroundings(options.rehearse), cwd=ROOT, start_new_session=True)
-    how = "stopped with the program that runs the parts"
-    try:
-        process.wait(limit_s)
-        how = "by itself" if process.returncode >= 0 else f"killed by signal {-process.returncode}"
-    except subprocess.TimeoutExpired:
-        how = f"stopped at its limit of {limit_s:.0f} s"
-    finally:
-        kill(process)
-        end = {"how": how, "status": process.returncode, "seconds": time.monotonic() - started}
-        gpu_rows.append(file, "end", part=name, **end)
-    return end
+class Worker:
+    """A process that runs parts whose names it gets, and says so when one has ended."""
+
+    def __init__(self, options: argparse.Namespace, log: Any) -> None:
+        command = [sys.executable, str(WORKER), str(options.out), *(["--tiny"] if options.rehearse else [])]
+        self.process = subprocess.Popen(
+            command,
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log},
+            **{"env": surroundings(options), "cwd": ROOT, "start_new_session": True},
+        )
+        self.is_alone = False
+
+    def ask(self, name: str, left_s: float) -> None:
+        """Let it run a part, for which there are so many seconds."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{name} {left_s:.0f}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:  # it has ended: `answer` says so
+            pass
+
+    def answer(self, limit_s: float) -> str | None:
+        """What it says within so many seconds; None if that is nothing, "" if it has ended."""
+        assert self.process.stdout is not None
+        end_at, said = time.monotonic() + limit_s, b""
+        while not said.endswith(b"\n"):
+            left_s = end_at - time.monotonic()
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, min(left_s, 1.0)))
+            more = os.read(self.process.stdout.fileno(), 4096) if readable else b""
+            said += more
+            # What it has forked may hold the pipe after its end.
+            if (readable and not more) or (not readable and self.process.poll() is not None):
+                return ""
+            if left_s <= 0:
+                return None
+        return said.decode().strip()
+
+    def end(self, wait_s: float = 0.0) -> str:
+        """End it, and all that it has started, which gets so many seconds to end by itself; returns how it ended."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self.process.stdout.close()
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # all have ended
+            pass
+        try:
+            status = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "its process does not end"
+        return f"its process was killed by signal {-status}" if status < 0 else f"its process ended with {status}"
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process, and what it started: all of it is in the group that bears its number."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # all have ended
-        pass
-    process.wait()
+class Call:
+    """One call: the parts of a plan, one after the other, as far as time goes."""
+
+    def __init__(self, options: argparse.Namespace, log: Any) -> None:
+        self.options, self.log = options, log
+        self.rows = options.out / "gpu.jsonl"
+        self.end_at = time.monotonic() + 60 * options.minutes - END_S
+        self.worker: Worker | None = None
+        self.count = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the last part has to end."""
+        return self.end_at - time.monotonic()
+
+    def run(self) -> None:
+        """Run the parts; each has a row that says how it ended."""
+        gpu_rows.append(self.rows, "call", rehearsal=self.options.rehearse, minutes=self.options.minutes)
+        unlocked = False
+        try:
+            for name in self.options.parts:
+                start = time.monotonic()
+                if unlocked:
+                    how = "not run: the device does not page-lock memory, and copies of other memory would be measured"
+                elif self.left_s < self.needed_s(name):
+                    how = f"not begun: {gpu_report.NO_TIME} (it needs about {self.needed_s(name):.0f} s)"
+                else:
+                    how = self.part(name)
+                    unlocked = name == "probe" and how == "refused"
+                self.write_end(name, how, time.monotonic() - start)
+        except SystemExit:  # on SIGTERM
+            self.write_end(name, "stopped with the program that runs the parts", time.monotonic() - start)
+            raise
+        finally:
+            if self.worker is not None:
+                self.worker.end()
+
+    def needed_s(self, name: str) -> float:
+        """The least time that a part is begun with."""
+        part = PLAN[name]
+        seconds = min(part.seconds, 20.0) if TESTS in part.tests else part.seconds
+        return seconds + (START_S if self.needs_process(name) else 0.0)
+
+    def needs_process(self, name: str) -> bool:
+        """Whether the part needs a new process."""
+        return self.worker is None or self.worker.is_alone or PLAN[name].is_alone
+
+    def part(self, name: str) -> str:
+        """Run a part; returns how it ended."""
+        is_tests = bool(PLAN[name].tests)
+        for _ in range(MOST_PROCESSES if is_tests else 1):
+            before = len(gpu_rows.read(self.rows, "test"))
+            how = self.started(name) if self.needs_process(name) else None
+            how = self.answered(name) if how is None else how
+            if is_tests:
+                self.write_the_dead()
+            if self.worker is not None or len(gpu_rows.read(self.rows, "test")) == before or self.left_s < START_S:
+                break
+        return how
+
+    def started(self, name: str) -> str | None:
+        """Start a process for the part; returns why that failed, if so."""
+        if self.worker is not None:
+            self.worker.end(END_S)
+        start = time.monotonic()
+        self.count += 1
+        self.worker = Worker(self.options, self.log)
+        answer = self.worker.answer(min(self.left_s, 8 * FIRST_START_S))
+        gpu_rows.append(self.rows, "process", part=name, seconds=time.monotonic() - start)
+        self.worker.is_alone = PLAN[name].is_alone
+        return None if answer == "ready" else self.lost(answer, 8 * FIRST_START_S)
+
+    def answered(self, name: str) -> str:
+        """Let the process run the part; returns how it ended."""
+        assert self.worker is not None
+        limit_s = self.left_s
+        if not (self.options.rehearse or TESTS in PLAN[name].tests):
+            limit_s = min(limit_s, 2 * PLAN[name].seconds + 20)
+        self.worker.ask(name, limit_s)
+        answer = self.worker.answer(limit_s)
+        return answer if answer else self.lost(answer, limit_s)
+
+    def lost(self, answer: str | None, limit_s: float) -> str:
+        """How a part ended whose process is gone, or has to go."""
+        assert self.worker is not None
+        how = self.worker.end(5.0 if answer == "" else 0.0)  # the pipe may end before the process
+        self.worker = None
+        if answer is not None:
+            return how
+        return f"stopped: {gpu_report.NO_TIME}" if self.left_s < 1 else f"stopped after {limit_s:.0f} s"
+
+    def write_the_dead(self) -> None:
+        """Write a row for each test that was begun and has none."""
+        have = {row["name"] for row in gpu_rows.read(self.rows, "test")}
+        begun = dict.fromkeys(row["name"] for row in gpu_rows.read(self.rows, "begun"))
+        for name in begun:
+            if name not in have:
+                message = "its process ended within it, at the limit for one test or by itself; see log.txt"
+                gpu_rows.append(self.rows, "test", name=name, outcome="died", seconds=0.0, message=message)
+
+    def write_end(self, name: str, how: str, seconds: float) -> None:
+        """Write how a part ended, here and to the file, and the page as it is now."""
+        gpu_rows.append(self.rows, "part", name=name, how=how, seconds=seconds, assumed_s=PLAN[name].seconds)
+        print(f"{name}: {how}, {seconds:.0f} s", flush=True)
+        write_page(self.options)
 
 
-def write_document(name: str, options: argparse.Namespace) -> None:
-    """Write FOLDER/<part>.md from the rows that are there."""
-    from benchmarks.gpu_report import document  # not earlier: this imports torch
-
-    again = ["PARTS=" + shlex.quote(name)] if not options.rehearse else []
-    command = shlex.join(["make", "gpu-rehearse" if options.rehearse else "gpu", *again])
-    text = document(name, gpu_rows.read(options.out / f"{name}.jsonl"), command)
-    (options.out / f"{name}.md").write_text(text, encoding="utf-8")
+def write_page(options: argparse.Namespace) -> None:
+    """Write gpu.md from the rows that are there."""
+    text = gpu_report.page(gpu_rows.read(options.out / "gpu.jsonl"), "python3 benchmarks/gpu.py")
+    (options.out / "gpu.md").write_text(text, encoding="utf-8")
 
 
 def stop(*_: object) -> None:
-    """On SIGTERM: the part is ended and its last row written on the way out."""
+    """On SIGTERM: the worker is ended and the last row written on the way out."""
     sys.exit(143)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; 0 if all of them ended well."""
+    """Run the parts and print what they found; 0 if nothing failed."""
     options = parsed(arguments)
-    signal.signal(signal.SIGTERM, stop)
-    end_at = time.monotonic() + 60 * options.minutes - DOCUMENT_S
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    ends: dict[str, dict[str, Any]] = {}
-    for name in options.parts:
-        ends[name] = run(name, options, end_at - time.monotonic())
-        write_document(name, options)
-        if PARTS[name].is_needed and ends[name]["status"] != 0:
-            break
-    for name in options.parts:
-        end = ends.get(name)
-        if end is None:
-            print(f"{name}: not run, since a part before it failed that it needs")
-        else:
-            files = f"{options.out / name}.jsonl and .md"
-            print(f"{name}: ended {end['how']}, status {end['status']}, {end['seconds']:.0f} s: {files}")
-    return 0 if len(ends) == len(options.parts) and all(end["status"] == 0 for end in ends.values()) else 1
+    for name in ("gpu.jsonl", "gpu.md", "figures.json", "traces.zip", "log.txt"):
+        (options.out / name).unlink(missing_ok=True)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with (options.out / "log.txt").open("wb") as log:
+            Call(options, log).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        gpu_rows.cut(options.out / "log.txt")
+    rows = gpu_rows.read(options.out / "gpu.jsonl")
+    print(gpu_report.summary(rows, FIRST_START_S, START_S, END_S))
+    return 1 if gpu_report.failures(rows) else 0
 
 
 if __name__ == "__main__":

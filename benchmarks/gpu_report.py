@@ -1,92 +1,263 @@
-"""The document of each part of `gpu.py`, from the rows that there are."""
+"""What people read of a call of `gpu.py`: the page, and the last lines of the output. Without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.environment import description
 from benchmarks.gpu_rows import Row
-from benchmarks.throughput_report import check_text, table, with_shares
+
+DIFFERS = 0.1
+"""From which share on an estimate counts as wrong."""
+NO_TIME = "no time was left"
+"""Words of a part that had none: that is no failure, but in a rehearsal."""
+LONGEST = 11_000
+"""Characters of the summary: where a GPU is borrowed, the last 12,000 may be all that is seen of the output."""
+HEAD = (
+    "model",
+    "tokens per step",
+    "trainer",
+    "tokens/s",
+    "of `trainer`",
+    "step, s: mean, fastest, slowest, of how many",
+    "device bytes, peak",
+    "host bytes, peak",
+    "of the peak FLOP/s",
+    "waits, s: upload, download, update",
+    "bound by",
+    "attached in, s",
+    "attention",
+    "MHz, °C, W",
+)
 
 
-def document(part: str, rows: list[Row], command: str) -> str:
-    """The result of a `part` in markdown; `rows` may be those of a run that was cut."""
-    where = next((row for row in rows if row["kind"] == "environment"), None)
-    end = next((row for row in rows if row["kind"] == "end"), None)
-    rehearsed = any(row["kind"] == "start" and row["rehearsal"] for row in rows)
-    how = "did not end" if end is None else f"ended {end['how']}, status {end['status']}, {end['seconds']:.0f} s"
-    return "\n".join(
-        (
-            f"# {part}{', a rehearsal: its figures mean nothing' if rehearsed else ''}",
-            "",
-            "## Environment",
-            "",
-            "It was not written." if where is None else description(where),
-            "",
-            "## Result",
-            "",
-            f"The part {how}.",
-            "",
-            *BODIES[part](rows),
-            "",
-            "## To reproduce",
-            "",
-            "```bash",
-            command,
-            "```",
-            "",
-        )
+def size(num_bytes: float | None) -> str:
+    """For people, in GiB, or MiB if it is less than one."""
+    if num_bytes is None:
+        return "-"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def name_of(row: Row) -> str:
+    """The trainer of a row, with what the host does not keep in full."""
+    return ", ".join([row["title"], *(f"{key}={value}" for key, value in row["host_setting"].items())])
+
+
+def of_trainer(row: Row, rows: Sequence[Row]) -> float | None:
+    """How much a row reaches of the speed of plain Trainer with checkpointing; None where one of the two has none."""
+    same = [each for each in rows if (each["model"], each["tokens"]) == (row["model"], row["tokens"])]
+    base = next((each["tokens_per_s"] for each in same if each["mode"] == "trainer" and not each["failure"]), None)
+    return None if base is None or row["failure"] else row["tokens_per_s"] / base
+
+
+def case_line(row: Row, rows: Sequence[Row]) -> str:
+    """A row of the table."""
+    start = f"| {row['model']} | {row['tokens']:,} | {name_of(row)} "
+    if row["failure"]:
+        return f"{start}| {row['failure']} {'| - ' * (len(HEAD) - 4)}|"
+    share, waits, clocks = of_trainer(row, rows), [row["upload_s"], row["download_s"], row["eps_s"]], row["clocks"]
+    cells = (
+        f"{row['tokens_per_s']:,.0f}",
+        "-" if share is None else f"{share:.1%}",
+        f"{row['mean_s']:.3f}, {row['fastest_s']:.3f}, {row['slowest_s']:.3f}, {row['steps']}",
+        size(row["device_bytes"]),
+        size(row["host_bytes"]),
+        "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "-" if None in waits else ", ".join(f"{seconds:.3f}" for seconds in waits),
+        row["bound"] or "-",
+        "-" if row["attach_s"] is None else f"{row['attach_s']:.1f}",
+        row["attention"],
+        "-"
+        if not clocks
+        else ", ".join(clocks.get(key, "-") for key in ("clocks.sm", "temperature.gpu", "power.draw")),
     )
+    return f"{start}| {' | '.join(cells)} |"
 
 
-def of_probe(rows: list[Row]) -> list[str]:
-    """A line per row: what, and the values."""
-    found = ["| what | values |", "|---|---|"]
-    for row in rows:
-        if row["kind"] == "row":
-            values = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if key not in ("kind", "name"))
-            found.append(f"| {row['name']} | {values} |")
+def case_table(rows: Sequence[Row]) -> str:
+    """All rows, in markdown."""
+    return "\n".join((f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *(case_line(row, rows) for row in rows)))
+
+
+def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+    """The rows of a kind."""
+    return [row for row in rows if row["kind"] == kind]
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What failed, a line each."""
+    rehearsed = any(row["rehearsal"] for row in of_kind(rows, "call"))
+    found = []
+    for row in of_kind(rows, "part"):
+        if row["how"] != "ended" and (rehearsed or NO_TIME not in row["how"]):
+            found.append(f"{row['name']}: {row['how']}")
+    for row in of_kind(rows, "case"):
+        if row["failure"] and (rehearsed or NO_TIME not in row["failure"]):
+            found.append(f"{row['model']}, {row['tokens']:,} tokens, {row['title']}: {row['failure']}")
+    for row in of_kind(rows, "test"):
+        if row["outcome"] not in ("passed", "skipped"):
+            last = row["message"].strip().splitlines()[-1:] or [""]
+            found.append(f"{row['name']} {row['outcome']}: {last[0][:200]}")
     return found
+
+
+def times(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: float) -> str:
+    """A table of seconds by part, as taken and as the plan assumes for an H100. The start of a process is a line of its
+    own, and not in the seconds of its part."""
+    taken = {row["part"]: row["seconds"] for row in of_kind(rows, "process")}
+    lines, sums, starts = ["| part | taken, s | assumed for an H100, s |", "|---|---|---|"], [0.0, 0.0], 0
+    for row in of_kind(rows, "part"):
+        more = []
+        if row["name"] in taken:
+            more = [(f"a process for {row['name']}", taken[row["name"]], start_s if starts else first_start_s)]
+            starts += 1
+        for name, seconds, assumed in (
+            *more,
+            (row["name"], row["seconds"] - sum(m[1] for m in more), row["assumed_s"]),
+        ):
+            lines.append(f"| {name} | {seconds:.1f} | {assumed:.0f} |")
+            sums = [sums[0] + seconds, sums[1] + assumed]
+    lines.append(f"| the end | - | {end_s:.0f} |")
+    lines.append(f"| all | {sums[0]:.1f} | {sums[1] + end_s:.0f} |")
+    return "\n".join(lines)
+
+
+def tests_line(rows: Sequence[Row]) -> str:
+    """How many tests there are of each outcome."""
+    outcomes = [row["outcome"] for row in of_kind(rows, "test")]
+    return f"{len(outcomes)} tests: {', '.join(f'{outcomes.count(o)} {o}' for o in dict.fromkeys(outcomes))}"
+
+
+def summary(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: float) -> str:
+    """The last lines of the output."""
+    cases = of_kind(rows, "case")
+    found = []
+    for row in cases:
+        start = f"{row['model']}, {row['tokens']:,} tokens, {name_of(row)}: "
+        if row["failure"]:
+            found.append(start + row["failure"])
+            continue
+        share = of_trainer(row, cases)
+        found.append(
+            f"{start}{row['tokens_per_s']:,.0f} tokens/s{'' if share is None else f' ({share:.0%})'}, device "
+            f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}, bound by {bound_of(row, rows)}"
+        )
+    found += [tests_line(rows), "", times(rows, first_start_s, start_s, end_s), ""]
+    failed = failures(rows)
+    found += [f"{len(failed)} failed:", *failed] if failed else ["nothing failed"]
+    text = "\n".join(found)
+    return text if len(text) <= LONGEST else f"...\n{text[-LONGEST:]}"
+
+
+def bound_of(row: Row, rows: Sequence[Row]) -> str:
+    """What bounds the step of a case, as far as that was measured."""
+    profile = next(iter(of_kind(rows, "profile")), None)
+    if row["mode"] == "fsdp2":
+        return "what is not told"
+    if row["bound"] not in (None, "compute"):
+        return str(row["bound"])
+    if row["bound"] == "compute" and profile is not None and (profile["busy_share"] or 1.0) < 1 - DIFFERS:
+        return f"launches (the device is busy for {profile['busy_share']:.0%} of two layers under the profiler)"
+    return "compute"
+
+
+def against_the_estimate(row: Row) -> str:
+    """A line of the table of estimates; what differs by more than a tenth is bold."""
+    expected = row.get("expected") or {}
+    step_s = expected.get("step_s")
+    pairs = (
+        (row["tokens_per_s"], None if step_s is None else row["tokens"] / step_s, lambda rate: f"{rate:,.0f}"),
+        (row["device_bytes"], expected.get("device_bytes"), size),
+        (row["host_bytes"], expected.get("host_bytes"), size),
+    )
+    cells = []
+    for found, told, text in pairs:
+        if found is None or told is None:
+            cells.append("-")
+            continue
+        off = found / told - 1
+        words = f"{text(found)}, estimate {text(told)}, {off:+.0%}"
+        cells.append(f"**{words}**" if abs(off) > DIFFERS else words)
+    return f"| {row['model']} | {row['tokens']:,} | {name_of(row)} | {' | '.join(cells)} |"
+
+
+def page(rows: Sequence[Row], command: str) -> str:
+    """All of it in markdown; `rows` may be those of a call that was cut."""
+    call, where = (next(iter(of_kind(rows, kind)), None) for kind in ("call", "environment"))
+    rehearsed = call is not None and call["rehearsal"]
+    title = "A GPU that is there for minutes" if where is None else f"{where['device']}, for minutes"
+    parts = [f"# {title}{', a rehearsal: its figures mean nothing' if rehearsed else ''}", ""]
+    parts += list(environment_lines(where)) if where is not None else ["The environment was not written."]
+    cases, failed = of_kind(rows, "case"), failures(rows)
+    parts += ["", "## What failed", "", *([f"- {line}" for line in failed] or ["Nothing."])]
+    parts += ["", "## Trainings", ""]
+    parts += [
+        "Random weights and tokens; micro-batches of 8,192 tokens; the mean is over the steps that are named.",
+        "",
+    ]
+    parts += [case_table(cases), "", "## What bounds them, and what the estimate said", ""]
+    parts += [
+        "The estimate is the package's own, of these options, with the rates of the probe; `Trainer` and FSDP2 have "
+        f"none. What differs by more than {DIFFERS:.0%} is bold.",
+        "",
+        *("| model | tokens per step | trainer | tokens/s | device, peak | host, peak |", "|---" * 6 + "|"),
+        *(against_the_estimate(row) for row in cases if not row["failure"]),
+        "",
+    ]
+    parts += [
+        f"- {r['model']}, {r['tokens']:,}, {r['title']}: {bound_of(r, rows)}." for r in cases if not r["failure"]
+    ]
+    parts += ["", *(f"{row['title']}: {row['plan']}." for row in cases if row.get("plan"))]
+    parts += ["", "## Two layers under the profiler", "", *profile_lines(rows), "", "## Rates", ""]
+    parts += ["| what | values |", "|---|---|"]
+    for row in of_kind(rows, "probe"):
+        values = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if key not in ("kind", "name"))
+        parts.append(f"| {row['name']} | {values} |")
+    parts += ["", "## Tests", "", *test_lines(rows), "", "## Parts", ""]
+    parts += ["| part | how it ended | seconds | assumed |", "|---|---|---|---|"]
+    for row in of_kind(rows, "part"):
+        parts.append(f"| {row['name']} | {row['how']} | {row['seconds']:.1f} | {row['assumed_s']:.0f} |")
+    return "\n".join([*parts, "", "```bash", command, "```", ""])
+
+
+def environment_lines(where: Row) -> Iterator[str]:
+    """The machine, in lines."""
+    yield f"- {where['date']}, {where['device']} with {size(where['device_bytes'])}, driver {where['driver'] or '-'}"
+    yield (
+        f"- {where['cpu']}: {where['cores']} cores as the system counts them, {where['usable_cores']} usable, "
+        f"{where['physical_cores'] or '-'} without hyperthreads; {where['update_threads']} threads for updates"
+    )
+    yield f"- {size(where['host_bytes'])} of host memory, {size(where['available_host_bytes'])} available"
+    pages = ", ".join(f"{name}: {value}" for name, value in where["huge_pages"].items())
+    yield f"- huge pages: {pages or 'not told'}; clocks at the start: {where['clocks'] or 'not told'}"
+    yield f"- {', '.join(f'{name} {version}' for name, version in where['versions'].items())}"
+
+
+def profile_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """How busy the device was, and with what."""
+    for row in of_kind(rows, "profile"):
+        share = "-" if row["busy_share"] is None else f"{row['busy_share']:.0%}"
+        yield (
+            f"A step takes {1e3 * row['step_s']:.1f} ms under the profiler, with {row['kernels']:.0f} kernels, one of "
+            f"which ran in {share} of the time. The longest, in ms per step:"
+        )
+        yield ""
+        yield from (f"- {1e3 * each['seconds']:.2f} `{each['name']}`" for each in row["longest"])
+
+
+def test_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """How many passed, what failed and why, and the slowest."""
+    tests = of_kind(rows, "test")
+    yield f"{tests_line(rows)}."
+    for row in tests:
+        if row["outcome"] not in ("passed", "skipped"):
+            yield from ("", f"`{row['name']}` {row['outcome']}:", "", "```", row["message"], "```")
+    slowest = sorted(tests, key=lambda row: -row["seconds"])[:5]
+    yield from ("", "The slowest:", "", *(f"- {row['seconds']:.1f} s `{row['name']}`" for row in slowest))
 
 
 def shown(value: Any) -> str:
     """A value for people."""
     if isinstance(value, float):
         return f"{value / 1e9:,.2f} G" if abs(value) >= 1e8 else f"{value:,.4g}"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def of_tests(rows: list[Row]) -> list[str]:
-    """How many passed, what failed and why, and the slowest."""
-    tests = [row for row in rows if row["kind"] == "row"]
-    outcomes = [row["outcome"] for row in tests]
-    bad = [row for row in tests if row["outcome"] not in ("passed", "skipped")]
-    found = [f"{len(tests)} tests: {', '.join(f'{outcomes.count(o)} {o}' for o in dict.fromkeys(outcomes))}."]
-    for row in bad:
-        found += ["", f"`{row['name']}` {row['outcome']}:", "", "```", row["message"], "```"]
-    slowest = sorted(tests, key=lambda row: -row["seconds"])[:5]
-    return [*found, "", "The slowest:", "", *(f"- {row['seconds']:.1f} s `{row['name']}`" for row in slowest)]
-
-
-def of_bench(rows: list[Row]) -> list[str]:
-    """The table of all groups of cases, what was compared before, and groups that did not end well."""
-    settings = [row for row in rows if row["kind"] == "settings"]
-    checks = [row for row in rows if row["kind"] == "check"]
-    cases = [row for row in rows if row["kind"] == "row"]
-    found = [check_text(checks, settings[0]["checked_steps"] if settings else 0), ""]
-    found += ["Random weights and tokens; speeds are means over the steps that the column of step times names.", ""]
-    found += [table(with_shares(cases)), ""]
-    for row in rows:
-        if row["kind"] == "resident":
-            ratio, times = row["ratio"], row["milliseconds"]
-            found += [
-                f"A BERT that fits whole ({row['environment']['command']}): a step of `L2LTrainer` takes "
-                f"{times['L2LTrainer']:.2f} ms, one of `Trainer` {times['Trainer']:.2f} ms, {ratio:.3f} in pairs.",
-                "",
-            ]
-    found += [f"- `{row['options']}`: {row['how']}." for row in rows if row["kind"] == "group"]
-    return found
-
-
-BODIES = {"probe": of_probe, "tests": of_tests, "bench": of_bench}
-"""Part -> the lines of its result."""
+    return str(value)

@@ -1,77 +1,478 @@
-"""Tokens per second and peak memory: `Trainer` with the model on the device, `L2LTrainer` in each mode of updating.
+"""Tokens per second and peak memory of a training: `Trainer` with the model on the device, `L2LTrainer`, and FSDP2.
 
 Models are made from a configuration with random weights, data are random tokens in memory: nothing is downloaded. An
-optimizer step is one device batch for L2L, cut into micro-batches; plain `Trainer`, with activation checkpointing,
-accumulates over batches of that size. Both compute under bf16 autocast on CUDA, and in fp32 elsewhere; mode `cmp` is
-L2L by cross mixed precision, with the first of its host settings that fits; mode `resident` is the same with
-`resident="shell"`; mode `fsdp2` is torch's FSDP2 on one rank
-with all state in host memory (`throughput_fsdp.py`).
+optimizer step is one device batch for L2L, cut into micro-batches; plain `Trainer` accumulates over batches of that
+size. What each mode is, `MODES` says.
 
 The first steps are not counted. At the end of each step the device is waited for, on both sides, and an update in the
-background is not: it belongs to the time of the next step, as in training. Peak memory is the device's own counter
-over the whole run. Where there is none (CPU), it says "accounted": bytes of weights, gradients and moments by their
-shapes, without activations.
+background is not: it belongs to the time of the next step, as in training. Peak memory of the device is its own
+counter; that of the host is what the process has held at most, page-locked memory included.
 
-Before that, tiny instances of the same models are trained: serial and deferred must log the same loss and grad_norm to
-the bit, plain `Trainer` the same within a tolerance. What is found is in the result, and measuring goes on.
-
-    python benchmarks/throughput.py --model bert-large [--tokens 8192 32768 65536] [--modes trainer serial deferred
-        eager cmp resident fsdp2] [--steps 10] [--ubatch-size N] [--stash host] [--card 24GiB] [--out FILE]
-        [--rows FILE] [--traces FILE] [--seconds S]
+    python benchmarks/throughput.py --model llama-1b [--modes trainer cmp fsdp2] [--tokens 8192 32768 65536]
+        [--steps 10] [--warmup 3] [--ubatch-size N] [--stash host] [--out FILE] [--rows FILE] [--traces FILE]
     python benchmarks/throughput.py --tiny    # seconds, on any machine
 
-A document with a markdown table, with --out into that file, too, after every row; then one JSON document as the last
-line, with everything that is in the table. With --rows, every row is also a line of JSON in that file.
+A document with a markdown table, with --out into that file, too, after every row. With --rows, every row is also a line
+of JSON in that file. `gpu.py` measures cases of this script where a GPU is there for minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
+import transformers
+from torch import nn
 
 if not __package__:  # run as a script: the folder above is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import gpu_rows
-from benchmarks.environment import environment
-from benchmarks.throughput_check import CHECKED_STEPS, check
-from benchmarks.throughput_models import MODELS
-from benchmarks.throughput_report import document, line, with_shares
-from benchmarks.throughput_runs import MODES, UBATCH_TOKENS, forget, measured, row_of, ubatch_of
-from hf_l2l.testing.sim_memory import parse_bytes
+from benchmarks import environment, gpu_rows
+from benchmarks.gpu_report import NO_TIME, case_line, case_table
+from benchmarks.throughput_fsdp import run_fsdp
+from benchmarks.throughput_models import (
+    MODELS,
+    RandomTokens,
+    flop_per_step,
+    is_decoder,
+    on_meta,
+    peak_flop_per_s,
+    quickly_made,
+)
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l.devices import execution_device
+from hf_l2l.hf.training_args import l2l_config
+from hf_l2l.memory.host_limits import available_host_bytes, peak_process_bytes, process_bytes
+from hf_l2l.memory.memory_estimate import estimate
+from hf_l2l.model.stacks import find_stacks
+from hf_l2l.plan.estimate import report_of
+from hf_l2l.plan.phases import phases_of_l2l
+from hf_l2l.plan.planner import time_of
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.report.timeline import ROWS, Timeline
+from hf_l2l.report.trace_file import TraceFile
+from hf_l2l.report.wait_time import Averages
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.tensors import size_text
+from hf_l2l.sizing.machine import rates_of
 
-BY_DEFAULT = ("bert-large", "llama-1b")
-"""The models that are measured if none is named."""
+UBATCH_TOKENS = 8192
+"""Of a micro-batch, where the option does not say how many rows it has."""
+TRACE_BYTES = 15 * 2**20
+"""Of the zip file with traces: a machine that is borrowed may give back small files only."""
+
+
+class Mode(NamedTuple):
+    """What trains."""
+
+    title: str
+    l2l: dict[str, Any] | None = None
+    """The options of an `L2LTrainer`; None for another trainer."""
+    checkpoints: bool = True
+    """Whether another trainer recomputes activations."""
+    bf16_weights: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is cross mixed precision."""
+        return self.l2l is not None and "cmp" in self.l2l
+
+
+CMP: dict[str, Any] = {"eps_update": "deferred", "cmp": "bf16"}
+MODES = {
+    "trainer": Mode("`Trainer`, activation checkpointing, bf16 autocast of fp32 weights"),
+    "whole": Mode("`Trainer` without checkpointing, bf16 autocast of fp32 weights", checkpoints=False),
+    "bf16-weights": Mode("`Trainer`, activation checkpointing, bf16 weights and moments", bf16_weights=True),
+    "serial": Mode("`L2LTrainer`, serial update", {"eps_update": "serial"}),
+    "deferred": Mode("`L2LTrainer`, deferred update", {"eps_update": "deferred"}),
+    "eager": Mode("`L2LTrainer`, eager update, which cannot clip", {"eps_update": "eager"}),
+    "cmp": Mode("`L2LTrainer`, cmp", CMP),
+    "shell": Mode("`L2LTrainer`, cmp, resident shell", {**CMP, "l2l_resident": "shell"}),
+    "planned": Mode("`L2LTrainer`, cmp, planned for the device", {**CMP, "device_memory_budget": "auto"}),
+    "fsdp2": Mode("FSDP2 on one rank, `CPUOffloadPolicy`, activation checkpointing"),
+}
+"""By name. Without CUDA, nothing is autocast."""
+
+HOST_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"grad_dtype": "16bit"},
+    {"grad_dtype": "16bit", "host_copies": "per_sweep"},
+    {"grad_dtype": "16bit", "moment_dtype": "bf16"},
+    {"grad_dtype": "16bit", "moment_dtype": "bf16", "host_copies": "per_sweep"},
+)
+"""For cross mixed precision: 18, 16, 14, 12 and 10 bytes per parameter. The first one that fits the host is taken."""
+HOST_RESERVE = 0.08
+"""The share of the available host memory that is left to Python, the driver and the rest."""
+
+# transformers 5.23 renamed it.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in transformers.TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+
+
+def row_of(name: str, options: Namespace) -> int:
+    """Tokens of a row."""
+    return 16 if options.tiny else MODELS[name][2]
+
+
+def ubatch_of(name: str, options: Namespace) -> int:
+    """Rows of a micro-batch."""
+    if options.ubatch_size is not None:
+        return int(options.ubatch_size)
+    return 2 if options.tiny else UBATCH_TOKENS // row_of(name, options)
+
+
+def clipping_of(mode: str) -> float:
+    """Its max_grad_norm."""
+    return 0.0 if mode == "eager" else 1.0
+
+
+class Steps(transformers.TrainerCallback):  # type: ignore[misc]
+    """When each step of a training ended, on the device and on the host; what steps waited for; what memory was in
+    use; and the trace of the last one."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.trace: Path | None = None
+        self.averages: Averages | None = None
+        """Of the measured steps, of an `L2LTrainer`."""
+        self.clocks: dict[str, Any] | None = None
+        self.least_available = 0
+        """Bytes that the host had left, as seen at the ends of steps."""
+        self.ends: list[float] = []
+        self.trainer: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Peaks are those of this training."""
+        self.ends, self.least_available = [], psutil.virtual_memory().available
+        if torch.accelerator.is_available():
+            torch.accelerator.reset_peak_memory_stats()
+        forget_host_peak()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the device, and look at the clock."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.ends.append(time.perf_counter())
+        self.least_available = min(self.least_available, psutil.virtual_memory().available)
+        eps = getattr(self.trainer, "eps", None)
+        if len(self.ends) == self.options.warmup and eps is not None:
+            eps.timeline.averages()  # forgets those before
+        elif len(self.ends) == self.options.warmup + self.options.steps:
+            self.clocks = environment.clocks()
+            self.averages = None if eps is None else eps.timeline.averages()
+            if self.trace is not None and eps is not None:
+                trace_from_now(eps.timeline, self.trace)
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured of the training that has ended."""
+        ends = self.ends[self.options.warmup - 1 : self.options.warmup + self.options.steps]
+        seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        waits = ("upload_s", "download_s", "eps_s", "bound")
+        return {
+            **{"mean_s": sum(seconds) / len(seconds), "fastest_s": min(seconds), "slowest_s": max(seconds)},
+            **{name: None if self.averages is None else getattr(self.averages, name) for name in waits},
+            "device_bytes": torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None,
+            **{"host_bytes": peak_process_bytes(), "least_available_host_bytes": self.least_available},
+            "clocks": self.clocks,
+        }
+
+
+def forget_host_peak() -> None:
+    """Let the system count the peak of this process from now on, where it can do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed: the peak is that of the process since it began
+        pass
+
+
+def trace_from_now(timeline: Timeline, file: Path) -> None:
+    """Write to `file` what `timeline` records from now on, until the model is detached.
+
+    `l2l_trace` would write all steps, and the time of writing would be measured with them.
+    """
+    timeline.collect()
+    timeline._trace = TraceFile(file, f"hf_l2l on {timeline.device}", ROWS)
+
+
+def add_to_zip(traces: Path, file: Path, name: str) -> None:
+    """Add the trace `file` to the zip file `traces` as `name`, unless that would become too large."""
+    before = traces.stat().st_size if traces.exists() else 0
+    if file.exists() and before + file.stat().st_size // 8 <= TRACE_BYTES:  # a trace shrinks to less than an eighth
+        with zipfile.ZipFile(traces, "a", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
+            packed.write(file, name)
+
+
+def trainer_for(
+    model: nn.Module,
+    name: str,
+    mode: str,
+    tokens: Sequence[int],
+    options: Namespace,
+    folder: str,
+    steps: int,
+    setting: dict[str, Any],
+) -> transformers.Trainer:
+    """The trainer of a case, for steps of the first number of `tokens`; `setting` is one of `HOST_SETTINGS`."""
+    kind, rows, ubatch = MODES[mode], tokens[0] // row_of(name, options), ubatch_of(name, options)
+    common: dict[str, Any] = {
+        "output_dir": folder,
+        "max_steps": steps,
+        "max_grad_norm": clipping_of(mode),
+        "optim": "adamw_torch_fused",
+        "bf16": torch.cuda.is_available() and not (kind.is_mixed or kind.bf16_weights),
+        "use_cpu": not torch.accelerator.is_available(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    data = RandomTokens(model, max(tokens) // row_of(name, options) * steps, row_of(name, options))
+    if kind.l2l is None:
+        batch = {"per_device_train_batch_size": ubatch, "gradient_accumulation_steps": rows // ubatch}
+        args = transformers.TrainingArguments(**common, **batch, **{CHECKPOINTING: kind.checkpoints})
+    else:
+        l2l = {f"l2l_{key}": value for key, value in setting.items()}
+        l2l |= {"per_device_train_batch_size": rows, "device_memory_budget": "off"}
+        if mode != "planned":  # what is set would bind the plan
+            l2l |= {"ubatch_size": ubatch, "stash": options.stash}
+        args = L2LTrainingArguments(**{**common, **l2l, **kind.l2l})
+    made = L2LTrainer if kind.l2l is not None else transformers.Trainer
+    trainer = made(model=model.bfloat16() if kind.bf16_weights else model, args=args, train_dataset=data)
+    if not data.is_decoder:
+        # The classifier takes num_items_in_batch and does not divide by it, so that Trainer would add the losses of
+        # the batches that it accumulates. May go with https://github.com/huggingface/transformers/issues/47688.
+        trainer.model_accepts_loss_kwargs = False
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def config_of(mode: str, options: Namespace, setting: dict[str, Any]) -> L2LConfig:
+    """The options of an `L2LTrainer`, as far as they decide what the host holds."""
+    names = {name.removeprefix("l2l_"): value for name, value in (MODES[mode].l2l or {}).items()}
+    return L2LConfig(**{**names, "stash": options.stash, **setting})
+
+
+def host_setting(
+    model: nn.Module, mode: str, options: Namespace, device: torch.device | None = None
+) -> tuple[dict[str, Any] | None, int]:
+    """How the host keeps what it keeps, and the bytes that it needs; no setting if none fits. `device` is that of
+    another machine, if it is not of this one.
+
+    An update makes of 16-bit gradients and moments, unit by unit, fp32 ones: 12 bytes per parameter of what is
+    updated at once. That is two layers, or, on the host, everything outside the layers.
+    """
+    usable = (1 - HOST_RESERVE) * available_host_bytes()
+    kind, count = MODES[mode], sum(p.numel() for p in model.parameters())
+    if kind.l2l is None:
+        need = count * (16 if mode == "fsdp2" else 4)
+        return ({} if need <= usable else None), need
+    need = 0
+    largest = max(sum(p.numel() for p in layer.parameters()) for stack in find_stacks(model) for layer in stack.layers)
+    for setting in HOST_SETTINGS if kind.is_mixed else HOST_SETTINGS[:1]:
+        found = estimate(model, config_of(mode, options, setting), device=device)
+        outside = 0 if mode == "shell" else found.shell // 4
+        need = found.host_bytes + (12 * max(outside, 2 * largest) if setting else 0)
+        if need <= usable:
+            return setting, need
+    return None, need
+
+
+def seconds_needed(model: nn.Module, mode: str, tokens: int, options: Namespace, setting: dict[str, Any]) -> float:
+    """About what a case takes: making and moving the weights, the steps at 300 TFLOP/s, the updates on the host.
+
+    An update with bf16 moments rounds them stochastically, which takes about 31 ns of a core per parameter.
+    """
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    update_s = 0.0 if MODES[mode].l2l is None and mode != "fsdp2" else 2.1 if "moment_dtype" in setting else 0.8
+    return 4 + 6 * billions + (options.warmup + options.steps + 1) * billions * (update_s + tokens * 8e9 / 300e12)
+
+
+def refusal(
+    model: nn.Module, mode: str, tokens: int, options: Namespace, left_s: float
+) -> tuple[str | None, dict[str, Any]]:
+    """Why a case is not measured, if so, and its `host_setting`."""
+    setting, need = host_setting(model, mode, options)
+    if setting is None:
+        return f"needs {size_text(need)} of host memory, {size_text(available_host_bytes())} is available", {}
+    need_s = seconds_needed(model, mode, tokens, options, setting)
+    return (f"{NO_TIME} (it needs about {need_s:.0f} s)" if need_s > left_s else None), setting
+
+
+def expected(
+    model: nn.Module, name: str, config: L2LConfig, tokens: int, options: Namespace, figures: HardwareFigures | None
+) -> dict[str, Any]:
+    """What the package expects of these options before the run: the peaks, and with figures of the machine the time of
+    a step. `model` may be on the meta device."""
+    device = execution_device(None)
+    if stream.shares_host_memory(device):
+        return {}
+    rows = tokens // row_of(name, options)
+    ids = torch.empty((rows, row_of(name, options)), dtype=torch.int64, device="meta")
+    labels = ids if is_decoder(model) else torch.empty(rows, dtype=torch.int64, device="meta")
+    run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device)
+    state, report, _ = report_of(run, config)
+    found: dict[str, Any] = {"device_bytes": run.most(config)}
+    found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + process_bytes()[0]
+    if figures is not None:
+        found["step_s"] = time_of(run, config, rates_of(figures, run, config, measures=False)).seconds
+    return found
+
+
+def attention_kernel(model: Any) -> str:
+    """What torch chooses for attention in layers of this model, in bf16: where the answers with and without gradients
+    differ, the recompute runs another kernel than the forward."""
+    config, device = model.config, execution_device(None)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return chosen_attention(device, config.num_attention_heads, width, is_decoder(model))
+
+
+def chosen_attention(device: torch.device, heads: int, width: int, is_causal: bool) -> str:
+    """The kernel, or "A without gradients, B with them"."""
+    found = []
+    for needs in (False, True):
+        given = [torch.randn(2, heads, 128, width, device=device).bfloat16().requires_grad_(needs) for _ in range(3)]
+        try:
+            with torch.set_grad_enabled(needs):
+                number = torch._fused_sdp_choice(*given, is_causal=is_causal)
+            found.append(str(torch.nn.attention.SDPBackend(number).name) if number >= 0 else "-")
+        except (RuntimeError, NotImplementedError):
+            found.append("-")
+    return found[0] if found[0] == found[1] else f"{found[0]} without gradients, {found[1]} with them"
+
+
+def measured(
+    name: str,
+    mode: str,
+    tokens: Sequence[int],
+    options: Namespace,
+    left_s: float = float("inf"),
+    figures: HardwareFigures | None = None,
+) -> Iterator[dict[str, Any]]:
+    """A row for each number of tokens, as soon as it is there, by one trainer. `failure` says why there are no figures.
+
+    The model and its trainer, and what they hold, live as long as this generator.
+    """
+    like, remaining = on_meta(name, options.tiny), list(tokens)
+    failure, setting = refusal(like, mode, max(tokens), options, left_s)
+    common: dict[str, Any] = {"model": name, "mode": mode, "title": MODES[mode].title, "steps": options.steps}
+    common |= {"host_setting": setting, "attention": attention_kernel(like), "failure": None}
+    start = time.perf_counter()
+    if failure is None:
+        try:
+            model = quickly_made(name, options.tiny)
+            run = run_fsdp if mode == "fsdp2" else run_trainer
+            for found in run(model, name, mode, tokens, options, setting):
+                row = {**common, "tokens": remaining[0], **found, "case_s": time.perf_counter() - start}
+                row["tokens_per_s"] = row["tokens"] / row["mean_s"]
+                peak = peak_flop_per_s(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+                row["flop_per_s"] = flop_per_step(like, row["tokens"], row_of(name, options)) / row["mean_s"]
+                row["mfu"] = None if peak is None else row["flop_per_s"] / peak
+                config = row.pop("config", None)
+                if config is not None:
+                    row["expected"] = expected(like, name, config, row["tokens"], options, figures)
+                remaining.pop(0)
+                yield row
+                start = time.perf_counter()
+        except torch.OutOfMemoryError:
+            failure = "out of memory"
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the other cases are still of use
+            traceback.print_exc()
+            failure = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        except MemoryError as error:
+            failure = f"out of host memory{f': {error}' if str(error) else ''}"
+    for each in remaining:
+        yield {**common, "tokens": each, "failure": failure, "case_s": time.perf_counter() - start}
+
+
+def run_trainer(
+    model: Any, name: str, mode: str, tokens: Sequence[int], options: Namespace, setting: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Train with `Trainer` or `L2LTrainer`, once for each number of tokens; yields figures of each row.
+
+    The model is attached once: to page-lock the memory of a large one takes longer than to train a few steps.
+    """
+    kind, steps = MODES[mode], Steps(options)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json") if options.traces is not None and kind.l2l is not None else None
+        count = options.warmup + options.steps + (trace is not None)
+        try:
+            trainer = trainer_for(model, name, mode, tokens, options, folder, count, setting)
+            trainer.add_callback(steps)
+            steps.trainer, steps.trace = trainer, trace if len(tokens) == 1 else None
+            attach_s = None
+            if kind.l2l is not None and mode != "planned":
+                start = time.perf_counter()
+                attach_l2l(model, replace(l2l_config(trainer.args), device=trainer.args.device))
+                attach_s = time.perf_counter() - start
+            for each in tokens:
+                rows = each // row_of(name, options)
+                if kind.l2l is None:
+                    trainer.args.gradient_accumulation_steps = rows // ubatch_of(name, options)
+                else:
+                    trainer.args.per_device_train_batch_size = trainer._train_batch_size = rows
+                trainer.train()
+                plan = trainer._l2l_plan.plan if mode == "planned" else None
+                config = None if kind.l2l is None else l2l_config(trainer.args) if plan is None else plan.config
+                yield {
+                    **steps.figures(),
+                    "attach_s": attach_s,
+                    "plan": None if plan is None else str(plan),
+                    "config": config and replace(config, device_memory_budget=None, device=None),
+                }
+        finally:
+            if kind.l2l is not None:
+                detach_l2l(model)
+        if steps.trace is not None:
+            add_to_zip(options.traces, steps.trace, f"{name}_{mode}_{tokens[0]}.json")
+
+
+def forget() -> None:
+    """Let go of what a run has left on the device and in page-locked memory, also one that failed half-way."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        if torch.cuda.is_available():
+            torch._C._host_emptyCache()
+        left = torch.accelerator.memory_allocated()
+        if left > 2**20:
+            print(f"{size_text(left)} are still on the device before the next run", file=sys.stderr)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; one message and the end of the program for those that make no sense."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(BY_DEFAULT))
-    parser.add_argument("--modes", choices=MODES, nargs="+", default=list(MODES[:5]))
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["bert-large", "llama-1b"])
+    parser.add_argument("--modes", choices=MODES, nargs="+", default=["trainer", "serial", "deferred", "eager", "cmp"])
     parser.add_argument("--tokens", type=int, nargs="+", help="per optimizer step")
     parser.add_argument("--ubatch-size", type=int, help=f"rows of a micro-batch (default: {UBATCH_TOKENS} tokens)")
     parser.add_argument("--stash", choices=("device", "host"), default="device")
-    parser.add_argument("--cmp", choices=("auto", "bf16", "fp16"), default="bf16", help="what mode cmp computes in")
-    parser.add_argument("--card", help='memory of the device that may be used, as "24GiB"')
     parser.add_argument("--steps", type=int, help="measured steps")
     parser.add_argument("--warmup", type=int, help="steps before those")
-    parser.add_argument("--seconds", type=float, help="in which all is done: cases that need longer are left out")
-    parser.add_argument("--no-check", action="store_true", help="do not compare the trainers first")
     parser.add_argument("--tiny", action="store_true", help="tiny models and few tokens: shows that it runs")
     parser.add_argument("--out", type=Path, help="markdown file for the result")
     parser.add_argument("--rows", type=Path, help="file to which each row is added as a line of JSON")
     parser.add_argument("--traces", type=Path, help="zip file to which a trace of one step of each case is added")
     options = parser.parse_args(arguments)
     small = options.tiny
-    options.tokens = options.tokens or ([64, 128] if small else [8192, 32768, 65536])
-    options.steps = options.steps if options.steps is not None else (2 if small else 10)
+    options.tokens = options.tokens or ([64] if small else [8192, 32768, 65536])
+    options.steps = options.steps if options.steps is not None else (1 if small else 10)
     options.warmup = options.warmup if options.warmup is not None else (1 if small else 3)
     for name in ("steps", "warmup", "ubatch_size"):
         value = getattr(options, name)
@@ -89,64 +490,48 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 )
     if options.out is not None and not options.out.parent.is_dir():
         parser.error(f"--out must be in a folder that exists (got {options.out})")
-    if options.card is not None:
-        try:
-            parse_bytes(options.card)
-        except ValueError as error:
-            parser.error(f"--card must be a number of bytes (got {options.card}): {error}")
     return options
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """How it was measured, for the document and the JSON."""
-    paths = {name: value and str(value) for name, value in vars(options).items() if name in ("out", "rows", "traces")}
-    return {
-        **vars(options),
-        **paths,
-        "precision": "bf16 autocast" if torch.cuda.is_available() else "fp32",
-        "ubatches": {name: (ubatch_of(name, options), row_of(name, options)) for name in options.model},
-        "checked_steps": CHECKED_STEPS,
-    }
+def document(rows: list[dict[str, Any]], where: dict[str, Any], options: Namespace) -> str:
+    """The table, with what one needs to know about it."""
+    return "\n".join(
+        (
+            f"# Throughput on {where['device']}{', tiny models' if options.tiny else ''}",
+            "",
+            environment.description(where),
+            "",
+            f"Random weights and tokens; micro-batches of {UBATCH_TOKENS:,} tokens; stash on the {options.stash}; "
+            f"{options.steps} measured steps after {options.warmup}.",
+            "",
+            case_table(rows),
+            "",
+            "```bash",
+            where["command"],
+            "```",
+            "",
+        )
+    )
 
 
-def limit_card(size: str | None) -> None:
-    """Let torch allocate no more of the device's memory; where there is no CUDA, nothing is limited."""
-    if size is not None and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(size) / total))
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Check, measure, print, and return what was printed as the last line."""
-    start = time.monotonic()
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measure and print; returns the rows."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parsed(arguments)
-    checks: list[dict[str, Any]] = []
+    where = environment.environment("throughput.py", arguments)
     rows: list[dict[str, Any]] = []
-    where, how = environment("throughput.py", arguments), settings(options)
-    result = {"environment": where, "settings": how, "checks": checks, "rows": rows}
     gpu_rows.append(options.rows, "environment", **where)
-    gpu_rows.append(options.rows, "settings", **how)
-    for name in () if options.no_check else options.model:
-        checks.append(check(name, options))
-        gpu_rows.append(options.rows, "check", **checks[-1])
-        if checks[-1]["failure"] is not None:
-            print(f"{name}, tiny: {checks[-1]['failure']}", file=sys.stderr, flush=True)
-        forget()
-    limit_card(options.card)
     for name in options.model:
-        for tokens in options.tokens:
-            for mode in options.modes:
-                left_s = float("inf") if options.seconds is None else options.seconds - (time.monotonic() - start)
-                rows.append(measured(name, mode, tokens, options, left_s))
-                forget()
-                gpu_rows.append(options.rows, "row", **rows[-1])
-                print(line(with_shares(rows)[-1]), file=sys.stderr, flush=True)
+        for mode in options.modes:
+            for row in measured(name, mode, options.tokens, options):
+                rows.append(row)
+                gpu_rows.append(options.rows, "case", **row)
+                print(case_line(row, rows), file=sys.stderr, flush=True)
                 if options.out is not None:
-                    options.out.write_text(document(result), encoding="utf-8")
-    print(document(result))
-    print(json.dumps(result))
-    return result
+                    options.out.write_text(document(rows, where, options), encoding="utf-8")
+            forget()
+    print(document(rows, where, options), end="")
+    return rows
 
 
 if __name__ == "__main__":

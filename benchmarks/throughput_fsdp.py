@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from benchmarks import environment
 from benchmarks.throughput_models import MODELS, RandomTokens
+from hf_l2l.memory.host_limits import peak_process_bytes
 from hf_l2l.model.stacks import find_stacks
 
 
@@ -63,34 +66,40 @@ def step(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, t
     optimizer.zero_grad()
 
 
-def run_fsdp(model: Any, row: dict[str, Any], options: Namespace) -> dict[str, Any]:
-    """Train as `Trainer` does; returns figures of the row."""
+def run_fsdp(
+    model: Any, name: str, mode: str, tokens: Sequence[int], options: Namespace, setting: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Train as `Trainer` does, once for each number of tokens; yields figures of each row."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens = 16 if options.tiny else MODELS[row["model"]][2]
-    rows, micro_batches = row["tokens"] // tokens, max(row["tokens"] // (16 * 2 if options.tiny else 8192), 1)
-    data = RandomTokens(model, rows, tokens)
-    host_bytes = 16 * sum(p.numel() for p in model.parameters())
+    length = 16 if options.tiny else MODELS[name][2]
+    data = RandomTokens(model, max(tokens) // length, length)
     with one_rank(device_type):
         start = time.perf_counter()
         model = sharded(model.train(), device_type)
-        found: dict[str, Any] = {"attach_s": time.perf_counter() - start}
+        attach_s = time.perf_counter() - start
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
-        loaded = torch.utils.data.default_collate([data[index] for index in range(rows)])
-        batches = [
-            {name: tensor.chunk(micro_batches)[number].to(device_type) for name, tensor in loaded.items()}
-            for number in range(micro_batches)
-        ]
-        seconds = []
-        if device_type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(options.warmup + options.steps):
-            start = time.perf_counter()
-            step(model, optimizer, batches)
+        for each in tokens:
+            rows, micro_batches = each // length, max(each // (16 * 2 if options.tiny else 8192), 1)
+            loaded = torch.utils.data.default_collate([data[index] for index in range(rows)])
+            batches = [
+                {key: tensor.chunk(micro_batches)[number].to(device_type) for key, tensor in loaded.items()}
+                for number in range(micro_batches)
+            ]
             if device_type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        found["device_bytes"] = torch.cuda.max_memory_allocated() if device_type == "cuda" else host_bytes
-    measured = seconds[options.warmup :]
-    found |= {"mean_s": sum(measured) / len(measured), "fastest_s": min(measured), "slowest_s": max(measured)}
-    found |= dict.fromkeys(("upload_s", "download_s", "eps_s", "bound", "estimated_device_bytes"))
-    return {**found, "host_bytes": host_bytes, "is_measured": device_type == "cuda"}
+                torch.cuda.reset_peak_memory_stats()
+            seconds, least = [], psutil.virtual_memory().available
+            for _ in range(options.warmup + options.steps):
+                start = time.perf_counter()
+                step(model, optimizer, batches)
+                if device_type == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+                least = min(least, psutil.virtual_memory().available)
+            measured = seconds[options.warmup :]
+            yield {
+                **{"mean_s": sum(measured) / len(measured), "fastest_s": min(measured), "slowest_s": max(measured)},
+                **dict.fromkeys(("upload_s", "download_s", "eps_s", "bound")),
+                "device_bytes": torch.cuda.max_memory_allocated() if device_type == "cuda" else None,
+                **{"host_bytes": peak_process_bytes(), "least_available_host_bytes": least},
+                **{"clocks": environment.clocks(), "attach_s": attach_s},
+            }

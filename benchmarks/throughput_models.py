@@ -66,10 +66,10 @@ def on_meta(name: str, tiny: bool) -> nn.Module:
         return made(name, tiny)
 
 
-def quickly_made(name: str, tiny: bool) -> Any:
+def quickly_made(name: str, tiny: bool, **changes: Any) -> Any:
     """The model with weights that are about random: to draw 8 billion numbers would take longer than to train."""
     with init_empty_weights(include_buffers=False):
-        model: Any = made(name, tiny)
+        model: Any = made(name, tiny, **changes)
     model.tie_weights()
     pattern = 0.02 * torch.randn(PATTERN, generator=torch.Generator().manual_seed(0))
     filled: dict[nn.Parameter, nn.Parameter] = {}

@@ -1,134 +1,170 @@
-"""What is done with a GPU of half an hour can be rehearsed, and a run that is cut keeps what it had."""
+"""What is done with a GPU that is there for minutes can be rehearsed, and a call that is cut keeps what it had."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import zipfile
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from benchmark_output import refused
-from benchmarks import gpu, gpu_bench, gpu_report, gpu_rows, gpu_tests
+from benchmark_output import columns, refused
+from benchmarks import gpu, gpu_report, gpu_rows
 
 RUNNER = Path(gpu.__file__)
+ROOT = RUNNER.parent.parent
 
 
-def rehearsed(part: str, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> list[gpu_rows.Row]:
-    """The rows of a part that ended by itself and well; with `capsys`, the runner is this process."""
-    words = [part, "--rehearse", "--out", str(folder)]
-    if capsys is None:
-        asked = [sys.executable, str(RUNNER), *words]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        printed = done.stdout
-    else:
-        assert gpu.main(words) == 0
-        printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].startswith(f"{part}: ended by itself, status 0, ")
-    rows = gpu_rows.read(folder / f"{part}.jsonl")
+# ---- the rehearsal
+
+
+def rehearsed(folder: Path, *parts: str) -> list[gpu_rows.Row]:
+    """The rows of a rehearsal in a process of its own, in which nothing failed."""
+    asked = [sys.executable, str(RUNNER), *parts, "--rehearse", "--out", str(folder)]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-3000:] + (folder / "log.txt").read_text()[-3000:]
+    assert done.stdout.splitlines()[-1] == "nothing failed" and len(done.stdout) < 12_000
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
+    assert len(files) <= 8 and max(files.values()) < 16 * 2**20
+    rows = gpu_rows.read(folder / "gpu.jsonl")
+    assert {row["how"] for row in gpu_report.of_kind(rows, "part")} == {"ended"}
+    return rows
+
+
+def test_parts_are_rehearsed_in_one_process(tmp_path):
+    """One of each kind but the tests, whose rehearsal takes longer."""
+    rows = rehearsed(tmp_path, "probe", "1b-trainer", "1b-planned", "1b-tokens", "profile")
     kinds = Counter(row["kind"] for row in rows)
-    assert kinds["environment"] >= 1 and (kinds["start"], kinds["end"]) == (1, 1)
-    assert (rows[0]["kind"], rows[-1]["kind"]) == ("start", "end")
-    text = (folder / f"{part}.md").read_text()
-    assert text.startswith(f"# {part}, a rehearsal") and "The part ended by itself, status 0" in text
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 2**20
-    return [row for row in rows if row["kind"] == "row"]
-
-
-def test_the_probe_is_rehearsed(tmp_path, capsys):
-    rows = rehearsed("probe", tmp_path, capsys)
-    assert [row["name"] for row in rows if "failure" in row] == []
-    by_name = {row["name"]: row for row in rows}
-    assert by_name["page-locking"] | {"seconds": 0} == {
-        **{"kind": "row", "name": "page-locking", "bytes": 2**20, "code": 0},
-        **{"seconds": 0, "is_pinned": True},
-    }
-    second = by_name["second registration of the same address"]
+    assert (kinds["call"], kinds["environment"], kinds["process"], kinds["part"]) == (1, 1, 1, 5)
+    probed = {row["name"]: row for row in gpu_report.of_kind(rows, "probe")}
+    assert probed["page-locking"]["code"] == 0
+    second = probed["second registration of the same address"]
     assert (second["code"], second["next_kernel"]) == (712, "ran")
-    assert sum(row["name"].startswith("copy, ") for row in rows) == 5
-    assert all(row["bytes_per_s"] > 0 for row in rows if row["name"].startswith("copy"))
-    threads = [row["threads"] for row in rows if row["name"] == "AdamW"]
-    assert threads[0] == 1 and threads[-1] == os.cpu_count()
-    attention = [row for row in rows if row["name"] == "attention"]
-    assert {(row["dtype"], row["dropout"]) for row in attention} == {
-        (dtype, dropout) for dtype in ("bfloat16", "float32") for dropout in (0.0, 0.1)
-    }
-    assert all("MATH" in row["runs"] for row in attention)
+    assert {"link_up, bytes/s", "dram, bytes/s", "attention"} <= probed.keys()
+    plain, planned, *tokens = gpu_report.of_kind(rows, "case")
+    assert "expected" not in plain and planned["plan"].startswith("plan for 57.6 GiB of device memory: ")
+    assert [row["tokens"] for row in (plain, planned, *tokens)] == [128, 128, 32, 256]
+    for row in (planned, *tokens):
+        expected = row["expected"]
+        assert expected["step_s"] > 0 and expected["host_bytes"] > 0
+        assert row["device_bytes"] == pytest.approx(expected["device_bytes"], rel=0.25), "tiny tensors are rounded up"
+    [profile] = gpu_report.of_kind(rows, "profile")
+    assert profile["step_s"] > 0
+    text = (tmp_path / "gpu.md").read_text()
+    assert text.startswith("# sim:0, for minutes, a rehearsal: its figures mean nothing")
+    estimates = columns(text.partition("## What bounds them")[2].partition("\n- ")[0])
+    assert [row[1] for row in estimates] == ["128", "128", "32", "256"] and estimates[0][3:] == ["-", "-", "-"]
+    assert all("estimate" in cell for row in estimates[1:] for cell in row[3:])
 
 
 @pytest.mark.slow
-def test_the_tests_are_rehearsed(tmp_path):
-    rows = rehearsed("tests", tmp_path)
-    outcomes = {row["name"].rpartition("::")[2].partition("[")[0]: row["outcome"] for row in rows}
+def test_all_parts_are_rehearsed(tmp_path):
+    rows = rehearsed(tmp_path)
+    assert [row["name"] for row in gpu_report.of_kind(rows, "part")] == list(gpu.PLAN)
+    assert [row["part"] for row in gpu_report.of_kind(rows, "process")] == ["probe", "8b", "1b-fsdp2"]
+    cases = [part.case for part in gpu.PLAN.values() if part.case is not None]
+    expected = [(case.model, case.mode) for case in cases for _ in case.tokens]
+    assert [(row["model"], row["mode"]) for row in gpu_report.of_kind(rows, "case")] == expected
+    tests = gpu_report.of_kind(rows, "test")
+    assert [row["name"] for row in tests[:12]] == sorted(gpu.SMOKE, key=[row["name"] for row in tests].index)
+    outcomes = {row["name"].rpartition("::")[2].partition("[")[0]: row["outcome"] for row in tests}
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
         "test_a_synchronization_would_be_noticed",
         "test_the_sanitizer_finds_no_race",
     }
-    folder = RUNNER.parent.parent / "tests" / "gpu"
+    folder = ROOT / "tests" / "gpu"
     written = sum(file.read_text().count("\ndef test_") for file in folder.glob("test_*.py"))
-    assert len(outcomes) == len(rows) == written >= 25
+    assert len(outcomes) == written >= 25
 
 
-@pytest.mark.slow
-def test_the_bench_is_rehearsed(tmp_path):
-    rows = rehearsed("bench", tmp_path)
-    assert {row["failure"] for row in rows} == {None}
-    cases = [group.options.split(" --")[:3] for group in gpu_bench.GROUPS if group.script == "throughput.py"]
-    expected = [
-        (model.split()[1], mode)
-        for model, modes, tokens in cases
-        for _ in tokens.split()[1:]
-        for mode in sorted(modes.split()[1:], key=("trainer", "serial", "deferred", "cmp", "resident", "fsdp2").index)
-    ]
-    assert [(row["model"], row["mode"]) for row in rows] == expected
-    assert [row["card"] for row in rows if row["model"] == "llama-3b"][:2] == ["24GiB"] * 2
-    checks = gpu_rows.read(tmp_path / "bench.jsonl", "check")
-    assert [(each["model"], each["failure"]) for each in checks] == [("llama-1b", None), ("bert-large", None)]
-    with zipfile.ZipFile(tmp_path / "traces.zip") as packed:
-        assert len(packed.namelist()) == sum(mode not in ("trainer", "fsdp2") for _, mode in expected)
-    assert len((tmp_path / "bench.md").read_text().split("\n| llama-8b | ")) == 2
-    (resident,) = gpu_rows.read(tmp_path / "bench.jsonl", "resident")
-    assert len(resident["ratios"]) == 1 and "A BERT that fits whole" in (tmp_path / "bench.md").read_text()
+# ---- the plan
 
 
-# ---- a run that is cut
+def test_the_plan_is_over_in_time():
+    assert gpu.assumed_s(list(gpu.PLAN)) <= 60 * gpu.parsed([]).minutes == 570
+    assert gpu.starts(list(gpu.PLAN)) == ["probe", "8b", "1b-fsdp2"]
+    assert gpu.assumed_s(["1b-cmp"]) == gpu.FIRST_START_S + gpu.PLAN["1b-cmp"].seconds + gpu.END_S
+
+
+def test_the_smoke_tests_are_there():
+    """Their parameters, too, are checked by the rehearsal of all parts."""
+    assert len(set(gpu.SMOKE)) == 12
+    for name in gpu.SMOKE:
+        file, _, function = name.partition("[")[0].partition("::")
+        assert f"\ndef {function}(" in (ROOT / file).read_text()
+
+
+def test_parts_run_in_the_order_of_their_worth():
+    assert gpu.parsed(["1b-cmp", "probe"]).parts == ["probe", "1b-cmp"]
+    assert gpu.parsed([]).parts == list(gpu.PLAN)
+    assert gpu.parsed(["--rehearse"]).minutes == 60
+    found = gpu.surroundings(gpu.parsed(["--rehearse"]))
+    assert (found["HF_HUB_OFFLINE"], found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("1", "", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prob"], f"a part must be one of {', '.join(gpu.PLAN)} (got prob)"),
+        (["probe", "--minutes", "0"], "--minutes must be above 0 (got 0)"),
+    ],
+)
+def test_bad_options_of_the_runner_are_refused(arguments, message, capsys):
+    assert refused(gpu.main, arguments, capsys) == message
+
+
+# ---- a call that is cut
 
 STUB = """
-import json, subprocess, sys, time
-file = sys.argv[sys.argv.index("--rows") + 1]
-with open(file, "a") as rows:
-    row = {"kind": "row", "outcome": "passed", "seconds": 1.5, "message": ""}
-    print(json.dumps({**row, "name": "first"}), file=rows, flush=True)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print(json.dumps({**row, "name": "second", "child": child.pid}), file=rows, flush=True)
-    rows.write('{"kind": "row", "name": "cut o')
-    rows.flush()
-    time.sleep(600 if "LAST" != "fails" else 0)
-sys.exit(5)
+import json, os, subprocess, sys, time
+rows = open(os.path.join(sys.argv[1], "gpu.jsonl"), "a")
+def write(kind, **values):
+    print(json.dumps({"kind": kind, **values}), file=rows, flush=True)
+print("ready", flush=True)
+for line in sys.stdin:
+    name, left_s = line.split()
+    write("ran", name=name, pid=os.getpid())
+    if name == "1b-trainer":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        write("child", pid=child.pid)
+        rows.write('{"kind": "child", "pi')
+        rows.flush()
+        time.sleep(600)
+    if name == "1b-whole":
+        os._exit(5)
+    if name == "smoke":
+        done = [json.loads(line)["name"] for line in open(rows.name) if '"test"' in line]
+        test = "abc"[len(done)]
+        write("begun", name=test)
+        if test == "b":
+            os._exit(1)
+        write("test", name=test, outcome="passed", seconds=1.5, message="")
+        if test == "a":
+            os._exit(70)
+    print("refused" if name == "probe" and "REFUSES" in os.environ else "ended", flush=True)
 """
 
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that writes two rows, begins a third one, and never ends; it stands for every part."""
-    script = tmp_path / "stub.py"
-    script.write_text(STUB)
-    monkeypatch.setattr(gpu, "MARGIN_S", 0.0)
-    monkeypatch.setattr(gpu, "DOCUMENT_S", 0.0)
-    parts = {name: part._replace(script=script, limit_s=3.0) for name, part in gpu.PARTS.items()}
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    return script
+    """The folder of a call whose worker measures nothing: one part never ends, one ends its process, and so do two
+    tests out of three."""
+    (tmp_path / "stub.py").write_text(STUB)
+    monkeypatch.setattr(gpu, "WORKER", tmp_path / "stub.py")
+    return tmp_path / "out"
+
+
+def how_of(folder: Path) -> dict[str, str]:
+    """Part -> how it ended."""
+    return {row["name"]: row["how"] for row in gpu_rows.read(folder / "gpu.jsonl", "part")}
 
 
 def has_ended(pid: int) -> bool:
@@ -143,53 +179,82 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-def test_a_part_that_is_stopped_keeps_its_rows_and_leaves_no_process(stub, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert gpu.main(["tests", "--out", str(out)]) == 1
-    start, first, second, end = gpu_rows.read(out / "tests.jsonl")
-    assert (start["kind"], first["seconds"], second["name"]) == ("start", 1.5, "second")
-    assert end["how"] == "stopped at its limit of 3 s" and end["status"] == -signal.SIGKILL
-    assert has_ended(second["child"])
-    assert capsys.readouterr().out.startswith("tests: ended stopped at its limit of 3 s")
+def test_a_part_that_hangs_or_ends_its_process_ends_no_other(stub, monkeypatch, capsys):
+    short = {name: part._replace(seconds=-8.5) for name, part in gpu.PLAN.items()}  # twice that, and 20 s: 3 s
+    monkeypatch.setattr(gpu, "PLAN", short)
+    parts = ["probe", "1b-trainer", "1b-whole", "1b-cmp"]
+    assert gpu.main([*parts, "--out", str(stub)]) == 1
+    found = how_of(stub)
+    assert list(found.values()) == ["ended", "stopped after 3 s", "its process ended with 5", "ended"]
+    assert [row["name"] for row in gpu_rows.read(stub / "gpu.jsonl", "ran")] == parts
+    [child] = gpu_rows.read(stub / "gpu.jsonl", "child")
+    assert has_ended(child["pid"])
+    last = capsys.readouterr().out.splitlines()[-3:]
+    assert last == ["2 failed:", "1b-trainer: stopped after 3 s", "1b-whole: its process ended with 5"]
+    assert "- 1b-whole: its process ended with 5" in (stub / "gpu.md").read_text()
 
 
-def test_all_parts_share_the_time(stub, tmp_path):
-    out = tmp_path / "out"
-    assert gpu.main(["tests", "bench", "--out", str(out), "--minutes", "0.04"]) == 1
-    ends = [gpu_rows.read(out / f"{name}.jsonl", "end")[0] for name in ("tests", "bench")]
-    assert [end["how"] for end in ends] == ["stopped at its limit of 2 s", "not begun: no time was left"]
-    assert "The part ended not begun" in (out / "bench.md").read_text()
+def test_tests_go_on_in_another_process(stub):
+    """A test that was begun and has no row has died; the others have one each."""
+    assert gpu.main(["smoke", "--out", str(stub)]) == 1
+    rows = gpu_rows.read(stub / "gpu.jsonl")
+    outcomes = [(row["name"], row["outcome"]) for row in gpu_report.of_kind(rows, "test")]
+    assert outcomes == [("a", "passed"), ("b", "died"), ("c", "passed")]
+    assert how_of(stub) == {"smoke": "ended"} and len(gpu_report.of_kind(rows, "process")) == 3
 
 
-def test_without_page_locked_memory_nothing_else_is_run(stub, tmp_path, capsys):
-    stub.write_text(STUB.replace("LAST", "fails"))
-    out = tmp_path / "out"
-    assert gpu.main(["probe", "tests", "--out", str(out)]) == 1
-    [end] = gpu_rows.read(out / "probe.jsonl", "end")
-    assert (end["how"], end["status"]) == ("by itself", 5)
-    assert not (out / "tests.jsonl").exists()
-    assert "tests: not run, since a part before it failed that it needs" in capsys.readouterr().out
-    assert gpu.main(["probe", "--out", str(out)]) == 1
-    assert not gpu.PARTS["tests"].is_needed, "a test that fails stops nothing"
+def test_a_part_that_needs_all_memory_has_a_process_of_its_own(stub):
+    assert gpu.main(["probe", "1b-cmp", "8b", "1b-fsdp2", "profile", "--out", str(stub)]) == 0
+    pids = [row["pid"] for row in gpu_rows.read(stub / "gpu.jsonl", "ran")]
+    assert pids[0] == pids[1] != pids[2] != pids[3] == pids[4]
 
 
-def test_a_runner_that_is_stopped_stops_its_part(stub, tmp_path):
-    out = tmp_path / "out"
+def test_what_has_no_time_left_is_not_begun(stub, monkeypatch):
+    monkeypatch.setattr(gpu, "END_S", 6.0)
+    assert gpu.main(["1b-cmp", "tests", "--out", str(stub), "--minutes", "0.7"]) == 0
+    assert how_of(stub) == {"1b-cmp": "not begun: no time was left (it needs about 41 s)", "tests": "ended"}
+    options = Namespace(rehearse=False, minutes=0.1, out=stub, parts=["1b-trainer"])
+    call = gpu.Call(options, None)
+    call.end_at = time.monotonic()
+    assert call.left_s <= 0 and call.needed_s("tests") == 20 + gpu.START_S
+
+
+def test_a_call_ends_in_time(stub, monkeypatch):
+    monkeypatch.setattr(gpu, "END_S", 3.0)
+    monkeypatch.setattr(gpu, "START_S", 0.0)
+    monkeypatch.setattr(gpu, "PLAN", {name: part._replace(seconds=0.0) for name, part in gpu.PLAN.items()})
+    start = time.monotonic()
+    assert gpu.main(["1b-trainer", "8b", "--out", str(stub), "--minutes", "0.1"]) == 0
+    assert how_of(stub) == {
+        "1b-trainer": "stopped: no time was left",
+        "8b": "not begun: no time was left (it needs about 0 s)",
+    }
+    assert time.monotonic() - start < 30
+
+
+def test_without_page_locked_memory_nothing_else_is_run(stub, monkeypatch, capsys):
+    monkeypatch.setenv("REFUSES", "")
+    assert gpu.main(["probe", "1b-cmp", "--out", str(stub)]) == 1
+    assert how_of(stub)["probe"] == "refused"
+    assert how_of(stub)["1b-cmp"].startswith("not run: the device does not page-lock memory")
+    assert len(gpu_rows.read(stub / "gpu.jsonl", "ran")) == 1
+
+
+def test_a_runner_that_is_stopped_stops_its_worker(stub):
     text = (
         "import sys; from pathlib import Path; from benchmarks import gpu\n"
-        "gpu.PARTS['tests'] = gpu.PARTS['tests']._replace(script=Path(sys.argv[1]))\n"
-        "sys.exit(gpu.main(['tests', '--out', sys.argv[2]]))"
+        "gpu.WORKER = Path(sys.argv[1])\n"
+        "sys.exit(gpu.main(['1b-trainer', '--out', sys.argv[2]]))"
     )
-    runner = subprocess.Popen([sys.executable, "-c", text, str(stub), str(out)], cwd=RUNNER.parent.parent)
+    runner = subprocess.Popen([sys.executable, "-c", text, str(gpu.WORKER), str(stub)], cwd=ROOT)
     for _ in range(600):
-        if len(gpu_rows.read(out / "tests.jsonl", "row")) == 2:
+        if gpu_rows.read(stub / "gpu.jsonl", "child"):
             break
         time.sleep(0.1)
     runner.terminate()
     assert runner.wait(60) == 143
-    *_, second, end = gpu_rows.read(out / "tests.jsonl")
-    assert end["how"] == "stopped with the program that runs the parts"
-    assert has_ended(second["child"])
+    assert how_of(stub) == {"1b-trainer": "stopped with the program that runs the parts"}
+    assert has_ended(gpu_rows.read(stub / "gpu.jsonl", "child")[0]["pid"])
 
 
 DYING = """
@@ -215,21 +280,31 @@ def test_d():
 
 @pytest.mark.slow
 def test_tests_go_on_after_one_that_has_ended_the_process(tmp_path, monkeypatch):
-    """And after an error of the device, after which it would refuse all others."""
-    shutil.copy(RUNNER.parent.parent / "tests" / "gpu" / "conftest.py", tmp_path)
+    """And after an error of the device, after which it would refuse all others; with the true worker."""
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", tmp_path)
     (tmp_path / "test_dying.py").write_text(DYING)
-    root = RUNNER.parent.parent
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (root, root / "tests" / "helpers"))))
-    file = tmp_path / "tests.jsonl"
-    assert gpu_tests.main(["--rows", str(file), "--tiny"], where=tmp_path) == 1
-    rows = {row["name"].rpartition("::")[2]: row for row in gpu_rows.read(file, "row")}
-    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    (tmp_path / "worker.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from benchmarks import gpu, gpu_worker\n"
+        f"gpu.PLAN['smoke'] = gpu.PLAN['smoke']._replace(tests=({str(tmp_path)!r},))\n"
+        "gpu_worker.main()\n"
+    )
+    monkeypatch.setattr(gpu, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers"))))
+    out = tmp_path / "out"
+    assert gpu.main(["smoke", "--rehearse", "--out", str(out)]) == 1
+    rows = gpu_rows.read(out / "gpu.jsonl")
+    tests: dict[str, Any] = {row["name"].rpartition("::")[2]: row for row in gpu_report.of_kind(rows, "test")}
+    outcomes = {name: row["outcome"] for name, row in tests.items()}
     assert outcomes == {"test_a": "passed", "test_b": "died", "test_c": "failed", "test_d": "failed"}
-    begun = Counter(row["name"] for row in gpu_rows.read(file, "begun"))
+    begun = Counter(row["name"] for row in gpu_report.of_kind(rows, "begun"))
     assert set(begun.values()) == {1}, "no test is run twice"
-    assert "illegal memory access" in rows["test_c"]["message"]
-    text = gpu_report.document("tests", gpu_rows.read(file), "make gpu")
+    assert "illegal memory access" in tests["test_c"]["message"]
+    text = (out / "gpu.md").read_text()
     assert "4 tests: 1 passed, 1 died, 2 failed." in text and "plain" in text
+
+
+# ---- rows and the page
 
 
 def test_rows_are_read_whatever_happened_to_the_last_line(tmp_path):
@@ -242,48 +317,38 @@ def test_rows_are_read_whatever_happened_to_the_last_line(tmp_path):
     assert gpu_rows.read(file) == [{"kind": "row", "value": 1}, {"kind": "end", "how": "killed"}]
     assert gpu_rows.read(file, "row") == [{"kind": "row", "value": 1}]
     assert gpu_rows.read(tmp_path / "none.jsonl") == []
+    gpu_rows.cut(file, 10)
+    assert file.stat().st_size == 10 and file.read_text().endswith('killed"}\n')
 
 
-@pytest.mark.parametrize("part", gpu.PARTS)
-def test_a_result_without_rows_has_a_document(part):
-    text = gpu_report.document(part, [], "make gpu")
-    assert "The part did not end." in text
+def test_what_differs_from_the_estimate_is_bold():
+    row = {"model": "m", "tokens": 1000, "title": "t", "host_setting": {}, "tokens_per_s": 890.0}
+    row |= {"device_bytes": 2**30, "host_bytes": 2**30}
+    row["expected"] = {"step_s": 1.0, "device_bytes": 2**30, "host_bytes": 2 * 2**30}
+    cells = gpu_report.against_the_estimate(row).strip("| ").split(" | ")
+    assert cells[3:] == [
+        "**890, estimate 1,000, -11%**",
+        "1.0 GiB, estimate 1.0 GiB, +0%",
+        "**1.0 GiB, estimate 2.0 GiB, -50%**",
+    ]
 
 
-CASES = """
-import sys, time
-time.sleep(60) if "no-such" not in sys.argv else sys.exit(2)
-"""
+def test_the_profile_tells_launches_from_computation():
+    profile = {"kind": "profile", "busy_share": 0.6}
+    row = {"mode": "cmp", "bound": "compute"}
+    assert gpu_report.bound_of(row, [profile]).startswith("launches (the device is busy for 60%")
+    assert gpu_report.bound_of(row, [{**profile, "busy_share": 0.97}]) == "compute"
+    assert gpu_report.bound_of({**row, "bound": "host update"}, [profile]) == "host update"
 
 
-@pytest.mark.parametrize("stands_for_it", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_group_of_cases_that_fails_is_a_row(stands_for_it, tmp_path, monkeypatch):
-    """The benchmark, or a script in its place that imports nothing."""
-    if stands_for_it:
-        (tmp_path / "throughput.py").write_text(CASES)
-        monkeypatch.setattr(gpu_bench, "__file__", str(tmp_path / "gpu_bench.py"))
-    monkeypatch.setattr(gpu_bench, "START_S", 0.0)
-    options = SimpleNamespace(rows=tmp_path / "bench.jsonl")
-    for group, left_s in (("--model no-such", 100.0), ("--model bert-large", 0.05), ("--model bert-large", -1.0)):
-        gpu_bench.run(gpu_bench.Group(group), options, tmp_path / "traces.zip", left_s)
-    how = [row["how"] for row in gpu_rows.read(options.rows, "group")]
-    assert how == ["ended with status 2", "stopped at its limit of 0 s", "not begun: no time was left"]
+def test_a_result_without_rows_has_a_page():
+    assert "The environment was not written." in gpu_report.page([], "python3 benchmarks/gpu.py")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prob"], "a part must be one of probe, tests, bench (got prob)"),
-        (["probe", "--minutes", "0"], "--minutes must be above 0 (got 0)"),
-    ],
-)
-def test_bad_options_of_the_runner_are_refused(arguments, message, capsys):
-    assert refused(gpu.main, arguments, capsys) == message
-
-
-def test_parts_run_in_the_order_of_their_value():
-    assert gpu.parsed(["bench", "probe"]).parts == ["probe", "bench"]
-    assert gpu.parsed([]).parts == ["probe", "tests", "bench"]
-    assert gpu.parsed([]).minutes == 9.0
-    result: dict[str, Any] = json.loads(json.dumps(gpu.surroundings(True)))
-    assert (result["HF_HUB_OFFLINE"], result["CUDA_VISIBLE_DEVICES"], result["OMP_NUM_THREADS"]) == ("1", "", "1")
+def test_a_signal_kills_what_does_not_end(stub):
+    stub.mkdir()
+    worker = gpu.Worker(gpu.parsed(["--out", str(stub)]), subprocess.DEVNULL)
+    assert worker.answer(60) == "ready"
+    worker.process.send_signal(signal.SIGSTOP)
+    assert worker.answer(0.1) is None
+    assert worker.end() == "its process was killed by signal 9"

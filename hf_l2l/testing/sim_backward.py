@@ -24,6 +24,8 @@ _KEY = "hf_l2l.testing: exceptions taken"  # of what torch takes along from the 
 # A call through `pythonapi` raises the exception that is pending, whatever set it. This function does nothing else.
 _raise_pending = ctypes.PYFUNCTYPE(None)(("PyErr_Occurred", ctypes.pythonapi))
 
+_add_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
 
 class DeviceGuard(torch._C._acc.DeviceGuard):
     """Returns the device type to torch, also while an exception is pending."""
@@ -62,7 +64,22 @@ def _stash(key: str, value: Any) -> None:
     if value is None and known and hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(key)
     elif value is not None or known:
+        if not _adds_reference():
+            _add_reference(value)
         torch._C._stash_obj_in_tls(key, value)
+
+
+@functools.cache
+def _adds_reference() -> bool:
+    """Whether torch adds a reference to what it stashes. Version 2.11 adds none, and gives one back all the same when
+    another value takes the place."""
+    value = object()
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(f"{_KEY}, tried", value)
+    if sys.getrefcount(value) > before:
+        return True
+    _add_reference(value)  # of this value, which stays stashed
+    return False
 
 
 def let_exceptions_through() -> None:
@@ -76,7 +93,7 @@ def let_exceptions_through() -> None:
         streams = _in_tls(OF_BACKWARD)
         _take_into(taken)
         if streams is not None or any(CURRENT.streams):
-            torch._C._stash_obj_in_tls(OF_BACKWARD, Streams(CURRENT.lines, CURRENT.streams))
+            _stash(OF_BACKWARD, Streams(CURRENT.lines, CURRENT.streams))
         try:
             return original(*args, **kwargs)
         except SystemError:  # what Python makes of a failure without an exception

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -11,8 +14,17 @@ from hf_l2l.runtime import stream
 from training import tiny_bert
 
 
-def refused(device: str, monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+@pytest.fixture(autouse=True)
+def _devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All of them page-lock memory. It is gone before this ends: a real device would be asked to unlock it."""
     monkeypatch.setattr(stream, "can_page_lock", lambda device: True)
+    monkeypatch.setattr(stream, "page_lock", lambda address, num_bytes, device: True)
+    monkeypatch.setattr(stream, "page_unlock", lambda address, device: None)
+    yield
+    gc.collect()
+
+
+def refused(device: str, monkeypatch: pytest.MonkeyPatch) -> HostMemory:
     monkeypatch.setattr(stream, "page_lock", lambda address, num_bytes, device: False)
     return HostMemory(torch.device(device, 0), Masters(tiny_bert()))
 
@@ -32,11 +44,8 @@ def test_tests_of_the_warning_see_it(monkeypatch):
     memory.take_gradients()  # once is enough
 
 
-def test_a_layer_counts_as_done_when_its_masters_have_moved(monkeypatch):
+def test_a_layer_counts_as_done_when_its_masters_have_moved():
     """Threads make the memory of later layers meanwhile."""
-    monkeypatch.setattr(stream, "can_page_lock", lambda device: True)
-    monkeypatch.setattr(stream, "page_lock", lambda address, num_bytes, device: True)
-    monkeypatch.setattr(stream, "page_unlock", lambda address, device: None)
     model = tiny_bert()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     at = [p.data_ptr() for p in model.parameters()]

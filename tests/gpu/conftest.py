@@ -1,12 +1,11 @@
 """The device of these tests, and a file with a line per test: a run that is cut keeps the results it had.
 
-Without the file, which `benchmarks/gpu_tests.py` names in an environment variable, these are ordinary tests.
+Without the file, which `benchmarks/gpu_worker.py` names in an environment variable, these are ordinary tests.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is used
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import gpu_machine
-from benchmarks import environment, gpu_rows
+from benchmarks import gpu_rows
 
 ROWS = Path(os.environ["HF_L2L_GPU_TEST_ROWS"]) if "HF_L2L_GPU_TEST_ROWS" in os.environ else None
 FATAL = ("CUDA error", "CUDA driver error", "cudaError", "unspecified launch failure")
@@ -30,23 +29,17 @@ LONGEST = 4000
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that have a row already; in a rehearsal, run each test function once."""
+    """Leave out tests that have a row already; in a rehearsal, run each test function once, unless tests are named."""
     items.sort(key=lambda item: next((n for n, name in enumerate(ORDER) if f"test_{name}.py" in item.nodeid), -1))
     if ROWS is not None:
-        have = {row["name"] for row in gpu_rows.read(ROWS, "row")}
+        have = {row["name"] for row in gpu_rows.read(ROWS, "test")}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in have])
         items[:] = [item for item in items if item.nodeid not in have]
-    if not gpu_machine.IS_CUDA:
+    if not gpu_machine.IS_CUDA and not any("::" in word for word in config.args):
         first: dict[str, pytest.Item] = {}
         for item in items:
             first.setdefault(item.nodeid.partition("[")[0], item)
         items[:] = list(first.values())
-
-
-def pytest_sessionstart() -> None:
-    if ROWS is not None and gpu_machine.is_there() and not gpu_rows.read(ROWS, "environment"):
-        environment.LINK_BYTES = gpu_machine.MIB  # little page-locked memory of torch's own beside the tests
-        gpu_rows.append(ROWS, "environment", **environment.environment("gpu_tests.py", sys.argv[1:]))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -59,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         message = "" if report.passed else str(report.longrepr)[-LONGEST:]
         gpu_rows.append(
             ROWS,
-            "row",
+            "test",
             name=report.nodeid,
             outcome=report.outcome if report.when == "call" or report.skipped else f"error in {report.when}",
             seconds=report.duration,
@@ -67,11 +60,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         )
         if report.failed and ROWS is not None and any(words in message for words in FATAL):
             pytest.exit("the device has failed; the next process goes on with the other tests", returncode=70)
-
-
-def pytest_sessionfinish(exitstatus: int) -> None:
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        gpu_rows.append(ROWS, "session ended")
 
 
 @pytest.fixture(autouse=True)

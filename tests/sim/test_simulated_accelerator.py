@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
 import gc
 import io
 import pickle
@@ -18,7 +20,7 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional
 
-from hf_l2l.testing import enable_simulated_accelerator
+from hf_l2l.testing import enable_simulated_accelerator, sim_backward
 from training import settled_memory
 
 SIM = torch.device("sim", 0)
@@ -831,3 +833,29 @@ def test_a_bert_layer_costs_some_calls_of_python_whatever_else_is_there() -> Non
     others = [torch.zeros(1, device="sim") for _ in range(1000)]
     assert step() == alone < 3000
     del others
+
+
+@pytest.mark.parametrize("adds_reference", [True, False], ids=["as torch 2.13", "as torch 2.11"])
+def test_what_a_backward_stashes_has_one_reference_more(adds_reference, monkeypatch):
+    """Else it would be freed while a backward uses it, or by the value that takes its place."""
+    original, torch_adds = torch._C._stash_obj_in_tls, sim_backward._adds_reference()
+    count = ctypes.PYFUNCTYPE(None, ctypes.py_object)
+    more, fewer = (count((name, ctypes.pythonapi)) for name in ("Py_IncRef", "Py_DecRef"))
+
+    def stash(key: str, value: object) -> None:
+        if adds_reference != torch_adds:
+            (more if adds_reference else fewer)(value)
+        original(key, value)
+
+    monkeypatch.setattr(torch._C, "_stash_obj_in_tls", stash)
+    monkeypatch.setattr(sim_backward, "_adds_reference", functools.cache(sim_backward._adds_reference.__wrapped__))
+    assert sim_backward._adds_reference() == adds_reference
+    value = object()
+    before = sys.getrefcount(value)
+    for other in (None, object()):
+        sim_backward._stash("a test", value)
+        assert sys.getrefcount(value) == before + 1
+        sim_backward._stash("a test", other)
+        assert sys.getrefcount(value) == before
+        assert sim_backward._in_tls("a test") is other
+    sim_backward._stash("a test", None)

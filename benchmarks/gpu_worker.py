@@ -1,0 +1,207 @@
+"""Runs the parts of `gpu.py` whose names it reads, one a line, and prints a line when each has ended.
+
+    python benchmarks/gpu_worker.py FOLDER [--tiny]
+
+A line of input is a part and the seconds that there are for it. What is found goes to FOLDER/gpu.jsonl, row by row; all
+other output to standard error. --tiny is a rehearsal, on the simulated accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # whatever else prints must not be taken for an answer
+
+import torch
+
+if not __package__:  # run as a script: the folder above is not where Python looks for modules
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import environment, gpu, gpu_probe, gpu_rows, throughput
+from benchmarks.throughput_models import RandomTokens, quickly_made
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.devices import execution_device
+from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.runtime import stream
+
+TEST_LIMIT_S = 60
+"""Of one test. The process is ended after it: a kernel that does not end cannot be interrupted."""
+DEVICE_FAILED = 70
+"""The status of pytest after an error of the device, which then refuses everything."""
+FEWER_TOKENS = 256
+"""By which the tokens of a rehearsal are divided."""
+PROFILED_STEPS = 2
+
+
+class Parts:
+    """What is measured and tested in this process."""
+
+    def __init__(self, folder: Path, tiny: bool) -> None:
+        self.folder, self.tiny = folder, tiny
+        self.rows, self.figures = folder / "gpu.jsonl", folder / "figures.json"
+        if tiny:
+            environment.LINK_BYTES = 2**20
+        if not gpu_rows.read(self.rows, "environment"):
+            gpu_rows.append(self.rows, "environment", **environment.environment("gpu.py", ["..."]))
+
+    def run(self, name: str, left_s: float) -> str:
+        """Run a part; returns how it ended."""
+        part = gpu.PLAN[name]
+        threads = torch.get_num_threads()
+        try:
+            if name == "probe":
+                return "ended" if gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed) else "refused"
+            if part.case is not None:
+                return self.case(part.case, left_s)
+            return self.tests(part.tests) if part.tests else self.profile()
+        finally:
+            torch.set_num_threads(threads)  # tests have one
+            self.forget()
+
+    def probed(self, name: str, **values: Any) -> None:
+        """A row of the probe."""
+        gpu_rows.append(self.rows, "probe", name=name, **values)
+
+    def options(self, warmup: int, steps: int) -> Namespace:
+        """Of `throughput.py`."""
+        small = {"warmup": 1, "steps": 1} if self.tiny else {"warmup": warmup, "steps": steps}
+        same = {"ubatch_size": None, "stash": "device", "traces": self.folder / "traces.zip"}
+        return Namespace(tiny=self.tiny, **small, **same)
+
+    def case(self, case: gpu.Case, left_s: float) -> str:
+        """Measure a training; a row for each number of tokens."""
+        figures = HardwareFigures.from_json(self.figures.read_text()) if self.figures.exists() else None
+        tokens = [count // FEWER_TOKENS if self.tiny else count for count in case.tokens]
+        options = self.options(case.warmup, case.steps)
+        for row in throughput.measured(case.model, case.mode, tokens, options, left_s, figures):
+            gpu_rows.append(self.rows, "case", **row)
+        return "ended"
+
+    def tests(self, names: tuple[str, ...]) -> str:
+        """Run the tests that have no row yet."""
+        import pytest
+
+        os.environ |= {"HF_L2L_GPU_TEST_ROWS": str(self.rows), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        words = [
+            "-q",
+            "-m",
+            "gpu",
+            "-p",
+            "pytest_timeout",
+            "--timeout",
+            str(TEST_LIMIT_S),
+            "--timeout-method",
+            "thread",
+        ]
+        # Modules of the first call are there in the second one.
+        status = int(pytest.main([*words, "-W", "ignore::pytest.PytestAssertRewriteWarning", *names]))
+        if status == DEVICE_FAILED:
+            sys.exit(DEVICE_FAILED)
+        return "ended" if status in (0, 1, 5) else f"failed: pytest ended with status {status}"
+
+    def profile(self) -> str:
+        """A step of two layers of Llama-3.2-1B under torch's profiler, by cross mixed precision: what the device and
+        the thread that drives it do."""
+        model = quickly_made("llama-1b", self.tiny, num_hidden_layers=2)
+        tokens, rows = (16, 2) if self.tiny else (1024, 8)
+        data = RandomTokens(model, rows, tokens)
+        batch = torch.utils.data.default_collate([data[index] for index in range(rows)])
+        device = execution_device(None)
+        eps = attach_l2l(model, L2LConfig(cmp="bf16", eps_update="deferred", device=device))
+        try:
+            optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+
+            def step() -> None:
+                model(**on_device).loss.backward()
+                eps.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for _ in range(3):
+                step()
+            torch.accelerator.synchronize()
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            with torch.profiler.profile(activities=kinds) as found:
+                start = time.perf_counter()
+                for _ in range(PROFILED_STEPS):
+                    step()
+                torch.accelerator.synchronize()
+                taken = time.perf_counter() - start
+            eps.synchronize()
+        finally:
+            detach_l2l(model)
+        gpu_rows.append(self.rows, "profile", step_s=taken / PROFILED_STEPS, **summary_of(found, PROFILED_STEPS))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "profile.json")
+            found.export_chrome_trace(str(file))
+            throughput.add_to_zip(self.folder / "traces.zip", file, "profile_two_layers.json")
+        return "ended"
+
+    def forget(self) -> None:
+        """Nothing of a part is left to the next one: no memory, and no refusal to page-lock some."""
+        gc.unfreeze()  # tests freeze what there is
+        throughput.forget()
+        stream.forget_refusal(execution_device(None))
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def summary_of(found: Any, steps: int) -> dict[str, Any]:
+    """Of a profile: kernels of a step, the share of its time in which one of them ran, and which took longest."""
+    kernels = [
+        event
+        for event in found.events()
+        if event.device_type == torch.profiler.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
+    busy, until = 0.0, float("-inf")
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    seconds: dict[str, float] = {}
+    for event in kernels:
+        seconds[event.name] = seconds.get(event.name, 0.0) + 1e-6 * (event.time_range.end - event.time_range.start)
+    longest = sorted(seconds.items(), key=lambda each: -each[1])[:8]
+    return {
+        "kernels": len(kernels) / steps,
+        "busy_share": busy / (until - spans[0][0]) if spans else None,
+        "longest": [{"name": name[:100], "seconds": taken / steps} for name, taken in longest],
+    }
+
+
+def main() -> None:
+    """Answer with "ready", and then for each part with how it ended."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        from hf_l2l.testing import enable_simulated_accelerator
+
+        enable_simulated_accelerator("64GiB")
+    parts = Parts(options.folder, options.tiny)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        name, left_s = line.split()
+        try:
+            how = parts.run(name, float(left_s))
+        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError, MemoryError) as error:
+            traceback.print_exc()  # the other parts are still of use
+            how = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        print(how, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
