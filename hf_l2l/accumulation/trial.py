@@ -99,7 +99,7 @@ def _norm(gradient: torch.Tensor | None) -> float:
     if gradient is None:
         return 0.0
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return float(torch.linalg.vector_norm(values, dtype=torch.float32))
+    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
 
 
 def half_of_the_digits(step: Step) -> float:

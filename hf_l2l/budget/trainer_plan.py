@@ -196,8 +196,10 @@ def _optimizer_to_be(trainer: Any) -> torch.optim.Optimizer | None:
     """An optimizer of the kind that the trainer will make, without state."""
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     try:
-        kind, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
-            trainer.args, trainer.model
+        kind, options = (
+            trainer._lamb()
+            or trainer.optimizer_cls_and_kwargs
+            or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         )
         made: torch.optim.Optimizer = kind(
             trained, **{k: v for k, v in options.items() if k not in ("params", "model", "optimizer_dict")}

@@ -258,8 +258,8 @@ def checkpoint_to_resume(asked: str | bool | None, args: Any, others: Sequence[P
             found = newest_whole(found)[0] or found
         if not found.is_dir():
             raise ValueError(
-                f"resume_from_checkpoint must be True, or the folder of a checkpoint (got {asked!r}, which is no "
-                "folder); check its name"
+                f"Can't find a valid checkpoint at {asked}, which is no folder; check its name, or use "
+                "resume_from_checkpoint=True for the newest one"
             )
         check_whole(found)
     renamed = set_aside_interrupted(folder, found) if args.should_save else ""

@@ -271,18 +271,19 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
                 logger.info(self.l2l_summary())
         return prepared
 
-    def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Overridden for LAMB, the optimizer of the papers, which transformers does not have."""
-        found: tuple[Any, dict[str, Any]] = super().get_optimizer_cls_and_kwargs(args, model)
+    def _lamb(self) -> tuple[Any, dict[str, Any]] | None:
+        """The class of the papers' optimizer, which transformers does not have, and its arguments; None unless it is
+        asked for. `get_optimizer_cls_and_kwargs` is no place for it: it is a static method, which programs call."""
+        args = self.args
         if own_option(args, "l2l_optimizer") != "lamb":
-            return found
-        kwargs = {k: v for k, v in found[1].items() if k in ("params", "model", "optimizer_dict")}
+            return None
         betas = args.adam_beta1, args.adam_beta2
-        return Lamb, {**kwargs, "lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return Lamb, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     @options_of_the_trainer()
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Overridden because the EPS must check the optimizer, and clears the gradients that it used."""
+        self.optimizer_cls_and_kwargs = self._lamb() or self.optimizer_cls_and_kwargs
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         eps = self._attach()
         if eps is not None:

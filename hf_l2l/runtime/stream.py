@@ -61,10 +61,12 @@ def memory_free(device: torch.device) -> int | None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back to the device what its allocator keeps for later use; nothing if it shares the memory of the host."""
+    """Give back to the device what its allocator keeps for later use; nothing if it shares the memory of the host, or
+    if neither its module nor `torch.accelerator` can."""
     module: Any = device_module(device)
-    if module is not None:
-        module.empty_cache()
+    empty = getattr(module, "empty_cache", None) or getattr(torch.accelerator, "empty_cache", None)
+    if module is not None and empty is not None:
+        empty()
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int] | None:

@@ -77,6 +77,17 @@ def test_a_step_is_that_of_its_batches(tmp_path, options):
     assert_same(folded, plain)
 
 
+def test_a_model_in_float64(tmp_path):
+    """Only what its loss casts to fp32 rounds; plain Trainer does so, too."""
+    trained = [
+        accumulated.made(tmp_path, kind=kind, model=accumulated.tiny_llama().double())
+        for kind in (L2LTrainer, hf.Trainer)
+    ]
+    assert [train(each) for each in trained] == [[], []]
+    assert trained[0].model.dtype is torch.float64
+    assert_same(*trained)
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("options", "rel", "weights"),

@@ -226,7 +226,7 @@ def test_a_file_that_is_a_link_is_told_as_one(tmp_path):
 @pytest.mark.parametrize("name", ["nowhere", "file"])
 def test_a_folder_that_is_none_is_told(tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=f"{name}', which is no folder"):
+    with pytest.raises(ValueError, match=f"Can't find a valid checkpoint at .*{name}, which is no folder"):
         l2l_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / name))
 
 

@@ -14,7 +14,7 @@ import transformers as hf
 from torch import nn
 from transformers.optimization import AdafactorSchedule
 
-from hf_l2l import L2LTrainer
+from hf_l2l import L2LTrainer, L2LTrainingArguments
 from memory_switches import forced_copies
 from training import (
     CHECKPOINTING,
@@ -484,6 +484,24 @@ def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
 
 def test_the_signature_is_that_of_trainer():
     assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(L2LTrainer, hf.Trainer), (L2LTrainingArguments, hf.TrainingArguments)],
+    ids=["trainer", "args"],
+)
+def test_attributes_are_what_they_are_of_trainer(ours, theirs):
+    """Programs call static methods of the class, and a property is no method."""
+    kinds = {name: type(value) for base in reversed(theirs.__mro__[:-1]) for name, value in vars(base).items()}
+    found = {name: type(inspect.getattr_static(ours, name)) for name in kinds}
+    assert {name for name in kinds if found[name] is not kinds[name]} <= {"__doc__"}
+
+
+def test_programs_ask_the_class_for_the_optimizer(tmp_path):
+    """As overrides of `create_optimizer` do."""
+    plain, ours = (arguments(kind, tmp_path) for kind in (hf.TrainingArguments, L2LTrainingArguments))
+    assert L2LTrainer.get_optimizer_cls_and_kwargs(ours) == hf.Trainer.get_optimizer_cls_and_kwargs(plain)
 
 
 # ---- schedules

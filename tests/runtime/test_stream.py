@@ -242,3 +242,15 @@ def test_a_device_module_with_no_more_than_is_needed_computes_in_program_order(m
     device = devices.execution_device("xpu:0")
     assert device == torch.device("xpu", 0)
     assert not stream.is_asynchronous(device) and not stream.can_page_lock(device) and stream.record(device) is None
+
+
+def test_a_cache_is_emptied_by_the_module_or_by_torch_accelerator(monkeypatch):
+    """A device in C++ that torch knows by a name alone has a module without such a function."""
+    emptied = []
+    module = ModuleType("torch.other")
+    monkeypatch.setattr(stream, "device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append("accelerator"))
+    stream.empty_cache(torch.device("xpu", 0))
+    module.empty_cache = lambda: emptied.append("module")
+    stream.empty_cache(torch.device("xpu", 0))
+    assert emptied == ["accelerator", "module"]
