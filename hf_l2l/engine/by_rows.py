@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import saves_tensors_by_hooks, tables_of
 from hf_l2l.engine.model_call import ModelCall
-from hf_l2l.engine.relay import Relay
+from hf_l2l.engine.relay import Relay, let_go_of_engine, refuse_second_backward
 from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
 from hf_l2l.engine.trials import WithoutDropout, same_results
 from hf_l2l.eps.pending import settle
@@ -290,7 +290,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, owner: ByRows, count: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.call, ctx.owner, ctx.count = call, owner, count
+        ctx.call, ctx.engine, ctx.count = call, owner, count
         arguments, weights = [host_of(t) for t in tensors[:count]], tensors[count:]
         ctx.from_host = [kept is not t for kept, t in zip(arguments, tensors, strict=False)]
         ctx.save_for_backward(*arguments, *weights)
@@ -314,7 +314,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, relay, count = ctx.call, ctx.owner.relay, ctx.count
+        refuse_second_backward(ctx)
+        call, owner, relay, count = ctx.call, ctx.engine, ctx.engine.relay, ctx.count
         saved = ctx.saved_tensors  # once: activation checkpointing gives them once
         needed = ctx.needs_input_grad[3:]
         inputs = _Inputs(call, relay.stash, saved[:count], needed[:count], ctx.from_host)
@@ -327,7 +328,7 @@ class _Node(torch.autograd.Function):
             relay.shell.one_thread.in_layer(),
             compute_state.rng_state_kept(relay.device),
             relay.shell.resumed(call.root),
-            ctx.owner.inside(),
+            owner.inside(),
         ):
             for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
                 rows = relay.stash.fetch(host_of(gradient)[slice(*ubatch)])
@@ -343,6 +344,7 @@ class _Node(torch.autograd.Function):
         results = sums.results()
         of_shared = dict(zip(inputs.shared, results[len(saved) - count :], strict=True))
         of_inputs = [of_shared.get(i, inputs.total.get(i)) for i in range(count)]
+        let_go_of_engine(ctx)
         return None, None, None, *of_inputs, *results[: len(saved) - count]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import in_whole_backward, without_interception
+from hf_l2l.compat import graph_is_retained, in_whole_backward, without_interception
 from hf_l2l.device.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.eps.gradients import Gradients
@@ -200,6 +200,8 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: None) -> tuple[Any, ...]:
+        if ctx.gradients is None:  # the layers refuse a second backward, if there is any in the graph
+            return None, *[None] * ctx.count
         with ctx.gradients.backwards.joined():
             if not in_whole_backward():
                 raise RuntimeError(
@@ -208,4 +210,6 @@ class _Anchor(torch.autograd.Function):
                 )
             # Called only if needed: torch makes an object per master for the list of nodes.
             ctx.gradients.keep_apart(lambda: [node for node, _ in ctx.next_functions[1:]])
+        if not graph_is_retained():  # a loss that the program keeps must not keep the engine
+            ctx.gradients = None
         return None, *[None] * ctx.count

@@ -46,6 +46,22 @@ from hf_l2l.stash.boundary import FOR_THE_MODEL, Boundary
 from hf_l2l.stash.tiers import Tiers
 
 
+def let_go_of_engine(ctx: Any) -> None:
+    """At the end of a node's backward: a loss that the program keeps must not keep the weights and the slots, with the
+    call and the relay. (torch frees the tensors that a node has saved, and nothing else of it.)"""
+    if not graph_is_retained():
+        ctx.call = ctx.engine = None
+
+
+def refuse_second_backward(ctx: Any) -> None:
+    """Raise RuntimeError, as torch does, if an earlier backward has freed the graph."""
+    if ctx.call is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the first backward frees what a second one needs of "
+            "the layers; use retain_graph=True in the first one"
+        )
+
+
 class _RelayNode(torch.autograd.Function):
     """One layer call in the autograd graph."""
 
@@ -55,7 +71,7 @@ class _RelayNode(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.places = [call.at.gradient_place(t) for t in tensors]
-        ctx.call, ctx.relay = call, relay
+        ctx.call, ctx.engine = call, relay
         sources = call.given(tensors)
         with call.at.running(draws=False), relay.stashing(call, sources) as kept:
             call.remember(kept)
@@ -75,10 +91,12 @@ class _RelayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        timeline, memory, unit = ctx.relay.eps.timeline, ctx.relay.eps.ledger.on_device, ctx.call.unit
+        refuse_second_backward(ctx)
+        relay: Relay = ctx.engine
+        timeline, memory, unit = relay.eps.timeline, relay.eps.ledger.on_device, ctx.call.unit
         memory.holds(BOUNDARY, memory_behind(gradients))
         told = RaisedIn("the backward of", unit.name)
-        with ctx.relay.eps.backwards.joined(), told, timeline.inside("backward"), timeline.at(unit.module):
+        with relay.eps.backwards.joined(), told, timeline.inside("backward"), timeline.at(unit.module):
             if torch.is_grad_enabled():  # autograd would record this backward
                 raise RuntimeError(
                     "L2L computes first derivatives only, since a layer's graph is freed in its backward (got "
@@ -95,8 +113,9 @@ class _RelayNode(torch.autograd.Function):
                 inputs = InputGradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.places, there)
             graph = ctx.graph
             ctx.graph = graph if graph_is_retained() else None
-            found = ctx.relay.backward(ctx.call, inputs, there, graph)
+            found = relay.backward(ctx.call, inputs, there, graph)
             memory.holds(BOUNDARY, memory_behind(found))
+        let_go_of_engine(ctx)
         return None, None, None, *found
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_l2l.compat import is_compiled, tables_of, version_kept, without_interception
+from hf_l2l.compat import graph_is_retained, is_compiled, tables_of, version_kept, without_interception
 from hf_l2l.device.device_weights import DeviceWeights, OnGradient, as_leaves, uploaded
 from hf_l2l.engine.model_call import ModelCall, OneThread, anchor_of
 from hf_l2l.eps.masters import MasterUnit
@@ -220,6 +220,9 @@ class Shell:
         self.outer: nn.Module | None = None
         """The attached model, if its forward is not the one of the hook: from the beginning of a call of it until the
         hook's forward is called after all. None otherwise."""
+        self._spent: list[weakref.ref[torch.Tensor]] = []
+        """Device copies of weights that have got their gradients in the backward that runs, which frees its graph."""
+        eps.backwards.call(at_end=self._free_spent, at_failure=self._keep_spent)
 
     def call_at_start(self, at_start: Callable[[ModelCall], None]) -> None:
         """Call this bound method when a call of the program has begun, as long as its object lives.
@@ -373,8 +376,28 @@ class Shell:
         with stream.span(self.device, "upload", NON_LAYER):
             return uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=on_gradient)
 
+    def _free_spent(self) -> None:
+        """Free the memory of device copies at the end of a backward.
+
+        A loss that the program keeps (`total = total + loss`) keeps the nodes of its graph, and the nodes that add to
+        gradients keep their leaves: the weights would stay on the device with it. Another part of the graph that has
+        saved one of them, and has not run backward yet, gets torch's error about a tensor that was changed in place.
+        """
+        spent, self._spent[:] = list(self._spent), []
+        with torch.inference_mode(False), torch.no_grad(), without_interception():
+            for reference in spent:
+                leaf: Any = reference()
+                if leaf is not None:
+                    leaf.set_(torch.empty(0, dtype=leaf.dtype, device=leaf.device))
+
+    def _keep_spent(self) -> None:
+        """The backward has failed, and the program may run parts of its graph again."""
+        self._spent.clear()
+
     def _sender(self, unit: MasterUnit) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
+            if not graph_is_retained():
+                self._spent.append(weakref.ref(leaf))
             gradient, leaf.grad = leaf.grad, None
             master = unit.masters[number]
             with without_interception():

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_l2l.accumulation.conditions import why_not_folded
@@ -82,6 +82,7 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
     """
 
     model: Any
+    optimizer_cls_and_kwargs: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
