@@ -25,6 +25,7 @@ from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.model.container_writes import Containers, write
 from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.rows.host_rows import Passing, host_of
 from hf_l2l.runtime import compute_state, stream
@@ -152,22 +153,25 @@ class LayerCall:
         for position, tensor in zip(self.tensor_positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        containers = Containers((args, kwargs), self.leaves)
         with CapturedOutputs(self.captured_keys) as captured, self._state_as_found():
             output = self.forward(*args, **kwargs)
         self.captured_keys = captured.keys
-        outputs, self.output_spec = flatten((output, captured.taken))
+        outputs, self.output_spec = flatten((output, captured.taken, containers.written()))
         self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
         return [outputs[i] for i in self.output_positions]
 
-    def assemble(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """Build the layer's return value from its tensor outputs, and pass captured ones to the model's collector."""
+    def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any]) -> Any:
+        """Build the layer's return value from its tensor outputs, pass captured ones to the model's collector, and
+        write into the `containers` of the arguments what the layer has written into its own."""
         assert self.output_spec is not None
         leaves = list(self.output_leaves)
         for position, tensor in zip(self.output_positions, outputs, strict=True):
             leaves[position] = tensor
-        output, captured = pytree.tree_unflatten(leaves, self.output_spec)
+        output, captured, written = pytree.tree_unflatten(leaves, self.output_spec)
         CapturedOutputs.deliver(captured)
+        write(written, containers)
         return output
 
     def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch | None) -> list[torch.Tensor]:
@@ -329,8 +333,8 @@ class LayerCall:
         """Refuse tensors that the layer writes into its arguments: it runs without a graph, so they have no gradients.
 
         Raises:
-            ValueError: if an argument that is an object gained, lost or changed tensors. (Containers that pytree
-                flattens are new for each call, and key-value caches are dropped.)
+            ValueError: if an argument that is an object gained, lost or changed tensors. (Of lists and dicts, it is
+                found out what was written into them; see `container_writes`. Key-value caches are dropped.)
         """
         before = {i: _contents(leaf) for i, leaf in enumerate(self.leaves) if leaf is not None}  # None: a tensor
         yield

@@ -144,8 +144,8 @@ class Replay:
         self.spec = spec
         self.next = 0
 
-    def next_outputs(self, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return zeros with the shapes of the outputs of the next layer call.
+    def next_outputs(self, spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], containers: Sequence[Any]) -> Any:
+        """Return zeros with the shapes of the outputs of the next layer call, and write such into its `containers`.
 
         Raises:
             Replayed: if it is the call that is looked for; with the shapes of its tensor arguments.
@@ -166,7 +166,7 @@ class Replay:
             if dim is not None:
                 sizes[dim] *= 2
             zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
-        return call.assemble(zeros)
+        return call.assemble(zeros, containers)
 
 
 def anchor_of(gradients: Gradients) -> torch.Tensor:

@@ -38,6 +38,7 @@ from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.memory.device_memory import BOUNDARY, KEPT_GRAPHS, KEPT_WEIGHTS, MASK, RESIDENT, SLOTS, STASH
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
+from hf_l2l.model.container_writes import containers_of
 from hf_l2l.rows.host_rows import HostRows, memory_behind
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
@@ -162,13 +163,14 @@ class Relay:
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
+        containers = containers_of((args, kwargs), arguments)
         unit = self.eps.masters.unit(layer)
         at = device_of(self.devices, unit, len(root.layer_calls), arguments)
         call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
         call.on_own_stream = not any([is_cache(leaf) or holds_tensors(leaf) for leaf in arguments])
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
-            return root.replay.next_outputs(spec, tensors)
+            return root.replay.next_outputs(spec, tensors, containers)
         if not torch.compiler.is_compiling():
             for tensor in tensors:
                 settle(tensor)  # a weight of the non-layer modules; autograd passes it to the node without a use
@@ -182,7 +184,7 @@ class Relay:
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)
         root.weights.upload_ahead(len(root.layer_calls))
-        return call.assemble(outputs)
+        return call.assemble(outputs, containers)
 
     def _run_plainly(self, unit: MasterUnit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the forward of a layer as without L2L, with its buffers on the device."""

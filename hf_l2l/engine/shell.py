@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import graph_is_retained, is_compiled, tables_of, version_kept, without_interception
 from hf_l2l.device.device_weights import DeviceWeights, OnGradient, as_leaves, uploaded
@@ -30,6 +31,7 @@ from hf_l2l.memory.dense_masks import impossible_masks_refused
 from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, KEPT_GRAPHS, SHELL
 from hf_l2l.model.batch_dims import RowCuts, batch_rows
 from hf_l2l.model.caches import warn_of_cache, without_use_cache
+from hf_l2l.model.container_writes import Containers, Same, containers_of, write
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
@@ -246,7 +248,29 @@ class Shell:
                 args, kwargs = without_use_cache(module, args, kwargs)
             return call.nested(module, forward, args, kwargs)
         with self.entered(module, forward, args, kwargs) as call:
-            return self.leaving(forward(*call.args, **call.kwargs))
+            containers = Containers((call.args, call.kwargs))
+            output = forward(*call.args, **call.kwargs)
+            return self._returned(output, containers, containers_of((args, kwargs)))
+
+    def _returned(self, output: Any, containers: Containers, given: list[Any]) -> Any:
+        """The return value for the program: what the model has written into its `containers` is in those that it was
+        `given`, and where it returns one of its own, the program gets that one."""
+        written = containers.written()
+        numbers = {id(each): number for number, each in enumerate(containers.all)}
+
+        def is_given(value: Any) -> bool:
+            return id(value) in numbers
+
+        def marked(value: Any) -> Any:
+            return Same(numbers[id(value)]) if is_given(value) else value
+
+        # Without its key-value caches, which are lists in some programs, the model has fewer of them.
+        if (not written and not is_given(output)) or len(given) != len(containers.all):
+            return self.leaving(output)
+        output = pytree.tree_map(marked, output, is_leaf=is_given)
+        output, written = self.leaving((output, written))
+        write([(number, now) for number, now in written if given[number] is not containers.all[number]], given)
+        return pytree.tree_map(lambda value: given[value.key] if isinstance(value, Same) else value, output)
 
     @staticmethod
     def _settle_own(module: nn.Module) -> None:

@@ -1,0 +1,90 @@
+"""What a call writes into the lists and dicts that it was given.
+
+Arguments are taken apart on their way to a layer or to the model, and put together again, so that a call gets other
+containers than its caller has: the forward of each ubatch, and its recompute. What is written into them is part of
+what the call returns: tensors get their gradients and rows as its outputs do, and all of it is written into the
+containers of the caller once.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Contents = list[Any] | dict[Any, Any]
+Written = list[tuple[int, Contents]]
+"""The numbers of containers that have other contents than before, and these; `Same` stands for what was there."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """What was in the container before, at an index or key."""
+
+    key: Any
+
+
+def containers_of(value: Any, leaves: Collection[Any] = ()) -> list[Any]:
+    """The lists and dicts in nested arguments, in a fixed order: structures that are alike have as many. Those among
+    the `leaves`, which are not taken apart, are left out."""
+    return list(_walk(value, {id(leaf) for leaf in leaves}))
+
+
+def _walk(value: Any, leaves: set[int]) -> Iterator[Any]:
+    if id(value) in leaves:
+        return
+    if isinstance(value, list | deque | dict | UserDict):
+        yield value
+    if isinstance(value, list | deque | tuple | dict | UserDict):
+        for each in value.values() if isinstance(value, dict | UserDict) else value:
+            yield from _walk(each, leaves)
+
+
+class Containers:
+    """The containers of some arguments, and what was in them at first."""
+
+    def __init__(self, arguments: Any, leaves: Collection[Any] = ()) -> None:
+        self.all = containers_of(arguments, leaves)
+        self._before = [_contents(each) for each in self.all]
+
+    def written(self) -> Written:
+        """What is in them now, of those that have been written into."""
+        pairs = enumerate(zip(self.all, self._before, strict=True))
+        return [
+            (number, now) for number, (each, old) in pairs if (now := _difference(old, _contents(each))) is not None
+        ]
+
+
+def write(written: Written, containers: Sequence[Any]) -> None:
+    """Write into other containers what was written into theirs."""
+    for number, contents in written:
+        container = containers[number]
+        old = _contents(container)
+        if isinstance(contents, dict):
+            for key in [key for key in old if key not in contents]:
+                del container[key]
+            for key, value in contents.items():
+                if not isinstance(value, Same):
+                    container[key] = value
+        else:
+            values = [old[value.key] if isinstance(value, Same) else value for value in contents]
+            container.clear()
+            container.extend(values)
+
+
+def _contents(container: Any) -> Contents:
+    return dict(container) if isinstance(container, dict | UserDict) else list(container)
+
+
+def _difference(old: Contents, new: Contents) -> Contents | None:
+    """The new contents, with `Same` for what was there; None if nothing has changed."""
+    if isinstance(new, dict):
+        assert isinstance(old, dict), "the same container as before"
+        if old.keys() == new.keys() and all(old[key] is new[key] for key in new):
+            return None
+        return {key: Same(key) if key in old and old[key] is value else value for key, value in new.items()}
+    if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
+        return None
+    places = {id(value): index for index, value in enumerate(old)}
+    return [Same(places[id(value)]) if id(value) in places else value for value in new]
