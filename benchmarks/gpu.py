@@ -2,15 +2,15 @@
 
     python3 benchmarks/gpu.py [PART ...] [--out FOLDER] [--minutes 9.5] [--rehearse]
 
-It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; neither
-make, nor datasets or evaluate, nor an installed package. `PLAN` has the parts, in the order of their worth, and the
-seconds that each is assumed to take on an H100 with 16 cores: a part for which no time is left is left out. Parts run in
-one process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs, or
-ends its process costs its own rows only; another process goes on with the next part.
+It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; no
+make, no datasets or evaluate, and no installed package. `PLAN` has the parts in the order of their worth, and the
+seconds that each is assumed to take on an H100 with 16 cores. A part for which no time is left is left out. Parts
+share a process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs,
+or ends its process costs its own rows only; another process goes on with the next part.
 
-FOLDER gets, row by row, gpu.jsonl; made of it, gpu.md: the page to read; figures.json: what the machine reaches, as
-`hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say how
-each part ended. The exit status is 0 if nothing failed.
+FOLDER gets five files: gpu.jsonl, row by row; gpu.md, the page to read; figures.json, what the machine reaches, as
+`hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say
+what was measured and how each part ended. The exit status is 0 if nothing failed.
 
 --rehearse runs the same plan at tiny size, with the simulated accelerator in the place of the GPU.
 """
@@ -94,12 +94,12 @@ PLAN = {
     "1b-bf16-weights": Part(13, Case("llama-1b", "bf16-weights", (32768,))),
     "1b-cmp": Part(26, Case("llama-1b", "cmp", (32768,))),
     "1b-planned": Part(32, Case("llama-1b", "planned", (32768,))),
+    "profile": Part(15),
     # 10 s to make the weights, 30 to attach them, 10 until the moments have memory; steps of 7 and 5 s if the host
     # holds fp32 moments.
     "8b": Part(110, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
     "1b-fsdp2": Part(30, Case("llama-1b", "fsdp2", (32768,), warmup=1, steps=3)),
     "1b-tokens": Part(36, Case("llama-1b", "cmp", (8192, 65536))),
-    "profile": Part(15),
     # All of them take longer: those for which there is no time have no row.
     "tests": Part(145, tests=(TESTS,)),
 }
@@ -148,8 +148,7 @@ def surroundings(options: argparse.Namespace) -> dict[str, str]:
     """The environment variables of a worker."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     found = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found |= {"PYTHONUNBUFFERED": "1", "HF_L2L_FIGURES": str(options.out / "figures.json")}
-    found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what it is anyway on a Hopper; tests ask for it
+    found |= {"PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # which tests ask for, and Hoppers have
     if options.rehearse:
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_L2L_GPU_TESTS_ON": "sim"}
     return found
@@ -223,7 +222,9 @@ class Call:
         self.rows = options.out / "gpu.jsonl"
         self.end_at = time.monotonic() + 60 * options.minutes - END_S
         self.worker: Worker | None = None
-        self.count = 0
+        self.has_started = False
+        self.start_s, self.assumed_start_s = 0.0, 0.0
+        """Of the part that runs: to start its process, or several, and to start one on an H100."""
 
     @property
     def left_s(self) -> float:
@@ -237,6 +238,7 @@ class Call:
         try:
             for name in self.options.parts:
                 start = time.monotonic()
+                self.start_s = self.assumed_start_s = 0.0
                 if unlocked:
                     how = "not run: the device does not page-lock memory, and copies of other memory would be measured"
                 elif self.left_s < self.needed_s(name):
@@ -280,10 +282,12 @@ class Call:
         if self.worker is not None:
             self.worker.end(END_S)
         start = time.monotonic()
-        self.count += 1
+        self.assumed_start_s = START_S if self.has_started else FIRST_START_S
+        self.has_started = True
         self.worker = Worker(self.options, self.log)
         answer = self.worker.answer(min(self.left_s, 8 * FIRST_START_S))
-        gpu_rows.append(self.rows, "process", part=name, seconds=time.monotonic() - start)
+        self.start_s += time.monotonic() - start
+        gpu_rows.append(self.rows, "process", part=name)
         self.worker.is_alone = PLAN[name].is_alone
         return None if answer == "ready" else self.lost(answer, 8 * FIRST_START_S)
 
@@ -317,7 +321,8 @@ class Call:
 
     def write_end(self, name: str, how: str, seconds: float) -> None:
         """Write how a part ended, here and to the file, and the page as it is now."""
-        gpu_rows.append(self.rows, "part", name=name, how=how, seconds=seconds, assumed_s=PLAN[name].seconds)
+        starts = {"start_s": self.start_s, "assumed_start_s": self.assumed_start_s}
+        gpu_rows.append(self.rows, "part", name=name, how=how, seconds=seconds, assumed_s=PLAN[name].seconds, **starts)
         print(f"{name}: {how}, {seconds:.0f} s", flush=True)
         write_page(self.options)
 
@@ -348,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
         gpu_rows.cut(options.out / "log.txt")
     rows = gpu_rows.read(options.out / "gpu.jsonl")
-    print(gpu_report.summary(rows, FIRST_START_S, START_S, END_S))
+    print(gpu_report.summary(rows, END_S))
     return 1 if gpu_report.failures(rows) else 0
 
 

@@ -101,25 +101,18 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def times(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: float) -> str:
-    """A table of seconds by part, as taken and as the plan assumes for an H100. The start of a process is a line of its
-    own, and not in the seconds of its part."""
-    taken = {row["part"]: row["seconds"] for row in of_kind(rows, "process")}
-    lines, sums, starts = ["| part | taken, s | assumed for an H100, s |", "|---|---|---|"], [0.0, 0.0], 0
+def times(rows: Sequence[Row], end_s: float) -> str:
+    """A table of seconds by part, as taken and as the plan assumes for an H100; to start a process is a line of its
+    own."""
+    lines = []
     for row in of_kind(rows, "part"):
-        more = []
-        if row["name"] in taken:
-            more = [(f"a process for {row['name']}", taken[row["name"]], start_s if starts else first_start_s)]
-            starts += 1
-        for name, seconds, assumed in (
-            *more,
-            (row["name"], row["seconds"] - sum(m[1] for m in more), row["assumed_s"]),
-        ):
-            lines.append(f"| {name} | {seconds:.1f} | {assumed:.0f} |")
-            sums = [sums[0] + seconds, sums[1] + assumed]
-    lines.append(f"| the end | - | {end_s:.0f} |")
-    lines.append(f"| all | {sums[0]:.1f} | {sums[1] + end_s:.0f} |")
-    return "\n".join(lines)
+        if row["start_s"]:
+            lines.append((f"a process for {row['name']}", row["start_s"], row["assumed_start_s"]))
+        lines.append((row["name"], row["seconds"] - row["start_s"], row["assumed_s"]))
+    lines.append(("the end", 0.0, end_s))
+    lines.append(("all", sum(line[1] for line in lines), sum(line[2] for line in lines)))
+    head = ["| part | taken, s | assumed for an H100, s |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {name} | {taken:.1f} | {assumed:.0f} |" for name, taken, assumed in lines)])
 
 
 def tests_line(rows: Sequence[Row]) -> str:
@@ -128,7 +121,7 @@ def tests_line(rows: Sequence[Row]) -> str:
     return f"{len(outcomes)} tests: {', '.join(f'{outcomes.count(o)} {o}' for o in dict.fromkeys(outcomes))}"
 
 
-def summary(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: float) -> str:
+def summary(rows: Sequence[Row], end_s: float) -> str:
     """The last lines of the output."""
     cases = of_kind(rows, "case")
     found = []
@@ -142,7 +135,7 @@ def summary(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: fl
             f"{start}{row['tokens_per_s']:,.0f} tokens/s{'' if share is None else f' ({share:.0%})'}, device "
             f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}, bound by {bound_of(row, rows)}"
         )
-    found += [tests_line(rows), "", times(rows, first_start_s, start_s, end_s), ""]
+    found += [tests_line(rows), "", times(rows, end_s), ""]
     failed = failures(rows)
     found += [f"{len(failed)} failed:", *failed] if failed else ["nothing failed"]
     text = "\n".join(found)
@@ -214,9 +207,9 @@ def page(rows: Sequence[Row], command: str) -> str:
         values = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if key not in ("kind", "name"))
         parts.append(f"| {row['name']} | {values} |")
     parts += ["", "## Tests", "", *test_lines(rows), "", "## Parts", ""]
-    parts += ["| part | how it ended | seconds | assumed |", "|---|---|---|---|"]
+    parts += ["| part | how it ended | seconds | of them, to start a process |", "|---|---|---|---|"]
     for row in of_kind(rows, "part"):
-        parts.append(f"| {row['name']} | {row['how']} | {row['seconds']:.1f} | {row['assumed_s']:.0f} |")
+        parts.append(f"| {row['name']} | {row['how']} | {row['seconds']:.1f} | {row['start_s']:.1f} |")
     return "\n".join([*parts, "", "```bash", command, "```", ""])
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_worker.py FOLDER [--tiny]
 
-A line of input is a part and the seconds that there are for it. What is found goes to FOLDER/gpu.jsonl, row by row; all
-other output to standard error. --tiny is a rehearsal, on the simulated accelerator.
+A line of input is a part and the seconds that there are for it. What is found goes to FOLDER/gpu.jsonl, row by row,
+and all other output to standard error. --tiny is a rehearsal, on the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # whatever else prints must not be taken for an answer
 
 import torch
 
@@ -49,24 +46,18 @@ class Parts:
     def __init__(self, folder: Path, tiny: bool) -> None:
         self.folder, self.tiny = folder, tiny
         self.rows, self.figures = folder / "gpu.jsonl", folder / "figures.json"
-        if tiny:
-            environment.LINK_BYTES = 2**20
         if not gpu_rows.read(self.rows, "environment"):
-            gpu_rows.append(self.rows, "environment", **environment.environment("gpu.py", ["..."]))
+            # Not with the link: to measure it page-locks memory, which the probe has to try first.
+            gpu_rows.append(self.rows, "environment", **environment.environment("gpu.py", [], with_link=False))
 
     def run(self, name: str, left_s: float) -> str:
         """Run a part; returns how it ended."""
         part = gpu.PLAN[name]
-        threads = torch.get_num_threads()
-        try:
-            if name == "probe":
-                return "ended" if gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed) else "refused"
-            if part.case is not None:
-                return self.case(part.case, left_s)
-            return self.tests(part.tests) if part.tests else self.profile()
-        finally:
-            torch.set_num_threads(threads)  # tests have one
-            self.forget()
+        if name == "probe":
+            return "ended" if gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed) else "refused"
+        if part.case is not None:
+            return self.case(part.case, left_s)
+        return self.tests(part.tests) if part.tests else self.profile()
 
     def probed(self, name: str, **values: Any) -> None:
         """A row of the probe."""
@@ -80,7 +71,10 @@ class Parts:
 
     def case(self, case: gpu.Case, left_s: float) -> str:
         """Measure a training; a row for each number of tokens."""
-        figures = HardwareFigures.from_json(self.figures.read_text()) if self.figures.exists() else None
+        figures = None
+        if self.figures.exists():
+            figures = HardwareFigures.from_json(self.figures.read_text())
+            os.environ["HF_L2L_FIGURES"] = str(self.figures)  # a plan does not measure them again
         tokens = [count // FEWER_TOKENS if self.tiny else count for count in case.tokens]
         options = self.options(case.warmup, case.steps)
         for row in throughput.measured(case.model, case.mode, tokens, options, left_s, figures):
@@ -104,9 +98,11 @@ class Parts:
             "thread",
         ]
         # Modules of the first call are there in the second one.
+        threads = torch.get_num_threads()
         status = int(pytest.main([*words, "-W", "ignore::pytest.PytestAssertRewriteWarning", *names]))
+        torch.set_num_threads(threads)  # tests have one
         if status == DEVICE_FAILED:
-            sys.exit(DEVICE_FAILED)
+            os._exit(DEVICE_FAILED)
         return "ended" if status in (0, 1, 5) else f"failed: pytest ended with status {status}"
 
     def profile(self) -> str:
@@ -154,8 +150,9 @@ class Parts:
         gc.unfreeze()  # tests freeze what there is
         throughput.forget()
         stream.forget_refusal(execution_device(None))
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which else keeps what was freed
+        if trim is not None:
+            trim(0)
 
 
 def summary_of(found: Any, steps: int) -> dict[str, Any]:
@@ -187,6 +184,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not be taken for an answer
     if options.tiny:
         from hf_l2l.testing import enable_simulated_accelerator
 
@@ -200,6 +199,11 @@ def main() -> None:
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError, MemoryError) as error:
             traceback.print_exc()  # the other parts are still of use
             how = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        try:
+            parts.forget()
+        except RuntimeError:  # the device has failed, and would refuse everything else in this process
+            traceback.print_exc()
+            os._exit(DEVICE_FAILED)
         print(how, file=answers, flush=True)
 
 

@@ -12,8 +12,8 @@ counter; that of the host is what the process has held at most, page-locked memo
         [--steps 10] [--warmup 3] [--ubatch-size N] [--stash host] [--out FILE] [--rows FILE] [--traces FILE]
     python benchmarks/throughput.py --tiny    # seconds, on any machine
 
-A document with a markdown table, with --out into that file, too, after every row. With --rows, every row is also a line
-of JSON in that file. `gpu.py` measures cases of this script where a GPU is there for minutes.
+A document with a markdown table, with --out into that file, too, after every row. With --rows, every row is also a
+line of JSON in that file. `gpu.py` measures cases of this script where a GPU is there for minutes.
 """
 
 from __future__ import annotations
@@ -315,10 +315,16 @@ def refusal(
 
 
 def expected(
-    model: nn.Module, name: str, config: L2LConfig, tokens: int, options: Namespace, figures: HardwareFigures | None
+    model: nn.Module,
+    name: str,
+    config: L2LConfig,
+    tokens: int,
+    options: Namespace,
+    figures: HardwareFigures | None,
+    before: int,
 ) -> dict[str, Any]:
-    """What the package expects of these options before the run: the peaks, and with figures of the machine the time of
-    a step. `model` may be on the meta device."""
+    """What the package expects of these options: the peaks, and with figures of the machine the time of a step.
+    `model` may be on the meta device; the process had so many bytes `before` there was a true one."""
     device = execution_device(None)
     if stream.shares_host_memory(device):
         return {}
@@ -328,7 +334,7 @@ def expected(
     run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device)
     state, report, _ = report_of(run, config)
     found: dict[str, Any] = {"device_bytes": run.most(config)}
-    found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + process_bytes()[0]
+    found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + before
     if figures is not None:
         found["step_s"] = time_of(run, config, rates_of(figures, run, config, measures=False)).seconds
     return found
@@ -364,11 +370,12 @@ def measured(
     left_s: float = float("inf"),
     figures: HardwareFigures | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of tokens, as soon as it is there, by one trainer. `failure` says why there are no figures.
+    """A row for each number of tokens, as soon as it is there, by one trainer; its `failure` says why it has no
+    figures.
 
     The model and its trainer, and what they hold, live as long as this generator.
     """
-    like, remaining = on_meta(name, options.tiny), list(tokens)
+    like, remaining, before = on_meta(name, options.tiny), list(tokens), process_bytes()[0]
     failure, setting = refusal(like, mode, max(tokens), options, left_s)
     common: dict[str, Any] = {"model": name, "mode": mode, "title": MODES[mode].title, "steps": options.steps}
     common |= {"host_setting": setting, "attention": attention_kernel(like), "failure": None}
@@ -385,7 +392,7 @@ def measured(
                 row["mfu"] = None if peak is None else row["flop_per_s"] / peak
                 config = row.pop("config", None)
                 if config is not None:
-                    row["expected"] = expected(like, name, config, row["tokens"], options, figures)
+                    row["expected"] = expected(like, name, config, row["tokens"], options, figures, before)
                 remaining.pop(0)
                 yield row
                 start = time.perf_counter()
@@ -409,12 +416,13 @@ def run_trainer(
     """
     kind, steps = MODES[mode], Steps(options)
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json") if options.traces is not None and kind.l2l is not None else None
+        is_traced = options.traces is not None and kind.l2l is not None and len(tokens) == 1
+        trace = Path(folder, "trace.json") if is_traced else None
         count = options.warmup + options.steps + (trace is not None)
         try:
             trainer = trainer_for(model, name, mode, tokens, options, folder, count, setting)
             trainer.add_callback(steps)
-            steps.trainer, steps.trace = trainer, trace if len(tokens) == 1 else None
+            steps.trainer, steps.trace = trainer, trace
             attach_s = None
             if kind.l2l is not None and mode != "planned":
                 start = time.perf_counter()
@@ -438,8 +446,8 @@ def run_trainer(
         finally:
             if kind.l2l is not None:
                 detach_l2l(model)
-        if steps.trace is not None:
-            add_to_zip(options.traces, steps.trace, f"{name}_{mode}_{tokens[0]}.json")
+        if trace is not None:
+            add_to_zip(options.traces, trace, f"{name}_{mode}_{tokens[0]}.json")
 
 
 def forget() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from benchmarks import (
     cmp_memory,
     gpu_probe,
     gpu_rows,
+    gpu_worker,
     memory,
     memory_papers,
     memory_papers_report,
@@ -72,13 +75,32 @@ def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_p
 
 
 def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
-    file, locked = tmp_path / "probe.jsonl", page_locked_bytes()
+    rows, locked = {}, page_locked_bytes()
     with page_lock_limit(locked):
-        assert gpu_probe.main(["--tiny", "--rows", str(file)]) == gpu_probe.REFUSED
-    [row] = gpu_rows.read(file, "row")
-    assert (row["name"], row["code"], row["is_pinned"]) == ("page-locking", 2, False)
-    assert len(gpu_rows.read(file, "environment")) == 1
+        found = gpu_probe.run(
+            Namespace(tiny=True), tmp_path / "figures.json", lambda name, **values: rows.update({name: values})
+        )
+    assert not found and not (tmp_path / "figures.json").exists()
+    assert rows.keys() == {"page-locking"} and rows["page-locking"]["code"] == 2
     assert page_locked_bytes() == locked
+
+
+def test_the_profile_of_a_step_tells_how_busy_the_device_is():
+    """Kernels that run at the same time are counted once, and copies are none."""
+
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        device, times = torch.profiler.DeviceType.CUDA, SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device, time_range=times)
+
+    events = [event("a", 0, 40), event("b", 20, 60), event("Memcpy HtoD", 60, 90), event("a", 80, 100)]
+    on_host = SimpleNamespace(name="a", device_type=torch.profiler.DeviceType.CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as made:
+        torch.ones(3)
+    assert gpu_worker.summary_of(made, 1)["busy_share"] is None
+    found = gpu_worker.summary_of(SimpleNamespace(events=lambda: [*events, on_host]), 2)
+    assert (found["kernels"], found["busy_share"]) == (1.5, 0.8)
+    assert [each["name"] for each in found["longest"]] == ["a", "b"]
+    assert found["longest"][0]["seconds"] == pytest.approx(30e-6)
 
 
 @pytest.mark.slow
