@@ -234,22 +234,21 @@ class Call:
     def run(self) -> None:
         """Run the parts; each has a row that says how it ended."""
         gpu_rows.append(self.rows, "call", rehearsal=self.options.rehearse, minutes=self.options.minutes)
-        unlocked = False
+        refuses = False
         try:
             for name in self.options.parts:
-                start = time.monotonic()
+                start, how = time.monotonic(), "stopped with the program that runs the parts"
                 self.start_s = self.assumed_start_s = 0.0
-                if unlocked:
-                    how = "not run: the device does not page-lock memory, and copies of other memory would be measured"
-                elif self.left_s < self.needed_s(name):
-                    how = f"not begun: {gpu_report.NO_TIME} (it needs about {self.needed_s(name):.0f} s)"
-                else:
-                    how = self.part(name)
-                    unlocked = name == "probe" and how == "refused"
-                self.write_end(name, how, time.monotonic() - start)
-        except SystemExit:  # on SIGTERM
-            self.write_end(name, "stopped with the program that runs the parts", time.monotonic() - start)
-            raise
+                try:
+                    if refuses:
+                        how = "not run: the device does not page-lock memory, and other copies would be measured"
+                    elif self.left_s < self.needed_s(name):
+                        how = f"not begun: {gpu_report.NO_TIME} (it needs about {self.needed_s(name):.0f} s)"
+                    else:
+                        how = self.part(name)
+                        refuses = name == "probe" and how == "refused"
+                finally:
+                    self.write_end(name, how, time.monotonic() - start)
         finally:
             if self.worker is not None:
                 self.worker.end()

@@ -133,7 +133,7 @@ def summary(rows: Sequence[Row], end_s: float) -> str:
         share = of_trainer(row, cases)
         found.append(
             f"{start}{row['tokens_per_s']:,.0f} tokens/s{'' if share is None else f' ({share:.0%})'}, device "
-            f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}, bound by {bound_of(row, rows)}"
+            f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}; bound: {bound_of(row, rows)}"
         )
     found += [tests_line(rows), "", times(rows, end_s), ""]
     failed = failures(rows)
@@ -144,14 +144,13 @@ def summary(rows: Sequence[Row], end_s: float) -> str:
 
 def bound_of(row: Row, rows: Sequence[Row]) -> str:
     """What bounds the step of a case, as far as that was measured."""
+    if row["bound"] is None:
+        told = "all is on the device: computation, or the launches of its kernels"
+        return told if row["mode"] != "fsdp2" else "not told"
     profile = next(iter(of_kind(rows, "profile")), None)
-    if row["mode"] == "fsdp2":
-        return "what is not told"
-    if row["bound"] not in (None, "compute"):
-        return str(row["bound"])
     if row["bound"] == "compute" and profile is not None and (profile["busy_share"] or 1.0) < 1 - DIFFERS:
         return f"launches (the device is busy for {profile['busy_share']:.0%} of two layers under the profiler)"
-    return "compute"
+    return str(row["bound"])
 
 
 def against_the_estimate(row: Row) -> str:

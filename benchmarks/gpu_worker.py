@@ -160,7 +160,9 @@ def summary_of(found: Any, steps: int) -> dict[str, Any]:
     kernels = [
         event
         for event in found.events()
-        if event.device_type == torch.profiler.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset"))
+        and not getattr(event, "is_user_annotation", False)
     ]
     spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
     busy, until = 0.0, float("-inf")

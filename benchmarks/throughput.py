@@ -51,6 +51,7 @@ from benchmarks.throughput_models import (
     quickly_made,
 )
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l.budget.trainer_plan import autocast_of
 from hf_l2l.devices import execution_device
 from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.memory.host_limits import available_host_bytes, peak_process_bytes, process_bytes
@@ -316,22 +317,23 @@ def refusal(
 
 def expected(
     model: nn.Module,
-    name: str,
+    row: dict[str, Any],
     config: L2LConfig,
-    tokens: int,
+    autocast: torch.dtype | None,
     options: Namespace,
     figures: HardwareFigures | None,
     before: int,
 ) -> dict[str, Any]:
-    """What the package expects of these options: the peaks, and with figures of the machine the time of a step.
-    `model` may be on the meta device; the process had so many bytes `before` there was a true one."""
+    """What the package expects of the case of a row with these options: the peaks, and with figures of the machine the
+    time of a step. `model` is on the meta device; the process had so many bytes `before` there was a true one."""
     device = execution_device(None)
     if stream.shares_host_memory(device):
         return {}
-    rows = tokens // row_of(name, options)
-    ids = torch.empty((rows, row_of(name, options)), dtype=torch.int64, device="meta")
+    length = row_of(row["model"], options)
+    rows = row["tokens"] // length
+    ids = torch.empty((rows, length), dtype=torch.int64, device="meta")
     labels = ids if is_decoder(model) else torch.empty(rows, dtype=torch.int64, device="meta")
-    run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device)
+    run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device, autocast=autocast)
     state, report, _ = report_of(run, config)
     found: dict[str, Any] = {"device_bytes": run.most(config)}
     found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + before
@@ -390,9 +392,12 @@ def measured(
                 peak = peak_flop_per_s(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
                 row["flop_per_s"] = flop_per_step(like, row["tokens"], row_of(name, options)) / row["mean_s"]
                 row["mfu"] = None if peak is None else row["flop_per_s"] / peak
-                config = row.pop("config", None)
+                config, autocast = row.pop("config", None), row.pop("autocast", None)
                 if config is not None:
-                    row["expected"] = expected(like, name, config, row["tokens"], options, figures, before)
+                    try:
+                        row["expected"] = expected(like, row, config, autocast, options, figures, before)
+                    except (RuntimeError, ValueError) as error:  # what was measured is of use without it
+                        row["expected"] = {"failure": str(error)}
                 remaining.pop(0)
                 yield row
                 start = time.perf_counter()
@@ -442,6 +447,7 @@ def run_trainer(
                     "attach_s": attach_s,
                     "plan": None if plan is None else str(plan),
                     "config": config and replace(config, device_memory_budget=None, device=None),
+                    "autocast": autocast_of(trainer.args),
                 }
         finally:
             if kind.l2l is not None:

@@ -102,6 +102,11 @@ def test_the_smoke_tests_are_there():
         assert f"\ndef {function}(" in (ROOT / file).read_text()
 
 
+def test_the_process_that_watches_does_not_import_torch():
+    asked = "import sys; from benchmarks import gpu; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True)
+
+
 def test_parts_run_in_the_order_of_their_worth():
     assert gpu.parsed(["1b-cmp", "probe"]).parts == ["probe", "1b-cmp"]
     assert gpu.parsed([]).parts == list(gpu.PLAN)
@@ -336,6 +341,7 @@ def test_what_differs_from_the_estimate_is_bold():
 def test_the_profile_tells_launches_from_computation():
     profile = {"kind": "profile", "busy_share": 0.6}
     row = {"mode": "cmp", "bound": "compute"}
+    assert gpu_report.bound_of({"mode": "trainer", "bound": None}, [profile]).startswith("all is on the device")
     assert gpu_report.bound_of(row, [profile]).startswith("launches (the device is busy for 60%")
     assert gpu_report.bound_of(row, [{**profile, "busy_share": 0.97}]) == "compute"
     assert gpu_report.bound_of({**row, "bound": "host update"}, [profile]) == "host update"

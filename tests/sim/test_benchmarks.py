@@ -89,11 +89,11 @@ def test_the_profile_of_a_step_tells_how_busy_the_device_is():
     """Kernels that run at the same time are counted once, and copies are none."""
 
     def event(name: str, start: float, end: float) -> SimpleNamespace:
-        device, times = torch.profiler.DeviceType.CUDA, SimpleNamespace(start=start, end=end)
+        device, times = torch.autograd.DeviceType.CUDA, SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, device_type=device, time_range=times)
 
     events = [event("a", 0, 40), event("b", 20, 60), event("Memcpy HtoD", 60, 90), event("a", 80, 100)]
-    on_host = SimpleNamespace(name="a", device_type=torch.profiler.DeviceType.CPU)
+    on_host = SimpleNamespace(name="a", device_type=torch.autograd.DeviceType.CPU)
     assert gpu_worker.summary_of(SimpleNamespace(events=lambda: [on_host]), 1)["busy_share"] is None
     found = gpu_worker.summary_of(SimpleNamespace(events=lambda: [*events, on_host]), 2)
     assert (found["kernels"], found["busy_share"]) == (1.5, 0.8)
