@@ -129,7 +129,7 @@ class Parts:
             torch.accelerator.synchronize()
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            with torch.profiler.profile(activities=kinds) as found:
+            with torch.profiler.profile(activities=kinds, acc_events=True) as found:
                 start = time.perf_counter()
                 for _ in range(PROFILED_STEPS):
                     step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,11 +14,12 @@ import pytest
 import torch
 import transformers as hf
 
-from benchmark_output import refused
+from benchmark_output import columns, refused
 from benchmarks import (
     cmp_glue,
     cmp_memory,
     gpu_probe,
+    gpu_report,
     gpu_rows,
     gpu_worker,
     memory,
@@ -27,7 +29,7 @@ from benchmarks import (
     resident,
 )
 from glue_script import ROWS, write
-from hf_l2l.testing import page_lock_limit, page_locked_bytes
+from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +85,28 @@ def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
     assert not found and not (tmp_path / "figures.json").exists()
     assert rows.keys() == {"page-locking"} and rows["page-locking"]["code"] == 2
     assert page_locked_bytes() == locked
+
+
+def test_a_planned_training_and_a_profile_are_rehearsed(tmp_path: Path):
+    """The peak of the device is what the estimate says; rates of tiny sizes mean nothing."""
+    enable_simulated_accelerator("64GiB")
+    parts = gpu_worker.Parts(tmp_path, tiny=True)
+    try:
+        assert [parts.run(name, 500.0) for name in ("probe", "1b-planned", "profile")] == ["ended"] * 3
+        parts.forget()
+    finally:
+        enable_simulated_accelerator()
+    rows = gpu_rows.read(tmp_path / "gpu.jsonl")
+    [planned], [profile] = gpu_report.of_kind(rows, "case"), gpu_report.of_kind(rows, "profile")
+    assert planned["plan"].startswith("plan for 57.6 GiB of device memory: ") and planned["tokens"] == 128
+    assert planned["expected"]["step_s"] > 0 and planned["expected"]["host_bytes"] > 0
+    assert planned["device_bytes"] == pytest.approx(planned["expected"]["device_bytes"], rel=0.1)
+    assert profile["step_s"] > 0
+    text = gpu_report.page(rows, "python3 benchmarks/gpu.py")
+    [estimated] = columns(text.partition("## What bounds them")[2].partition("\n- ")[0])
+    assert all("estimate" in cell for cell in estimated[3:])
+    with zipfile.ZipFile(tmp_path / "traces.zip") as packed:
+        assert packed.namelist() == ["llama-1b_planned_128.json", "profile_two_layers.json"]
 
 
 def test_the_profile_of_a_step_tells_how_busy_the_device_is():
