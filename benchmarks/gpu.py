@@ -88,20 +88,20 @@ PLAN = {
     "probe": Part(20),
     "smoke": Part(40, tests=SMOKE),
     # Seconds of steps: 0.8 with checkpointing, 0.65 without, 1.2 layer to layer; to make and move the weights takes 6,
-    # and 8 more to attach them.
+    # 8 more to attach them, 2 to estimate what they take, and 15 to plan.
     "1b-trainer": Part(14, Case("llama-1b", "trainer", (32768,))),
     "1b-whole": Part(12, Case("llama-1b", "whole", (32768,))),
     "1b-bf16-weights": Part(13, Case("llama-1b", "bf16-weights", (32768,))),
-    "1b-cmp": Part(26, Case("llama-1b", "cmp", (32768,))),
-    "1b-planned": Part(32, Case("llama-1b", "planned", (32768,))),
+    "1b-cmp": Part(28, Case("llama-1b", "cmp", (32768,))),
+    "1b-planned": Part(45, Case("llama-1b", "planned", (32768,))),
     "profile": Part(15),
     # 10 s to make the weights, 30 to attach them, 10 until the moments have memory; steps of 7 and 5 s if the host
     # holds fp32 moments.
-    "8b": Part(110, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
+    "8b": Part(115, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
     "1b-fsdp2": Part(30, Case("llama-1b", "fsdp2", (32768,), warmup=1, steps=3)),
-    "1b-tokens": Part(36, Case("llama-1b", "cmp", (8192, 65536))),
+    "1b-tokens": Part(40, Case("llama-1b", "cmp", (8192, 65536))),
     # All of them take longer: those for which there is no time have no row.
-    "tests": Part(145, tests=(TESTS,)),
+    "tests": Part(125, tests=(TESTS,)),
 }
 """Name -> part, what is worth most first; all after the first four are optional."""
 
