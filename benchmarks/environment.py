@@ -59,6 +59,14 @@ def environment(script: str, arguments: Sequence[str], *, with_link: bool = True
     }
 
 
+def forget_host_peak() -> None:
+    """Let the system count the peak of this process from now on, where it can do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed: the peak is that of the process since it began
+        pass
+
+
 def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str:
     """What the system calls the processor."""
     if file.exists():

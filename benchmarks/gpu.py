@@ -39,6 +39,8 @@ FIRST_START_S, START_S = 25.0, 15.0
 """For a process to import torch, transformers and the package: the first time, and when the files are in memory."""
 END_S = 15.0
 """For the end of a process that holds 100 GB of page-locked memory, and for the page."""
+REFUSED = "the device does not page-lock memory"
+"""How the probe ends then; nothing else is run."""
 MOST_PROCESSES = 12
 """For one part: tests go on in another process if one of them has ended theirs."""
 
@@ -241,12 +243,12 @@ class Call:
                 self.start_s = self.assumed_start_s = 0.0
                 try:
                     if refuses:
-                        how = "not run: the device does not page-lock memory, and other copies would be measured"
+                        how = "not run: other copies would be measured than those of training"
                     elif self.left_s < self.needed_s(name):
                         how = f"not begun: {gpu_report.NO_TIME} (it needs about {self.needed_s(name):.0f} s)"
                     else:
                         how = self.part(name)
-                        refuses = name == "probe" and how == "refused"
+                        refuses = how == REFUSED
                 finally:
                     self.write_end(name, how, time.monotonic() - start)
         finally:

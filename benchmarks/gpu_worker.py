@@ -54,7 +54,8 @@ class Parts:
         """Run a part; returns how it ended."""
         part = gpu.PLAN[name]
         if name == "probe":
-            return "ended" if gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed) else "refused"
+            accepted = gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed)
+            return "ended" if accepted else gpu.REFUSED
         if part.case is not None:
             return self.case(part.case, left_s)
         return self.tests(part.tests) if part.tests else self.profile()

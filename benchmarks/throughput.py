@@ -162,7 +162,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
         self.ends, self.least_available = [], psutil.virtual_memory().available
         if torch.accelerator.is_available():
             torch.accelerator.reset_peak_memory_stats()
-        forget_host_peak()
+        environment.forget_host_peak()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the device, and look at the clock."""
@@ -191,14 +191,6 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
             **{"host_bytes": peak_process_bytes(), "least_available_host_bytes": self.least_available},
             "clocks": self.clocks,
         }
-
-
-def forget_host_peak() -> None:
-    """Let the system count the peak of this process from now on, where it can do that."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not Linux, or not allowed: the peak is that of the process since it began
-        pass
 
 
 def trace_from_now(timeline: Timeline, file: Path) -> None:

@@ -210,7 +210,8 @@ def moment_bytes(
     """Bytes of the optimizer's state `of` these parameters (None: all), kept in `dtype`, once all have been updated.
 
     A copy of the optimizer takes one step on the meta device, for one parameter of each shape. If that raises before
-    there is a state, the state is that which the optimizer has; if it has none, the size of Adam's state is assumed. Calls for the same optimizer share what is `known`.
+    there is a state, that is assumed which the optimizer has, and if it has none, the size of Adam's. Calls for the
+    same optimizer share what is `known`.
     """
     optimizer = unwrapped(optimizer)
     known = {} if known is None else known
