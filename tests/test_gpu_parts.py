@@ -205,9 +205,11 @@ def test_a_part_that_needs_all_memory_has_a_process_of_its_own(stub):
 
 
 def test_what_has_no_time_left_is_not_begun(stub, monkeypatch):
-    monkeypatch.setattr(gpu, "END_S", 6.0)
-    assert gpu.main(["1b-cmp", "tests", "--out", str(stub), "--minutes", "0.7"]) == 0
-    assert how_of(stub) == {"1b-cmp": "not begun: no time was left (it needs about 41 s)", "tests": "ended"}
+    """All but 20 seconds of the tests can be left out."""
+    plan = {"1b-cmp": gpu.PLAN["1b-cmp"]._replace(seconds=200.0), "tests": gpu.PLAN["tests"]._replace(seconds=300.0)}
+    monkeypatch.setattr(gpu, "PLAN", plan)
+    assert gpu.main(["1b-cmp", "tests", "--out", str(stub), "--minutes", "2"]) == 0
+    assert how_of(stub) == {"1b-cmp": "not begun: no time was left (it needs about 215 s)", "tests": "ended"}
     options = Namespace(rehearse=False, minutes=0.1, out=stub, parts=["1b-trainer"])
     call = gpu.Call(options, None)
     call.end_at = time.monotonic()
