@@ -39,6 +39,8 @@ FIRST_START_S, START_S = 25.0, 15.0
 """For a process to import torch, transformers and the package: the first time, and when the files are in memory."""
 END_S = 15.0
 """For the end of a process that holds 100 GB of page-locked memory, and for the page."""
+ANSWER = "gpu_worker: "
+"""How a line of a worker begins that is an answer."""
 REFUSED = "the device does not page-lock memory"
 """How the probe ends then; nothing else is run."""
 MOST_PROCESSES = 12
@@ -178,20 +180,22 @@ class Worker:
             pass
 
     def answer(self, limit_s: float) -> str | None:
-        """What it says within so many seconds; None if that is nothing, "" if it has ended."""
+        """What it answers within so many seconds; None if that is nothing, "" if it has ended."""
         assert self.process.stdout is not None
         end_at, said = time.monotonic() + limit_s, b""
-        while not said.endswith(b"\n"):
+        while True:
             left_s = end_at - time.monotonic()
             readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, min(left_s, 1.0)))
             more = os.read(self.process.stdout.fileno(), 4096) if readable else b""
             said += more
+            for line in said.decode(errors="replace").splitlines(keepends=True):
+                if line.startswith(ANSWER) and line.endswith("\n"):  # a library may print something, too
+                    return line.removeprefix(ANSWER).strip()
             # What it has forked may hold the pipe after its end.
             if (readable and not more) or (not readable and self.process.poll() is not None):
                 return ""
             if left_s <= 0:
                 return None
-        return said.decode().strip()
 
     def end(self, wait_s: float = 0.0) -> str:
         """End it, and all that it has started, which gets so many seconds to end by itself; returns how it ended."""

@@ -177,7 +177,7 @@ def page(rows: Sequence[Row], command: str) -> str:
     """All of it in markdown; `rows` may be those of a call that was cut."""
     call, where = (next(iter(of_kind(rows, kind)), None) for kind in ("call", "environment"))
     rehearsed = call is not None and call["rehearsal"]
-    title = "A GPU that is there for minutes" if where is None else f"{where['device']}, for minutes"
+    title = "A few minutes of a GPU" if where is None else f"A few minutes of {where['device']}"
     parts = [f"# {title}{', a rehearsal: its figures mean nothing' if rehearsed else ''}", ""]
     parts += list(environment_lines(where)) if where is not None else ["The environment was not written."]
     cases, failed = of_kind(rows, "case"), failures(rows)

@@ -194,7 +194,7 @@ def main() -> None:
 
         enable_simulated_accelerator("64GiB")
     parts = Parts(options.folder, options.tiny)
-    print("ready", file=answers, flush=True)
+    print(f"{gpu.ANSWER}ready", file=answers, flush=True)
     for line in sys.stdin:
         name, left_s = line.split()
         try:
@@ -207,7 +207,7 @@ def main() -> None:
         except RuntimeError:  # the device has failed, and would refuse everything else in this process
             traceback.print_exc()
             os._exit(DEVICE_FAILED)
-        print(how, file=answers, flush=True)
+        print(f"{gpu.ANSWER}{how}", file=answers, flush=True)
 
 
 if __name__ == "__main__":

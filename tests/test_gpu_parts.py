@@ -49,7 +49,7 @@ def test_the_probe_is_rehearsed(tmp_path):
     second = probed["second registration of the same address"]
     assert (second["code"], second["next_kernel"]) == (712, "ran")
     assert {"link_up, bytes/s", "dram, bytes/s", "attention"} <= probed.keys()
-    assert (tmp_path / "gpu.md").read_text().startswith("# sim:0, for minutes, a rehearsal: its figures mean nothing")
+    assert (tmp_path / "gpu.md").read_text().startswith("# A few minutes of sim:0, a rehearsal: its figures mean nothing")
 
 
 @pytest.mark.slow
@@ -123,7 +123,8 @@ import json, os, subprocess, sys, time
 rows = open(os.path.join(sys.argv[1], "gpu.jsonl"), "a")
 def write(kind, **values):
     print(json.dumps({"kind": kind, **values}), file=rows, flush=True)
-print("ready", flush=True)
+print("a library says hello")
+print("gpu_worker: ready", flush=True)
 for line in sys.stdin:
     name, left_s = line.split()
     write("ran", name=name, pid=os.getpid())
@@ -144,7 +145,8 @@ for line in sys.stdin:
         write("test", name=test, outcome="passed", seconds=1.5, message="")
         if test == "a":
             os._exit(70)
-    print("the device does not page-lock memory" if "REFUSES" in os.environ else "ended", flush=True)
+    how = "the device does not page-lock memory" if "REFUSES" in os.environ else "ended"
+    print(f"gpu_worker: {how}", flush=True)
 """
 
 
