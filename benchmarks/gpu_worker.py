@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ DEVICE_FAILED = 70
 """The status of pytest after an error of the device, which then refuses everything."""
 FEWER_TOKENS = 256
 """By which the tokens of a rehearsal are divided."""
-PROFILED_STEPS = 2
 
 
 class Parts:
@@ -87,17 +87,7 @@ class Parts:
         import pytest
 
         os.environ |= {"HF_L2L_GPU_TEST_ROWS": str(self.rows), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        words = [
-            "-q",
-            "-m",
-            "gpu",
-            "-p",
-            "pytest_timeout",
-            "--timeout",
-            str(TEST_LIMIT_S),
-            "--timeout-method",
-            "thread",
-        ]
+        words = f"-q -m gpu -p pytest_timeout --timeout {TEST_LIMIT_S} --timeout-method thread".split()
         # Modules of the first call are there in the second one.
         threads = torch.get_num_threads()
         status = int(pytest.main([*words, "-W", "ignore::pytest.PytestAssertRewriteWarning", *names]))
@@ -107,39 +97,30 @@ class Parts:
         return "ended" if status in (0, 1, 5) else f"failed: pytest ended with status {status}"
 
     def profile(self) -> str:
-        """A step of two layers of Llama-3.2-1B under torch's profiler, by cross mixed precision: what the device and
-        the thread that drives it do."""
-        model = quickly_made("llama-1b", self.tiny, num_hidden_layers=2)
+        """Forward and backward of two layers of Llama-3.2-1B's width under torch's profiler: whether the thread that
+        launches kernels keeps the device busy. The vocabulary is small, and nothing is updated."""
+        model = quickly_made("llama-1b", self.tiny, num_hidden_layers=2, vocab_size=2048)
         tokens, rows = (16, 2) if self.tiny else (1024, 8)
-        data = RandomTokens(model, rows, tokens)
-        batch = torch.utils.data.default_collate([data[index] for index in range(rows)])
+        data = RandomTokens(model, 4 * rows, tokens)
+        batch = torch.utils.data.default_collate([data[index] for index in range(4 * rows)])
         device = execution_device(None)
-        eps = attach_l2l(model, L2LConfig(cmp="bf16", eps_update="deferred", device=device))
+        attach_l2l(model, L2LConfig(cmp="bf16", ubatch_size=rows, device=device))
         try:
-            optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-
-            def step() -> None:
-                model(**on_device).loss.backward()
-                eps.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-            for _ in range(3):
-                step()
-            torch.accelerator.synchronize()
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            with torch.profiler.profile(activities=kinds, acc_events=True) as found:
-                start = time.perf_counter()
-                for _ in range(PROFILED_STEPS):
-                    step()
+            for number in range(4):
                 torch.accelerator.synchronize()
-                taken = time.perf_counter() - start
-            eps.synchronize()
+                is_last = number == 3
+                with torch.profiler.profile(activities=kinds, acc_events=True) if is_last else nullcontext() as found:
+                    start = time.perf_counter()
+                    model(**on_device).loss.backward()
+                    torch.accelerator.synchronize()
+                    taken = time.perf_counter() - start
+                model.zero_grad()
         finally:
             detach_l2l(model)
-        gpu_rows.append(self.rows, "profile", step_s=taken / PROFILED_STEPS, **summary_of(found, PROFILED_STEPS))
+        gpu_rows.append(self.rows, "profile", seconds=taken, **summary_of(found))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "profile.json")
             found.export_chrome_trace(str(file))
@@ -156,8 +137,8 @@ class Parts:
             trim(0)
 
 
-def summary_of(found: Any, steps: int) -> dict[str, Any]:
-    """Of a profile: kernels of a step, the share of its time in which one of them ran, and which took longest."""
+def summary_of(found: Any) -> dict[str, Any]:
+    """Of a profile: the number of kernels, the share of the time in which one of them ran, and which took longest."""
     kernels = [
         event
         for event in found.events()
@@ -175,9 +156,9 @@ def summary_of(found: Any, steps: int) -> dict[str, Any]:
         seconds[event.name] = seconds.get(event.name, 0.0) + 1e-6 * (event.time_range.end - event.time_range.start)
     longest = sorted(seconds.items(), key=lambda each: -each[1])[:8]
     return {
-        "kernels": len(kernels) / steps,
+        "kernels": len(kernels),
         "busy_share": busy / (until - spans[0][0]) if spans else None,
-        "longest": [{"name": name[:100], "seconds": taken / steps} for name, taken in longest],
+        "longest": [{"name": name[:100], "seconds": taken} for name, taken in longest],
     }
 
 

@@ -49,7 +49,9 @@ def test_the_probe_is_rehearsed(tmp_path):
     second = probed["second registration of the same address"]
     assert (second["code"], second["next_kernel"]) == (712, "ran")
     assert {"link_up, bytes/s", "dram, bytes/s", "attention"} <= probed.keys()
-    assert (tmp_path / "gpu.md").read_text().startswith("# A few minutes of sim:0, a rehearsal: its figures mean nothing")
+    assert (
+        (tmp_path / "gpu.md").read_text().startswith("# A few minutes of sim:0, a rehearsal: its figures mean nothing")
+    )
 
 
 @pytest.mark.slow
