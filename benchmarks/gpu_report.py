@@ -230,8 +230,8 @@ def profile_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in of_kind(rows, "profile"):
         share = "-" if row["busy_share"] is None else f"{row['busy_share']:.0%}"
         yield (
-            f"Forward and backward take {1e3 * row['seconds']:.1f} ms under the profiler, with {row['kernels']} kernels, "
-            f"one of which ran in {share} of the time from the first to the last. The longest, in ms:"
+            f"Forward and backward take {1e3 * row['seconds']:.1f} ms under the profiler, with {row['kernels']} "
+            f"kernels, one of which ran in {share} of the time from the first to the last. The longest, in ms:"
         )
         yield ""
         yield from (f"- {1e3 * each['seconds']:.2f} `{each['name']}`" for each in row["longest"])
