@@ -130,6 +130,8 @@ class Parts:
     def forget(self) -> None:
         """Nothing of a part is left to the next one: no memory, and no refusal to page-lock some."""
         gc.unfreeze()  # tests freeze what there is
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # of a test that failed
+            vars(sys).pop(name, None)
         throughput.forget()
         stream.forget_refusal(execution_device(None))
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which else keeps what was freed
