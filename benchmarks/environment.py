@@ -28,8 +28,8 @@ LINK_BYTES = 2**28
 """Of the copy that measures the link."""
 
 
-def environment(script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """All of it, as of now; None for what this machine does not have or does not tell."""
+def environment(script: str, arguments: Sequence[str], *, with_link: bool = True) -> dict[str, Any]:
+    """All of it, as of now, the link only if asked for; None for what this machine does not have or does not tell."""
     device, is_cuda = execution_device(None), torch.cuda.is_available()
     variables = [f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ]
     return {
@@ -48,7 +48,7 @@ def environment(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
         "driver": driver_version() if is_cuda else None,
-        "link_bytes_per_s": link(device),
+        "link_bytes_per_s": link(device) if with_link else None,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -57,6 +57,14 @@ def environment(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         },
         "command": " ".join((*variables, shlex.join(("python", f"benchmarks/{script}", *arguments)))),
     }
+
+
+def forget_host_peak() -> None:
+    """Let the system count the peak of this process from now on, where it can do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed: the peak is that of the process since it began
+        pass
 
 
 def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str:

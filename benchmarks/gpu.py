@@ -2,15 +2,15 @@
 
     python3 benchmarks/gpu.py [PART ...] [--out FOLDER] [--minutes 9.5] [--rehearse]
 
-It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; neither
-make, nor datasets or evaluate, nor an installed package. `PLAN` has the parts, in the order of their worth, and the
-seconds that each is assumed to take on an H100 with 16 cores: a part for which no time is left is left out. Parts run in
-one process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs, or
-ends its process costs its own rows only; another process goes on with the next part.
+It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; no
+make, no datasets or evaluate, and no installed package. `PLAN` has the parts in the order of their worth, and the
+seconds that each is assumed to take on an H100 with 16 cores. A part for which no time is left is left out. Parts
+share a process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs,
+or ends its process costs its own rows only; another process goes on with the next part.
 
-FOLDER gets, row by row, gpu.jsonl; made of it, gpu.md: the page to read; figures.json: what the machine reaches, as
-`hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say how
-each part ended. The exit status is 0 if nothing failed.
+FOLDER gets five files: gpu.jsonl, row by row; gpu.md, the page to read; figures.json, what the machine reaches, as
+`hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say
+what was measured and how each part ended. The exit status is 0 if nothing failed.
 
 --rehearse runs the same plan at tiny size, with the simulated accelerator in the place of the GPU.
 """
@@ -39,6 +39,10 @@ FIRST_START_S, START_S = 25.0, 15.0
 """For a process to import torch, transformers and the package: the first time, and when the files are in memory."""
 END_S = 15.0
 """For the end of a process that holds 100 GB of page-locked memory, and for the page."""
+ANSWER = "gpu_worker: "
+"""How a line of a worker begins that is an answer."""
+REFUSED = "the device does not page-lock memory"
+"""How the probe ends then; nothing else is run."""
 MOST_PROCESSES = 12
 """For one part: tests go on in another process if one of them has ended theirs."""
 
@@ -88,20 +92,20 @@ PLAN = {
     "probe": Part(20),
     "smoke": Part(40, tests=SMOKE),
     # Seconds of steps: 0.8 with checkpointing, 0.65 without, 1.2 layer to layer; to make and move the weights takes 6,
-    # and 8 more to attach them.
+    # 8 more to attach them, 2 to estimate what they take, and 15 to plan.
     "1b-trainer": Part(14, Case("llama-1b", "trainer", (32768,))),
     "1b-whole": Part(12, Case("llama-1b", "whole", (32768,))),
     "1b-bf16-weights": Part(13, Case("llama-1b", "bf16-weights", (32768,))),
-    "1b-cmp": Part(26, Case("llama-1b", "cmp", (32768,))),
-    "1b-planned": Part(32, Case("llama-1b", "planned", (32768,))),
+    "1b-cmp": Part(28, Case("llama-1b", "cmp", (32768,))),
+    "1b-planned": Part(45, Case("llama-1b", "planned", (32768,))),
+    "profile": Part(15),
     # 10 s to make the weights, 30 to attach them, 10 until the moments have memory; steps of 7 and 5 s if the host
     # holds fp32 moments.
-    "8b": Part(110, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
+    "8b": Part(115, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
     "1b-fsdp2": Part(30, Case("llama-1b", "fsdp2", (32768,), warmup=1, steps=3)),
-    "1b-tokens": Part(36, Case("llama-1b", "cmp", (8192, 65536))),
-    "profile": Part(15),
+    "1b-tokens": Part(40, Case("llama-1b", "cmp", (8192, 65536))),
     # All of them take longer: those for which there is no time have no row.
-    "tests": Part(145, tests=(TESTS,)),
+    "tests": Part(125, tests=(TESTS,)),
 }
 """Name -> part, what is worth most first; all after the first four are optional."""
 
@@ -148,8 +152,7 @@ def surroundings(options: argparse.Namespace) -> dict[str, str]:
     """The environment variables of a worker."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     found = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found |= {"PYTHONUNBUFFERED": "1", "HF_L2L_FIGURES": str(options.out / "figures.json")}
-    found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what it is anyway on a Hopper; tests ask for it
+    found |= {"PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # which tests ask for, and Hoppers have
     if options.rehearse:
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_L2L_GPU_TESTS_ON": "sim"}
     return found
@@ -177,20 +180,22 @@ class Worker:
             pass
 
     def answer(self, limit_s: float) -> str | None:
-        """What it says within so many seconds; None if that is nothing, "" if it has ended."""
+        """What it answers within so many seconds; None if that is nothing, "" if it has ended."""
         assert self.process.stdout is not None
         end_at, said = time.monotonic() + limit_s, b""
-        while not said.endswith(b"\n"):
+        while True:
             left_s = end_at - time.monotonic()
             readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, min(left_s, 1.0)))
             more = os.read(self.process.stdout.fileno(), 4096) if readable else b""
             said += more
+            for line in said.decode(errors="replace").splitlines(keepends=True):
+                if line.startswith(ANSWER) and line.endswith("\n"):  # a library may print something, too
+                    return line.removeprefix(ANSWER).strip()
             # What it has forked may hold the pipe after its end.
             if (readable and not more) or (not readable and self.process.poll() is not None):
                 return ""
             if left_s <= 0:
                 return None
-        return said.decode().strip()
 
     def end(self, wait_s: float = 0.0) -> str:
         """End it, and all that it has started, which gets so many seconds to end by itself; returns how it ended."""
@@ -223,7 +228,9 @@ class Call:
         self.rows = options.out / "gpu.jsonl"
         self.end_at = time.monotonic() + 60 * options.minutes - END_S
         self.worker: Worker | None = None
-        self.count = 0
+        self.has_started = False
+        self.start_s, self.assumed_start_s = 0.0, 0.0
+        """Of the part that runs: to start its process, or several, and to start one on an H100."""
 
     @property
     def left_s(self) -> float:
@@ -233,21 +240,21 @@ class Call:
     def run(self) -> None:
         """Run the parts; each has a row that says how it ended."""
         gpu_rows.append(self.rows, "call", rehearsal=self.options.rehearse, minutes=self.options.minutes)
-        unlocked = False
+        refuses = False
         try:
             for name in self.options.parts:
-                start = time.monotonic()
-                if unlocked:
-                    how = "not run: the device does not page-lock memory, and copies of other memory would be measured"
-                elif self.left_s < self.needed_s(name):
-                    how = f"not begun: {gpu_report.NO_TIME} (it needs about {self.needed_s(name):.0f} s)"
-                else:
-                    how = self.part(name)
-                    unlocked = name == "probe" and how == "refused"
-                self.write_end(name, how, time.monotonic() - start)
-        except SystemExit:  # on SIGTERM
-            self.write_end(name, "stopped with the program that runs the parts", time.monotonic() - start)
-            raise
+                start, how = time.monotonic(), "stopped with the program that runs the parts"
+                self.start_s = self.assumed_start_s = 0.0
+                try:
+                    if refuses:
+                        how = "not run: other copies would be measured than those of training"
+                    elif self.left_s < self.needed_s(name):
+                        how = f"not begun: {gpu_report.NO_TIME} (it needs about {self.needed_s(name):.0f} s)"
+                    else:
+                        how = self.part(name)
+                        refuses = how == REFUSED
+                finally:
+                    self.write_end(name, how, time.monotonic() - start)
         finally:
             if self.worker is not None:
                 self.worker.end()
@@ -280,10 +287,12 @@ class Call:
         if self.worker is not None:
             self.worker.end(END_S)
         start = time.monotonic()
-        self.count += 1
+        self.assumed_start_s = START_S if self.has_started else FIRST_START_S
+        self.has_started = True
         self.worker = Worker(self.options, self.log)
         answer = self.worker.answer(min(self.left_s, 8 * FIRST_START_S))
-        gpu_rows.append(self.rows, "process", part=name, seconds=time.monotonic() - start)
+        self.start_s += time.monotonic() - start
+        gpu_rows.append(self.rows, "process", part=name)
         self.worker.is_alone = PLAN[name].is_alone
         return None if answer == "ready" else self.lost(answer, 8 * FIRST_START_S)
 
@@ -317,7 +326,8 @@ class Call:
 
     def write_end(self, name: str, how: str, seconds: float) -> None:
         """Write how a part ended, here and to the file, and the page as it is now."""
-        gpu_rows.append(self.rows, "part", name=name, how=how, seconds=seconds, assumed_s=PLAN[name].seconds)
+        starts = {"start_s": self.start_s, "assumed_start_s": self.assumed_start_s}
+        gpu_rows.append(self.rows, "part", name=name, how=how, seconds=seconds, assumed_s=PLAN[name].seconds, **starts)
         print(f"{name}: {how}, {seconds:.0f} s", flush=True)
         write_page(self.options)
 
@@ -348,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
         gpu_rows.cut(options.out / "log.txt")
     rows = gpu_rows.read(options.out / "gpu.jsonl")
-    print(gpu_report.summary(rows, FIRST_START_S, START_S, END_S))
+    print(gpu_report.summary(rows, END_S))
     return 1 if gpu_report.failures(rows) else 0
 
 

@@ -21,7 +21,7 @@ HEAD = (
     "of `trainer`",
     "step, s: mean, fastest, slowest, of how many",
     "device bytes, peak",
-    "host bytes, peak",
+    "host bytes: peak of the process, least left",
     "of the peak FLOP/s",
     "waits, s: upload, download, update",
     "bound by",
@@ -61,7 +61,7 @@ def case_line(row: Row, rows: Sequence[Row]) -> str:
         "-" if share is None else f"{share:.1%}",
         f"{row['mean_s']:.3f}, {row['fastest_s']:.3f}, {row['slowest_s']:.3f}, {row['steps']}",
         size(row["device_bytes"]),
-        size(row["host_bytes"]),
+        f"{size(row['host_bytes'])}, {size(row['least_available_host_bytes'])}",
         "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
         "-" if None in waits else ", ".join(f"{seconds:.3f}" for seconds in waits),
         row["bound"] or "-",
@@ -101,25 +101,18 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def times(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: float) -> str:
-    """A table of seconds by part, as taken and as the plan assumes for an H100. The start of a process is a line of its
-    own, and not in the seconds of its part."""
-    taken = {row["part"]: row["seconds"] for row in of_kind(rows, "process")}
-    lines, sums, starts = ["| part | taken, s | assumed for an H100, s |", "|---|---|---|"], [0.0, 0.0], 0
+def times(rows: Sequence[Row], end_s: float) -> str:
+    """A table of seconds by part, as taken and as the plan assumes for an H100; to start a process is a line of its
+    own."""
+    lines = []
     for row in of_kind(rows, "part"):
-        more = []
-        if row["name"] in taken:
-            more = [(f"a process for {row['name']}", taken[row["name"]], start_s if starts else first_start_s)]
-            starts += 1
-        for name, seconds, assumed in (
-            *more,
-            (row["name"], row["seconds"] - sum(m[1] for m in more), row["assumed_s"]),
-        ):
-            lines.append(f"| {name} | {seconds:.1f} | {assumed:.0f} |")
-            sums = [sums[0] + seconds, sums[1] + assumed]
-    lines.append(f"| the end | - | {end_s:.0f} |")
-    lines.append(f"| all | {sums[0]:.1f} | {sums[1] + end_s:.0f} |")
-    return "\n".join(lines)
+        if row["start_s"]:
+            lines.append((f"a process for {row['name']}", row["start_s"], row["assumed_start_s"]))
+        lines.append((row["name"], row["seconds"] - row["start_s"], row["assumed_s"]))
+    lines.append(("the end", 0.0, end_s))
+    lines.append(("all", sum(line[1] for line in lines), sum(line[2] for line in lines)))
+    head = ["| part | taken, s | assumed for an H100, s |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {name} | {taken:.1f} | {assumed:.0f} |" for name, taken, assumed in lines)])
 
 
 def tests_line(rows: Sequence[Row]) -> str:
@@ -128,7 +121,7 @@ def tests_line(rows: Sequence[Row]) -> str:
     return f"{len(outcomes)} tests: {', '.join(f'{outcomes.count(o)} {o}' for o in dict.fromkeys(outcomes))}"
 
 
-def summary(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: float) -> str:
+def summary(rows: Sequence[Row], end_s: float) -> str:
     """The last lines of the output."""
     cases = of_kind(rows, "case")
     found = []
@@ -140,9 +133,9 @@ def summary(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: fl
         share = of_trainer(row, cases)
         found.append(
             f"{start}{row['tokens_per_s']:,.0f} tokens/s{'' if share is None else f' ({share:.0%})'}, device "
-            f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}, bound by {bound_of(row, rows)}"
+            f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}; bound: {bound_of(row, rows)}"
         )
-    found += [tests_line(rows), "", times(rows, first_start_s, start_s, end_s), ""]
+    found += [tests_line(rows), "", times(rows, end_s), ""]
     failed = failures(rows)
     found += [f"{len(failed)} failed:", *failed] if failed else ["nothing failed"]
     text = "\n".join(found)
@@ -151,14 +144,13 @@ def summary(rows: Sequence[Row], first_start_s: float, start_s: float, end_s: fl
 
 def bound_of(row: Row, rows: Sequence[Row]) -> str:
     """What bounds the step of a case, as far as that was measured."""
+    if row["bound"] is None:
+        told = "all is on the device: computation, or the launches of its kernels"
+        return told if row["mode"] != "fsdp2" else "not told"
     profile = next(iter(of_kind(rows, "profile")), None)
-    if row["mode"] == "fsdp2":
-        return "what is not told"
-    if row["bound"] not in (None, "compute"):
-        return str(row["bound"])
     if row["bound"] == "compute" and profile is not None and (profile["busy_share"] or 1.0) < 1 - DIFFERS:
         return f"launches (the device is busy for {profile['busy_share']:.0%} of two layers under the profiler)"
-    return "compute"
+    return str(row["bound"])
 
 
 def against_the_estimate(row: Row) -> str:
@@ -185,7 +177,7 @@ def page(rows: Sequence[Row], command: str) -> str:
     """All of it in markdown; `rows` may be those of a call that was cut."""
     call, where = (next(iter(of_kind(rows, kind)), None) for kind in ("call", "environment"))
     rehearsed = call is not None and call["rehearsal"]
-    title = "A GPU that is there for minutes" if where is None else f"{where['device']}, for minutes"
+    title = "A few minutes of a GPU" if where is None else f"A few minutes of {where['device']}"
     parts = [f"# {title}{', a rehearsal: its figures mean nothing' if rehearsed else ''}", ""]
     parts += list(environment_lines(where)) if where is not None else ["The environment was not written."]
     cases, failed = of_kind(rows, "case"), failures(rows)
@@ -214,9 +206,9 @@ def page(rows: Sequence[Row], command: str) -> str:
         values = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if key not in ("kind", "name"))
         parts.append(f"| {row['name']} | {values} |")
     parts += ["", "## Tests", "", *test_lines(rows), "", "## Parts", ""]
-    parts += ["| part | how it ended | seconds | assumed |", "|---|---|---|---|"]
+    parts += ["| part | how it ended | seconds | of them, to start a process |", "|---|---|---|---|"]
     for row in of_kind(rows, "part"):
-        parts.append(f"| {row['name']} | {row['how']} | {row['seconds']:.1f} | {row['assumed_s']:.0f} |")
+        parts.append(f"| {row['name']} | {row['how']} | {row['seconds']:.1f} | {row['start_s']:.1f} |")
     return "\n".join([*parts, "", "```bash", command, "```", ""])
 
 
@@ -238,8 +230,8 @@ def profile_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in of_kind(rows, "profile"):
         share = "-" if row["busy_share"] is None else f"{row['busy_share']:.0%}"
         yield (
-            f"A step takes {1e3 * row['step_s']:.1f} ms under the profiler, with {row['kernels']:.0f} kernels, one of "
-            f"which ran in {share} of the time. The longest, in ms per step:"
+            f"Forward and backward take {1e3 * row['seconds']:.1f} ms under the profiler, with {row['kernels']} "
+            f"kernels, one of which ran in {share} of the time from the first to the last. The longest, in ms:"
         )
         yield ""
         yield from (f"- {1e3 * each['seconds']:.2f} `{each['name']}`" for each in row["longest"])

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_worker.py FOLDER [--tiny]
 
-A line of input is a part and the seconds that there are for it. What is found goes to FOLDER/gpu.jsonl, row by row; all
-other output to standard error. --tiny is a rehearsal, on the simulated accelerator.
+A line of input is a part and the seconds that there are for it. What is found goes to FOLDER/gpu.jsonl, row by row,
+and all other output to standard error. --tiny is a rehearsal, on the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # whatever else prints must not be taken for an answer
 
 import torch
 
@@ -40,7 +38,6 @@ DEVICE_FAILED = 70
 """The status of pytest after an error of the device, which then refuses everything."""
 FEWER_TOKENS = 256
 """By which the tokens of a rehearsal are divided."""
-PROFILED_STEPS = 2
 
 
 class Parts:
@@ -49,24 +46,19 @@ class Parts:
     def __init__(self, folder: Path, tiny: bool) -> None:
         self.folder, self.tiny = folder, tiny
         self.rows, self.figures = folder / "gpu.jsonl", folder / "figures.json"
-        if tiny:
-            environment.LINK_BYTES = 2**20
         if not gpu_rows.read(self.rows, "environment"):
-            gpu_rows.append(self.rows, "environment", **environment.environment("gpu.py", ["..."]))
+            # Not with the link: to measure it page-locks memory, which the probe has to try first.
+            gpu_rows.append(self.rows, "environment", **environment.environment("gpu.py", [], with_link=False))
 
     def run(self, name: str, left_s: float) -> str:
         """Run a part; returns how it ended."""
         part = gpu.PLAN[name]
-        threads = torch.get_num_threads()
-        try:
-            if name == "probe":
-                return "ended" if gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed) else "refused"
-            if part.case is not None:
-                return self.case(part.case, left_s)
-            return self.tests(part.tests) if part.tests else self.profile()
-        finally:
-            torch.set_num_threads(threads)  # tests have one
-            self.forget()
+        if name == "probe":
+            accepted = gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed)
+            return "ended" if accepted else gpu.REFUSED
+        if part.case is not None:
+            return self.case(part.case, left_s)
+        return self.tests(part.tests) if part.tests else self.profile()
 
     def probed(self, name: str, **values: Any) -> None:
         """A row of the probe."""
@@ -80,7 +72,10 @@ class Parts:
 
     def case(self, case: gpu.Case, left_s: float) -> str:
         """Measure a training; a row for each number of tokens."""
-        figures = HardwareFigures.from_json(self.figures.read_text()) if self.figures.exists() else None
+        figures = None
+        if self.figures.exists():
+            figures = HardwareFigures.from_json(self.figures.read_text())
+            os.environ["HF_L2L_FIGURES"] = str(self.figures)  # a plan does not measure them again
         tokens = [count // FEWER_TOKENS if self.tiny else count for count in case.tokens]
         options = self.options(case.warmup, case.steps)
         for row in throughput.measured(case.model, case.mode, tokens, options, left_s, figures):
@@ -92,57 +87,40 @@ class Parts:
         import pytest
 
         os.environ |= {"HF_L2L_GPU_TEST_ROWS": str(self.rows), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        words = [
-            "-q",
-            "-m",
-            "gpu",
-            "-p",
-            "pytest_timeout",
-            "--timeout",
-            str(TEST_LIMIT_S),
-            "--timeout-method",
-            "thread",
-        ]
+        words = f"-q -m gpu -p pytest_timeout --timeout {TEST_LIMIT_S} --timeout-method thread".split()
         # Modules of the first call are there in the second one.
+        threads = torch.get_num_threads()
         status = int(pytest.main([*words, "-W", "ignore::pytest.PytestAssertRewriteWarning", *names]))
+        torch.set_num_threads(threads)  # tests have one
         if status == DEVICE_FAILED:
-            sys.exit(DEVICE_FAILED)
+            os._exit(DEVICE_FAILED)
         return "ended" if status in (0, 1, 5) else f"failed: pytest ended with status {status}"
 
     def profile(self) -> str:
-        """A step of two layers of Llama-3.2-1B under torch's profiler, by cross mixed precision: what the device and
-        the thread that drives it do."""
-        model = quickly_made("llama-1b", self.tiny, num_hidden_layers=2)
+        """Forward and backward of two layers of Llama-3.2-1B's width under torch's profiler: whether the thread that
+        launches kernels keeps the device busy. The vocabulary is small, and nothing is updated."""
+        model = quickly_made("llama-1b", self.tiny, num_hidden_layers=2, vocab_size=2048)
         tokens, rows = (16, 2) if self.tiny else (1024, 8)
-        data = RandomTokens(model, rows, tokens)
-        batch = torch.utils.data.default_collate([data[index] for index in range(rows)])
+        data = RandomTokens(model, 4 * rows, tokens)
+        batch = torch.utils.data.default_collate([data[index] for index in range(4 * rows)])
         device = execution_device(None)
-        eps = attach_l2l(model, L2LConfig(cmp="bf16", eps_update="deferred", device=device))
+        attach_l2l(model, L2LConfig(cmp="bf16", ubatch_size=rows, device=device))
         try:
-            optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-
-            def step() -> None:
-                model(**on_device).loss.backward()
-                eps.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-            for _ in range(3):
-                step()
-            torch.accelerator.synchronize()
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            with torch.profiler.profile(activities=kinds) as found:
-                start = time.perf_counter()
-                for _ in range(PROFILED_STEPS):
-                    step()
+            for number in range(4):
                 torch.accelerator.synchronize()
-                taken = time.perf_counter() - start
-            eps.synchronize()
+                is_last = number == 3
+                with torch.profiler.profile(activities=kinds, acc_events=True) if is_last else nullcontext() as found:
+                    start = time.perf_counter()
+                    model(**on_device).loss.backward()
+                    torch.accelerator.synchronize()
+                    taken = time.perf_counter() - start
+                model.zero_grad()
         finally:
             detach_l2l(model)
-        gpu_rows.append(self.rows, "profile", step_s=taken / PROFILED_STEPS, **summary_of(found, PROFILED_STEPS))
+        gpu_rows.append(self.rows, "profile", seconds=taken, **summary_of(found))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "profile.json")
             found.export_chrome_trace(str(file))
@@ -152,18 +130,23 @@ class Parts:
     def forget(self) -> None:
         """Nothing of a part is left to the next one: no memory, and no refusal to page-lock some."""
         gc.unfreeze()  # tests freeze what there is
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # of a test that failed
+            vars(sys).pop(name, None)
         throughput.forget()
         stream.forget_refusal(execution_device(None))
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which else keeps what was freed
+        if trim is not None:
+            trim(0)
 
 
-def summary_of(found: Any, steps: int) -> dict[str, Any]:
-    """Of a profile: kernels of a step, the share of its time in which one of them ran, and which took longest."""
+def summary_of(found: Any) -> dict[str, Any]:
+    """Of a profile: the number of kernels, the share of the time in which one of them ran, and which took longest."""
     kernels = [
         event
         for event in found.events()
-        if event.device_type == torch.profiler.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset"))
+        and not getattr(event, "is_user_annotation", False)
     ]
     spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
     busy, until = 0.0, float("-inf")
@@ -175,9 +158,9 @@ def summary_of(found: Any, steps: int) -> dict[str, Any]:
         seconds[event.name] = seconds.get(event.name, 0.0) + 1e-6 * (event.time_range.end - event.time_range.start)
     longest = sorted(seconds.items(), key=lambda each: -each[1])[:8]
     return {
-        "kernels": len(kernels) / steps,
+        "kernels": len(kernels),
         "busy_share": busy / (until - spans[0][0]) if spans else None,
-        "longest": [{"name": name[:100], "seconds": taken / steps} for name, taken in longest],
+        "longest": [{"name": name[:100], "seconds": taken} for name, taken in longest],
     }
 
 
@@ -187,12 +170,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not be taken for an answer
     if options.tiny:
         from hf_l2l.testing import enable_simulated_accelerator
 
         enable_simulated_accelerator("64GiB")
     parts = Parts(options.folder, options.tiny)
-    print("ready", file=answers, flush=True)
+    print(f"{gpu.ANSWER}ready", file=answers, flush=True)
     for line in sys.stdin:
         name, left_s = line.split()
         try:
@@ -200,7 +185,12 @@ def main() -> None:
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError, MemoryError) as error:
             traceback.print_exc()  # the other parts are still of use
             how = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        print(how, file=answers, flush=True)
+        try:
+            parts.forget()
+        except RuntimeError:  # the device has failed, and would refuse everything else in this process
+            traceback.print_exc()
+            os._exit(DEVICE_FAILED)
+        print(f"{gpu.ANSWER}{how}", file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ counter; that of the host is what the process has held at most, page-locked memo
         [--steps 10] [--warmup 3] [--ubatch-size N] [--stash host] [--out FILE] [--rows FILE] [--traces FILE]
     python benchmarks/throughput.py --tiny    # seconds, on any machine
 
-A document with a markdown table, with --out into that file, too, after every row. With --rows, every row is also a line
-of JSON in that file. `gpu.py` measures cases of this script where a GPU is there for minutes.
+A document with a markdown table, with --out into that file, too, after every row. With --rows, every row is also a
+line of JSON in that file. `gpu.py` measures cases of this script where a GPU is there for minutes.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from benchmarks.throughput_models import (
     quickly_made,
 )
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l.budget.trainer_plan import autocast_of
 from hf_l2l.devices import execution_device
 from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.memory.host_limits import available_host_bytes, peak_process_bytes, process_bytes
@@ -161,7 +162,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
         self.ends, self.least_available = [], psutil.virtual_memory().available
         if torch.accelerator.is_available():
             torch.accelerator.reset_peak_memory_stats()
-        forget_host_peak()
+        environment.forget_host_peak()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the device, and look at the clock."""
@@ -190,14 +191,6 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
             **{"host_bytes": peak_process_bytes(), "least_available_host_bytes": self.least_available},
             "clocks": self.clocks,
         }
-
-
-def forget_host_peak() -> None:
-    """Let the system count the peak of this process from now on, where it can do that."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not Linux, or not allowed: the peak is that of the process since it began
-        pass
 
 
 def trace_from_now(timeline: Timeline, file: Path) -> None:
@@ -315,20 +308,27 @@ def refusal(
 
 
 def expected(
-    model: nn.Module, name: str, config: L2LConfig, tokens: int, options: Namespace, figures: HardwareFigures | None
+    model: nn.Module,
+    row: dict[str, Any],
+    config: L2LConfig,
+    autocast: torch.dtype | None,
+    options: Namespace,
+    figures: HardwareFigures | None,
+    before: int,
 ) -> dict[str, Any]:
-    """What the package expects of these options before the run: the peaks, and with figures of the machine the time of
-    a step. `model` may be on the meta device."""
+    """What the package expects of the case of a row with these options: the peaks, and with figures of the machine the
+    time of a step. `model` is on the meta device; the process had so many bytes `before` there was a true one."""
     device = execution_device(None)
     if stream.shares_host_memory(device):
         return {}
-    rows = tokens // row_of(name, options)
-    ids = torch.empty((rows, row_of(name, options)), dtype=torch.int64, device="meta")
+    length = row_of(row["model"], options)
+    rows = row["tokens"] // length
+    ids = torch.empty((rows, length), dtype=torch.int64, device="meta")
     labels = ids if is_decoder(model) else torch.empty(rows, dtype=torch.int64, device="meta")
-    run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device)
+    run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device, autocast=autocast)
     state, report, _ = report_of(run, config)
     found: dict[str, Any] = {"device_bytes": run.most(config)}
-    found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + process_bytes()[0]
+    found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + before
     if figures is not None:
         found["step_s"] = time_of(run, config, rates_of(figures, run, config, measures=False)).seconds
     return found
@@ -364,11 +364,12 @@ def measured(
     left_s: float = float("inf"),
     figures: HardwareFigures | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of tokens, as soon as it is there, by one trainer. `failure` says why there are no figures.
+    """A row for each number of tokens, as soon as it is there, by one trainer; its `failure` says why it has no
+    figures.
 
     The model and its trainer, and what they hold, live as long as this generator.
     """
-    like, remaining = on_meta(name, options.tiny), list(tokens)
+    like, remaining, before = on_meta(name, options.tiny), list(tokens), process_bytes()[0]
     failure, setting = refusal(like, mode, max(tokens), options, left_s)
     common: dict[str, Any] = {"model": name, "mode": mode, "title": MODES[mode].title, "steps": options.steps}
     common |= {"host_setting": setting, "attention": attention_kernel(like), "failure": None}
@@ -383,9 +384,12 @@ def measured(
                 peak = peak_flop_per_s(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
                 row["flop_per_s"] = flop_per_step(like, row["tokens"], row_of(name, options)) / row["mean_s"]
                 row["mfu"] = None if peak is None else row["flop_per_s"] / peak
-                config = row.pop("config", None)
+                config, autocast = row.pop("config", None), row.pop("autocast", None)
                 if config is not None:
-                    row["expected"] = expected(like, name, config, row["tokens"], options, figures)
+                    try:
+                        row["expected"] = expected(like, row, config, autocast, options, figures, before)
+                    except (RuntimeError, ValueError) as error:  # what was measured is of use without it
+                        row["expected"] = {"failure": str(error)}
                 remaining.pop(0)
                 yield row
                 start = time.perf_counter()
@@ -409,12 +413,13 @@ def run_trainer(
     """
     kind, steps = MODES[mode], Steps(options)
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json") if options.traces is not None and kind.l2l is not None else None
+        is_traced = options.traces is not None and kind.l2l is not None and len(tokens) == 1
+        trace = Path(folder, "trace.json") if is_traced else None
         count = options.warmup + options.steps + (trace is not None)
         try:
             trainer = trainer_for(model, name, mode, tokens, options, folder, count, setting)
             trainer.add_callback(steps)
-            steps.trainer, steps.trace = trainer, trace if len(tokens) == 1 else None
+            steps.trainer, steps.trace = trainer, trace
             attach_s = None
             if kind.l2l is not None and mode != "planned":
                 start = time.perf_counter()
@@ -434,12 +439,13 @@ def run_trainer(
                     "attach_s": attach_s,
                     "plan": None if plan is None else str(plan),
                     "config": config and replace(config, device_memory_budget=None, device=None),
+                    "autocast": autocast_of(trainer.args),
                 }
         finally:
             if kind.l2l is not None:
                 detach_l2l(model)
-        if steps.trace is not None:
-            add_to_zip(options.traces, steps.trace, f"{name}_{mode}_{tokens[0]}.json")
+        if trace is not None:
+            add_to_zip(options.traces, trace, f"{name}_{mode}_{tokens[0]}.json")
 
 
 def forget() -> None:

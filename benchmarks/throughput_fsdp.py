@@ -85,6 +85,7 @@ def run_fsdp(
                 {key: tensor.chunk(micro_batches)[number].to(device_type) for key, tensor in loaded.items()}
                 for number in range(micro_batches)
             ]
+            environment.forget_host_peak()
             if device_type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds, least = [], psutil.virtual_memory().available

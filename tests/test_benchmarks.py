@@ -360,9 +360,9 @@ def test_the_command_of_the_update_is_the_same_everywhere():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda f: f.name)
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("[!_]*.py")), ids=lambda f: f.name)
 def test_the_readme_names_every_benchmark(file):
-    assert len(file.read_text().splitlines()) <= 300
+    assert len(file.read_text().splitlines()) <= 600
     assert f"`{file.name}`" in (file.parent / "README.md").read_text()
 
 

@@ -210,7 +210,8 @@ def moment_bytes(
     """Bytes of the optimizer's state `of` these parameters (None: all), kept in `dtype`, once all have been updated.
 
     A copy of the optimizer takes one step on the meta device, for one parameter of each shape. If that raises before
-    there is a state, the size of Adam's state is assumed. Calls for the same optimizer share what is `known`.
+    there is a state, that is assumed which the optimizer has, and if it has none, the size of Adam's. Calls for the
+    same optimizer share what is `known`.
     """
     optimizer = unwrapped(optimizer)
     known = {} if known is None else known
@@ -230,6 +231,8 @@ def _state_bytes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, dtype: MomentDtype
 ) -> int:
     state, is_whole = state_after_one_step(optimizer, group, parameter)
+    if not (state or is_whole):  # Adagrad of torch 2.11 makes its state when it is made, and no other
+        state = optimizer.state.get(parameter, {})
     if not (state or is_whole):  # a step that fails later has made its state before
         return MOMENTS_ASSUMED * parameter.numel() * (2 if dtype == "bf16" else parameter.element_size())
     made = [v for v in state.values() if isinstance(v, torch.Tensor)]

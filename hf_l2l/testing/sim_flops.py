@@ -30,13 +30,20 @@ def _formula(op: torch._ops.OpOverload) -> Callable[..., int] | None:
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, _of_each_head(key, query), _of_each_head(value, query)))
 
 
 def _attention_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> int:
-    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape))
+    shapes = _of_each_head(key, query), _of_each_head(value, query)
+    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, *shapes))
+
+
+def _of_each_head(shared: torch.Tensor, query: torch.Tensor) -> torch.Size:
+    """The shape of keys or values that several heads of queries may share, as if each had its own: the operations are
+    the same, and torch 2.11 counts no others."""
+    return torch.Size([*query.shape[:2], *shared.shape[2:]])
 
 
 # The host's fused attention, which runs on "sim"; torch's registry has those of other devices.

@@ -251,6 +251,10 @@ def test_the_graph_of_a_forward_keeps_no_tensors():
     loss.backward()
 
 
+class Mark:
+    """What a graph holds."""
+
+
 class Marked(torch.autograd.Function):
     """The identity, whose node holds an object of the layer."""
 
@@ -275,7 +279,7 @@ class Marking(Attentive):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.graphs += self.mark() is not None
-        mark = torch.Generator()
+        mark = Mark()
         self.mark = weakref.ref(mark)
         return Marked.apply(mark, super().forward(hidden))
 

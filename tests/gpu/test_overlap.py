@@ -25,6 +25,13 @@ WIDTH = 4096 if IS_CUDA else 16
 """Of a layer, whose weights are then 64 MiB."""
 
 
+@pytest.fixture(autouse=True)
+def _clock_of_now(_on_the_device: None) -> None:
+    """The clock of a device is another one when it is warm."""
+    gpu_machine.cycles_per_s.cache_clear()
+    sleep(1e-3)
+
+
 class Sleeper(nn.Module):
     """A layer of 64 MiB whose kernels sleep."""
 
@@ -108,7 +115,7 @@ def test_uploads_run_beside_the_computation(prefetch):
     found = sweep_s(model, x)
     longer = max(compute_s, (LAYERS - 1) * one)  # the first layer's upload lies before its first kernel
     if IS_CUDA:
-        assert found <= 1.15 * longer if prefetch else found >= 1.6 * longer, (found, compute_s, one)
+        assert found <= 1.15 * longer if prefetch else found >= 1.4 * longer, (found, compute_s, one)
 
 
 def test_the_host_runs_ahead_of_the_device():

@@ -14,17 +14,21 @@ from families import batch_for, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from training import tiny_bert
 
-for options in ({}, {"stash": "host", "ubatch_size": 3}, {"gradient_slots": 1}, {"resident": "shell"}):
-    for mode in ("serial", "deferred", "eager"):
-        model = tiny_bert()
-        eps = attach_l2l(model, L2LConfig(device="cuda", eps_update=mode, **options))
-        optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-        for _ in range(3):
-            train_once(model, batch_for(model))
-            if mode != "eager":
-                eps.clip_grad_norm_(0.1)
-            optimizer.step()
-        eps.synchronize()
+for mode, options in (
+    ("serial", {}),
+    ("deferred", {"stash": "host", "ubatch_size": 3}),
+    ("eager", {"gradient_slots": 1}),
+    ("deferred", {"resident": "shell"}),
+):
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="cuda", eps_update=mode, **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        train_once(model, batch_for(model))
+        if mode != "eager":
+            eps.clip_grad_norm_(0.1)
+        optimizer.step()
+    eps.synchronize()
 torch.cuda.synchronize()
 print("trained")
 """

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
 
-from benchmark_output import refused
+from benchmark_output import columns, refused
 from benchmarks import (
     cmp_glue,
     cmp_memory,
     gpu_probe,
+    gpu_report,
     gpu_rows,
+    gpu_worker,
     memory,
     memory_papers,
     memory_papers_report,
@@ -24,7 +29,7 @@ from benchmarks import (
     resident,
 )
 from glue_script import ROWS, write
-from hf_l2l.testing import page_lock_limit, page_locked_bytes
+from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +77,52 @@ def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_p
 
 
 def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
-    file, locked = tmp_path / "probe.jsonl", page_locked_bytes()
+    rows, locked = {}, page_locked_bytes()
     with page_lock_limit(locked):
-        assert gpu_probe.main(["--tiny", "--rows", str(file)]) == gpu_probe.REFUSED
-    [row] = gpu_rows.read(file, "row")
-    assert (row["name"], row["code"], row["is_pinned"]) == ("page-locking", 2, False)
-    assert len(gpu_rows.read(file, "environment")) == 1
+        found = gpu_probe.run(
+            Namespace(tiny=True), tmp_path / "figures.json", lambda name, **values: rows.update({name: values})
+        )
+    assert not found and not (tmp_path / "figures.json").exists()
+    assert rows.keys() == {"page-locking"} and rows["page-locking"]["code"] == 2
     assert page_locked_bytes() == locked
+
+
+def test_a_planned_training_and_a_profile_are_rehearsed(tmp_path: Path):
+    """The peak of the device is what the estimate says; rates of tiny sizes mean nothing."""
+    enable_simulated_accelerator("64GiB")
+    parts = gpu_worker.Parts(tmp_path, tiny=True)
+    try:
+        assert [parts.run(name, 500.0) for name in ("probe", "1b-planned", "profile")] == ["ended"] * 3
+        parts.forget()
+    finally:
+        enable_simulated_accelerator()
+    rows = gpu_rows.read(tmp_path / "gpu.jsonl")
+    [planned], [profile] = gpu_report.of_kind(rows, "case"), gpu_report.of_kind(rows, "profile")
+    assert planned["plan"].startswith("plan for 57.6 GiB of device memory: ") and planned["tokens"] == 128
+    assert planned["expected"]["step_s"] > 0 and planned["expected"]["host_bytes"] > 0
+    assert planned["device_bytes"] == pytest.approx(planned["expected"]["device_bytes"], rel=0.1)
+    assert profile["seconds"] > 0
+    text = gpu_report.page(rows, "python3 benchmarks/gpu.py")
+    [estimated] = columns(text.partition("## What bounds them")[2].partition("\n- ")[0])
+    assert all("estimate" in cell for cell in estimated[3:])
+    with zipfile.ZipFile(tmp_path / "traces.zip") as packed:
+        assert packed.namelist() == ["llama-1b_planned_128.json", "profile_two_layers.json"]
+
+
+def test_a_profile_tells_how_busy_the_device_is():
+    """Kernels that run at the same time are counted once, and copies are none."""
+
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        device, times = torch.autograd.DeviceType.CUDA, SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device, time_range=times)
+
+    events = [event("a", 0, 40), event("b", 20, 60), event("Memcpy HtoD", 60, 90), event("a", 80, 100)]
+    on_host = SimpleNamespace(name="a", device_type=torch.autograd.DeviceType.CPU)
+    assert gpu_worker.summary_of(SimpleNamespace(events=lambda: [on_host]))["busy_share"] is None
+    found = gpu_worker.summary_of(SimpleNamespace(events=lambda: [*events, on_host]))
+    assert (found["kernels"], found["busy_share"]) == (3, 0.8)
+    assert [each["name"] for each in found["longest"]] == ["a", "b"]
+    assert found["longest"][0]["seconds"] == pytest.approx(60e-6)
 
 
 @pytest.mark.slow
