@@ -14,8 +14,8 @@ import transformers as hf
 import golden
 import golden_cases
 from glue_script import needs_datasets
-from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, quick, spelled, told
-from golden_runs import Disturb, Record, run
+from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, options_of, quick, terms_of
+from golden_runs import Faults, Record, run
 from hf_l2l import L2LConfig, L2LTrainingArguments
 
 LLAMA = Case("cpu", "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True)
@@ -23,7 +23,7 @@ BERT = Case("cpu", "precision", "bert", {"precision": "bf16", "update": "deferre
 TRAINER = Case("cpu", "Trainer", "bert", {"update": "deferred"}, run="trainer")
 
 
-class LargerGradient(Disturb):
+class LargerGradient(Faults):
     """One gradient of the first step is 1 + 2**-20 times as large."""
 
     def after_backward(self, model: Any, eps: Any, step: int) -> None:
@@ -31,7 +31,7 @@ class LargerGradient(Disturb):
             model.model.layers[1].mlp.up_proj.weight.grad.mul_(1 + 2**-20)
 
 
-class StaleCopy(Disturb):
+class StaleCopy(Faults):
     """After the first step, the layers compute with one 16-bit copy as it was before it."""
 
     def after_backward(self, model: Any, eps: Any, step: int) -> None:
@@ -49,7 +49,7 @@ class StaleCopy(Disturb):
         return copy
 
 
-class FileMore(Disturb):
+class FileMore(Faults):
     """The first checkpoint has a file that nobody asked for."""
 
     def after_save(self, checkpoint: Path) -> None:
@@ -57,8 +57,8 @@ class FileMore(Disturb):
             (checkpoint / "model.safetensors.tmp").touch()
 
 
-def records(case: Case, folder: Path, disturb: Disturb | None = None) -> dict[str, Record]:
-    return {case.name: run(case, folder / type(disturb).__name__, disturb)}
+def records(case: Case, folder: Path, faults: Faults | None = None) -> dict[str, Record]:
+    return {case.name: run(case, folder / type(faults).__name__, faults)}
 
 
 @pytest.mark.parametrize("case", [LLAMA, BERT, TRAINER], ids=lambda case: case.model + " " + case.run)
@@ -67,20 +67,31 @@ def test_equal_runs_have_equal_records(tmp_path, case):
 
 
 def test_a_gradient_of_a_millionth_more_is_found(tmp_path):
-    (found,) = golden.differences(records(LLAMA, tmp_path), records(LLAMA, tmp_path, LargerGradient()))
-    assert (found.case, found.section) == (LLAMA.name, "bits")
-    assert found.what.startswith(("first at step 1 of 5: ", "first at step 2 of 5: "))
+    first, *_ = found = golden.differences(records(LLAMA, tmp_path), records(LLAMA, tmp_path, LargerGradient()))
+    assert {(each.case, each.section) for each in found} == {(LLAMA.name, "bits")}
+    assert first.what.startswith(("first at step 1 of 5: ", "first at step 2 of 5: "))
 
 
 def test_a_stale_copy_of_a_weight_is_found(tmp_path):
-    (found,) = golden.differences(records(BERT, tmp_path), records(BERT, tmp_path, StaleCopy()))
-    assert (found.case, found.section) == (BERT.name, "bits")
-    assert found.what.startswith("first at step 2 of 5: loss 1 ")
+    first, *_ = found = golden.differences(records(BERT, tmp_path), records(BERT, tmp_path, StaleCopy()))
+    assert {(each.case, each.section) for each in found} == {(BERT.name, "bits")}
+    assert first.what.startswith("first at step 2 of 5: loss 1 ")
 
 
 def test_a_file_more_in_a_checkpoint_is_found(tmp_path):
     (found,) = golden.differences(records(TRAINER, tmp_path), records(TRAINER, tmp_path, FileMore()))
     assert found == (TRAINER.name, "files", "whole/checkpoint-2/model.safetensors.tmp is new")
+
+
+OVERFLOWING = [case for case in cases() if case.where == "cpu" and case.options.get("first loss scale")]
+
+
+@pytest.mark.parametrize("case", OVERFLOWING, ids=lambda case: case.name)
+def test_a_loss_scale_that_overflows_lets_some_steps_through(tmp_path, case):
+    record = run(case, tmp_path)
+    entries = record["bits"] if case.run == "loop" else [entry for entry in record["logs"] if entry["run"] == "whole"]
+    skipped = [entry[key] for entry in entries for key in ("skipped", "skipped steps") if key in entry]
+    assert 0 < skipped[-1] < len(skipped)
 
 
 @needs_datasets
@@ -121,19 +132,27 @@ def test_differences_are_told_by_case_section_and_step():
 
 def test_meant_differences_are_left_out():
     found = golden.differences({"a": OLD}, {"a": NEW})
-    fewer = {"case": "a*", "section": "copies", "reason": "batches share an upload"}
-    other = {"case": "b", "section": "*", "reason": "as well"}
-    assert golden.split(found, [fewer]) == ([BITS], [])
-    assert golden.split(found, [fewer, other]) == ([BITS], [other])
+    fewer = {"case": "a*", "section": "copies", "what": "up *", "reason": "batches share an upload"}
+    other, absent = {**fewer, "what": "down *"}, {**fewer, "case": "b"}
+    assert golden.split(found, [fewer], ["a"]) == ([BITS], [])
+    assert golden.split(found, [fewer, other, absent], ["a"]) == ([BITS], [other])
+    assert golden.split(found, [other], ["a"]) == ([BITS, COPIES], [other]), "an entry for one thing hides no other"
     made = {"versions": golden.versions(), "cases": {"a": OLD}}
-    assert golden.compare(made, {"a": NEW}, [fewer, {**fewer, "section": "bits"}]) == []
+    assert golden.compare(made, {"a": NEW}, [fewer, {**fewer, "section": "bits", "what": "*"}]) == []
     assert golden.compare(made, {"a": OLD}, [fewer]) == [f"meant, and yet nothing differs: {json.dumps(fewer)}"]
+
+
+def test_a_changed_file_is_told_by_itself():
+    old = {"keeps": ["files"], "files": {"a.json": {"x": 1}, "b.bin": {"y": 2, "z": 3}}}
+    new = {"keeps": ["files"], "files": {"a.json": {"x": 9}, "b.bin": {"y": 8, "z": 3}}}
+    whats = [each.what for each in golden.differences({"a": old}, {"a": new})]
+    assert whats == ["a.json: x 1 -> 9", "b.bin: y 2 -> 8"]
 
 
 def test_a_meant_difference_needs_a_reason(tmp_path):
     file = tmp_path / "meant.json"
-    file.write_text(json.dumps([{"case": "a", "section": "bits", "reason": " "}]))
-    with pytest.raises(ValueError, match="needs case, section and reason .*without reason"):
+    file.write_text(json.dumps([{"case": "a", "section": "bits", "what": "*", "reason": " "}]))
+    with pytest.raises(ValueError, match="needs case, section, what and reason .*without reason"):
         golden.meant_of(file)
 
 
@@ -153,15 +172,7 @@ def test_all_options_are_spelled_in_the_table():
     ours = {f.name for f in fields(L2LConfig)} | {f.name for f in fields(L2LTrainingArguments)} - of_transformers
     assert ours - known == set(NOT_RECORDED) and known <= ours
     used = {term for case in cases() for term in case.options}
-    folders_and_defaults = {
-        "stash folder",
-        "state folder",
-        "loss scale growth",
-        "loss scale backoff",
-        "layers",
-        "times",
-    }
-    assert set(OPTIONS) - used <= folders_and_defaults
+    assert set(OPTIONS) - used == {"stash folder", "state folder"}, "which each case has of its own"
 
 
 def test_every_kind_has_a_quick_case():
@@ -173,20 +184,21 @@ def test_every_kind_has_a_quick_case():
 def test_a_case_means_the_same_after_a_renaming(monkeypatch):
     """Options that move into a dict, with other values."""
     terms = {"gradients": "16bit", "moments": "bf16", "boundary": "host"}
-    assert spelled(terms) == {"grad_dtype": "16bit", "moment_dtype": "bf16", "boundary": "host"}
-    assert spelled(terms, of_trainer=True)["l2l_boundary"] == "host"
+    assert options_of(terms) == {"grad_dtype": "16bit", "moment_dtype": "bf16", "boundary": "host"}
+    assert options_of(terms, of_trainer=True)["l2l_boundary"] == "host"
     later = {"gradients": "host_state.gradients", "moments": "host_state.moments", "boundary": "placement.boundary"}
     monkeypatch.setattr(golden_cases, "OPTIONS", {term: (name, f"l2l_{name}") for term, name in later.items()})
     monkeypatch.setattr(golden_cases, "VALUES", {"moments": {"bf16": "16bit"}})
-    now = spelled(terms)
+    now = options_of(terms)
     assert now == {"host_state": {"gradients": "16bit", "moments": "16bit"}, "placement": {"boundary": "host"}}
-    assert told(now, of_trainer=False) == terms
+    assert terms_of(now, of_trainer=False) == terms
 
 
 def test_a_command_that_makes_no_sense_is_refused(tmp_path, capsys):
     for words, said in (
         (["compare", str(tmp_path / "none.json")], "which is no file"),
         (["record"], "needs the file of a recording"),
+        (["record", "a.json", "--only", "nothing like it"], "must be a word of the name of a case"),
         (["record", "a.json", "--meant", "b.json"], "--meant is for compare"),
     ):
         with pytest.raises(SystemExit):

@@ -8,8 +8,9 @@
 WORD` runs the cases whose name has the word. The cases are in `golden_cases.py`, with the table that spells their
 options as they are called today; how they run, and what of them is kept, is in `golden_runs.py`.
 
-`--meant FILE` names a list of differences that are meant: `[{"case": "sim: resident*", "section": "copies", "reason":
-"..."}]`. `case` is a pattern; `section` is one of those of a record, or "*". An entry that nothing differs for is an
+`--meant FILE` names a list of differences that are meant: `[{"case": "sim: resident*", "section": "copies",
+"what": "up *", "reason": "..."}]`. `case`, `section` and `what` are patterns, of one line that is printed, so that an
+entry for one file hides no other. An entry that nothing differs for, although a case that it fits was run, is an
 error, too: what it announces has not happened.
 
 The bits depend on the machine and on torch, so that no recording is kept with the tests.
@@ -26,8 +27,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +47,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 
 class Difference(NamedTuple):
-    """What differs in one section of one case."""
+    """One thing that differs in a section of a case."""
 
     case: str
     section: str
@@ -81,11 +83,11 @@ def run_part(options: argparse.Namespace) -> None:
         from hf_l2l.testing import enable_simulated_accelerator
 
         enable_simulated_accelerator()  # before anything else may run a backward
-    rank, name = 0, str
+    rank, suffix = 0, ""
     if "ranks" in options.where:
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=60))  # of a rank whose peer has failed
         rank = distributed.get_rank()
-        name = lambda case: f"{case} (rank {rank})"  # noqa: E731
+        suffix = f" (rank {rank})"
     mine = [case for case in chosen(options) if case.where == options.where]
     mine = mine[options.shard :: shards(options.where, options)]
     found: dict[str, Any] = {}
@@ -93,10 +95,12 @@ def run_part(options: argparse.Namespace) -> None:
     for number, case in enumerate(mine):
         started = time.monotonic()
         try:
-            found[name(case.name)] = run(case, folder / str(number))
+            found[case.name + suffix] = run(case, folder / str(number))
         except Exception as error:  # noqa: BLE001  # of this case; the others are of use all the same
-            found[name(case.name)] = {"keeps": ["failed"], "failed": f"{type(error).__name__}: {error}"[:500]}
+            found[case.name + suffix] = {"keeps": ["failed"], "failed": f"{type(error).__name__}: {error}"[:500]}
             traceback.print_exc()
+            if suffix:
+                break  # the other rank may be in the midst of this case
         print(f"{time.monotonic() - started:6.1f} s  {case.name}", file=sys.stderr, flush=True)
     folder.with_name(f"{folder.name}.{rank}.json").write_text(json.dumps(found))
 
@@ -127,6 +131,8 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
                 raise RuntimeError(f"the process of {where} ended with {done.returncode}:\n{done.stderr[-4000:]}")
             if options.verbose:
                 print("\n".join(line for line in done.stderr.splitlines() if " s  " in line), file=sys.stderr)
+            if "Traceback" in done.stderr:
+                print(done.stderr[-4000:], file=sys.stderr)
             return {name: made for file in files for name, made in json.loads(file.read_text()).items()}
 
         with ThreadPoolExecutor(2) as two:
@@ -167,78 +173,81 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Differenc
     found = [Difference(name, "case", "it is in the recording only") for name in before if name not in after]
     for name, old in before.items():
         new = after.get(name)
-        if new is not None:
-            sections = dict.fromkeys([*old["keeps"], *new["keeps"]])
-            told = ((section, _first(old.get(section), new.get(section))) for section in sections)
-            found += [Difference(name, section, what) for section, what in told if what]
+        for section in dict.fromkeys([*old["keeps"], *new["keeps"]]) if new is not None else ():
+            entries = _section(old.get(section), new.get(section))
+            found += [Difference(name, section, what) for what in entries]
     return found
 
 
-def _first(old: Any, new: Any) -> str:
-    """What differs, for people: of a list of steps the first one that does; "" if nothing does."""
-    if old == new:
-        return ""
+def _section(old: Any, new: Any) -> Iterator[str]:
+    """What differs, for people; of a list of steps, in the first one that does."""
     if old is None or new is None:
-        return f"{'there is none any more' if new is None else 'it was not there before'}{_text(new or old)}"
-    if isinstance(old, list):
+        yield f"{'there is none any more' if new is None else 'it was not there before'}{_text(new or old)}"
+    elif isinstance(old, list):
         for number, (was, now) in enumerate(zip(old, new, strict=False), 1):
             if was != now:
-                return f"first at step {number} of {len(old)}: {'; '.join(_entries(was, now))}"
-        return f"{len(new)} steps instead of {len(old)}"
-    if isinstance(old, dict):
-        return "; ".join(_entries(old, new))
-    return f"{old} -> {new}"
+                yield from (f"first at step {number} of {len(old)}: {entry}" for entry in _entries(was, now))
+                return
+        if len(old) != len(new):
+            yield f"{len(new)} steps instead of {len(old)}"
+    elif isinstance(old, dict):
+        yield from _entries(old, new)
+    elif old != new:
+        yield f"{old} -> {new}"
 
 
-def _entries(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+def _entries(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterator[str]:
     for name in dict.fromkeys([*old, *new]):
         was, now = old.get(name), new.get(name)
-        if was == now:
-            continue
         if name not in new:
-            yield f"{name} is gone"
+            yield f"{path}{name} is gone"
         elif name not in old:
-            yield f"{name} is new"
+            yield f"{path}{name} is new"
         elif isinstance(was, dict) and isinstance(now, dict):
-            yield f"{name} ({', '.join(_entries(was, now))})"
-        else:
-            yield f"{name} {was} -> {now}"
+            yield from _entries(was, now, f"{path}{name}: ")
+        elif was != now:
+            yield f"{path}{name} {was} -> {now}"
 
 
 def _text(value: Any) -> str:
     return f": {value}" if isinstance(value, str) else ""
 
 
+PATTERNS = ("case", "section", "what")
+
+
 def split(
-    found: Iterable[Difference], meant: Sequence[dict[str, str]]
+    found: Iterable[Difference], meant: Sequence[dict[str, str]], ran: Collection[str]
 ) -> tuple[list[Difference], list[dict[str, str]]]:
-    """The differences that are not meant, and the entries of the list that nothing differs for."""
+    """The differences that are not meant, and the entries of the list, for cases that were `ran`, without any."""
     used: set[int] = set()
     left = []
     for difference in found:
-        fits = [
+        words = dict(zip(PATTERNS, difference, strict=True))
+        fits = {
             number
             for number, entry in enumerate(meant)
-            if fnmatch.fnmatchcase(difference.case, entry["case"]) and entry["section"] in ("*", difference.section)
-        ]
-        used |= set(fits)
+            if all(fnmatch.fnmatchcase(words[key], entry[key]) for key in PATTERNS)
+        }
+        used |= fits
         left += [] if fits else [difference]
-    return left, [entry for number, entry in enumerate(meant) if number not in used]
+    unused = [entry for number, entry in enumerate(meant) if number not in used]
+    return left, [entry for entry in unused if fnmatch.filter(ran, entry["case"])]
 
 
 def meant_of(file: Path | None) -> list[dict[str, str]]:
     """The list of differences that are meant.
 
     Raises:
-        ValueError: an entry lacks a pattern, a section or a reason.
+        ValueError: an entry lacks a pattern or a reason.
     """
     entries = json.loads(file.read_text()) if file is not None else []
     for entry in entries:
-        lacks = [key for key in ("case", "section", "reason") if not str(entry.get(key, "")).strip()]
+        lacks = [key for key in (*PATTERNS, "reason") if not str(entry.get(key, "")).strip()]
         if lacks:
             raise ValueError(
-                f"each entry of a list of meant differences needs case, section and reason (got {json.dumps(entry)}, "
-                f"without {', '.join(lacks)}); add it"
+                f"each entry of a list of meant differences needs case, section, what and reason (got "
+                f"{json.dumps(entry)}, without {', '.join(lacks)}); add it"
             )
     return list(entries)
 
@@ -253,7 +262,7 @@ def compare(made: dict[str, Any], after: dict[str, Any], meant: Sequence[dict[st
     """
     if made["versions"] != versions():
         return [f"the recording is of {made['versions']}, and this is {versions()}: record again with these versions"]
-    left, unused = split(differences(made["cases"], after), meant)
+    left, unused = split(differences(made["cases"], after), meant, list(after))
     lines = [str(each) for each in left]
     return lines + [f"meant, and yet nothing differs: {json.dumps(entry)}" for entry in unused]
 
@@ -282,6 +291,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"{options.action} needs the file of a recording")
     if options.action == "compare" and not options.file.is_file():
         parser.error(f"compare needs a recording (got {options.file}, which is no file); make one with record")
+    if not chosen(options):
+        parser.error(f"--only must be a word of the name of a case (got {options.only!r}), such as 'sim: resident'")
     if options.meant is not None and options.action != "compare":
         parser.error("--meant is for compare")
     return options
@@ -309,12 +320,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = {case.name for case in chosen(options)}
     known = {name: case for name, case in made["cases"].items() if name.partition(" (rank")[0] in names}
-    gone = {} if options.quick or options.only else {n: c for n, c in made["cases"].items() if n not in known}
-    lines = compare({**made, "cases": {**known, **gone}}, after, meant)
-    new = len(after) - len([name for name in after if name in known])
-    print(f"compared: {took}; {new} cases are not in the recording", *lines, sep="\n")
-    print("equal" if not lines else f"{len(lines)} differences that are not meant")
-    return int(bool(lines))
+    if not (options.quick or options.only):
+        known = made["cases"]  # a case that is gone is a difference
+    lines = compare({**made, "cases": known}, after, meant)
+    new = [name for name in after if name not in known]
+    print(f"compared: {took}", *lines, sep="\n")
+    if new:
+        print(f"{len(new)} cases are not in the recording, and compared with nothing:", *new, sep="\n")
+    if lines:
+        print(f"{len(lines)} differences that are not meant")
+    else:
+        print("equal" if len(new) < len(after) else "nothing was compared")
+    return int(bool(lines) or len(new) == len(after) or (bool(new) and bool(options.quick or options.only)))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "boundary": ("boundary", "l2l_boundary"),
     "precision": ("cmp", "cmp"),
     "first loss scale": ("loss_scale_init", "l2l_loss_scale_init"),
-    "loss scale growth": ("loss_scale_growth", "l2l_loss_scale_growth"),
-    "loss scale backoff": ("loss_scale_backoff", "l2l_loss_scale_backoff"),
     "loss scale interval": ("loss_scale_interval", "l2l_loss_scale_interval"),
     "gradients": ("grad_dtype", "l2l_grad_dtype"),
     "moments": ("moment_dtype", "l2l_moment_dtype"),
@@ -40,7 +38,6 @@ OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "gradient slots": ("gradient_slots", "l2l_gradient_slots"),
     "update": ("eps_update", "eps_update"),
     "reduce": ("reduce", "l2l_reduce"),
-    "layers": ("layer_classes", "l2l_layer_classes"),
     "devices": ("device", "l2l_devices"),
     "optimizer": (None, "l2l_optimizer"),
     "weights saved": (None, "l2l_save_dtype"),
@@ -50,7 +47,6 @@ OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "merging": (None, "l2l_merge_accumulation"),
     "noise": (None, "l2l_noise_scale"),
     "noise every": (None, "l2l_noise_scale_every"),
-    "times": (None, "l2l_log_times"),
 }
 """Term -> what `L2LConfig` and the Trainer's arguments call the option; None where it is none of theirs. A dot leads
 into a dict: "placement.boundary" is `placement={"boundary": ...}`."""
@@ -62,10 +58,17 @@ NOT_RECORDED = {
     "num_threads": "bits do not depend on it, and a recording has one thread",
     "rank_timeout": "no rank fails here",
     "trace": "a file of times",
+    "loss_scale_growth": "a factor like that of the backoff, which overflows show",
+    "loss_scale_backoff": "its default is used in each case that overflows",
+    "layer_classes": "it names layers that these models are found to have",
     "l2l_num_threads": "as above",
     "l2l_rank_timeout": "as above",
     "l2l_trace": "as above",
     "l2l_realtime_errors": "no disk fails here",
+    "l2l_loss_scale_growth": "as above",
+    "l2l_loss_scale_backoff": "as above",
+    "l2l_layer_classes": "as above",
+    "l2l_log_times": "times are not recorded",
 }
 """Options that no case sets, each with the reason."""
 
@@ -84,7 +87,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "operations": "total_flos",
     },
     "l2l_manifest.json": {"step": "step", "files": "files", "options": "configuration.options"},
-    "l2l_plan.json": {"asked": "asked", "options": "chosen"},
+    "l2l_plan.json": {"asked": "asked", "options": "chosen", "batches": "batches", "budget": "budget_bytes"},
     "training_args.bin": {
         "rows": "per_device_train_batch_size",
         "accumulation": "gradient_accumulation_steps",
@@ -117,7 +120,7 @@ LOGS = {
 """What is recorded of the logs -> its name there. All else is measured, and differs from run to run."""
 
 
-def spelled(terms: Mapping[str, Any], *, of_trainer: bool = False) -> dict[str, Any]:
+def options_of(terms: Mapping[str, Any], *, of_trainer: bool = False) -> dict[str, Any]:
     """The keyword arguments of `L2LConfig`, or of the Trainer's arguments, that `terms` mean today."""
     found: dict[str, Any] = {}
     for term, value in terms.items():
@@ -131,7 +134,7 @@ def spelled(terms: Mapping[str, Any], *, of_trainer: bool = False) -> dict[str, 
     return found
 
 
-def told(options: Any, *, of_trainer: bool) -> dict[str, Any]:
+def terms_of(options: Any, *, of_trainer: bool) -> dict[str, Any]:
     """Term -> value of what `options`, a dict or an object, say of the options that the table has."""
     found = {}
     for term, names in OPTIONS.items():
@@ -197,7 +200,7 @@ def cases() -> list[Case]:
 
 
 SHOWN_ON_A_DEVICE = ("update modes", "precision", "stash", "state on disk", "adapters")
-"""Kinds that run on the CPU, too, whose waits and copies are of a device."""
+"""Kinds that run on both, which `--quick` runs on the simulated accelerator, where waits and copies show."""
 
 
 def quick(of: list[Case]) -> list[Case]:
@@ -271,7 +274,7 @@ def _everywhere(where: str) -> Iterator[Case]:
 
 
 def _on_a_device() -> Iterator[Case]:
-    """What changes nothing where layers run on the CPU."""
+    """Cases whose options have an effect only on a device with memory of its own."""
     for options in (
         {"resident": "shell"},
         {"resident layers": 1},
@@ -329,7 +332,7 @@ def _trainers(where: str) -> Iterator[Case]:
         yield trained("Trainer", "llama", {"merging": merging, "update": "deferred"}, accumulated)
     precise = {"precision": "bf16", "gradients": "16bit", "moments": "bf16", "micro-batch": 4}
     yield trained("Trainer", "bert", {**precise, "background saving": True}, accumulated)
-    yield trained("Trainer", "bert", {"precision": "fp16", "update": "serial", "first loss scale": 2.0**30})
+    yield trained("Trainer", "bert", {"precision": "fp16", "update": "serial", "first loss scale": 2.0**20})
     yield trained("Trainer", "bert", {"update": "eager"}, {"max_grad_norm": 0.0, "optim": "adamw_torch"})
     yield trained("Trainer", "bert", {"optimizer": "lamb", "weights saved": "bf16"}, accumulated)
     yield trained("Trainer", "bert", {"update": "deferred"}, {"optim": "adafactor", "lr_scheduler_type": "cosine"})
@@ -344,7 +347,7 @@ def _trainers(where: str) -> Iterator[Case]:
     yield trained("checkpoints", "bert", {"real-time folder": "now", "real-time every": "1", "update": "deferred"})
     if where == "sim":
         yield trained("checkpoints", "llama", {"resident": "shell", "resident layers": 1})
-        yield trained("budget", "llama", {"budget": "4MiB", "precision": "bf16"})
+        yield trained("budget", "llama", {"budget": "200KiB", "precision": "bf16"})
         yield trained("budget", "bert", {"budget": "8MiB"}, accumulated)
         yield trained("Trainer on devices", "llama", {"devices": "2", "micro-batch": 4})
 

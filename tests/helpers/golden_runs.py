@@ -3,7 +3,8 @@
 A record has some of these sections:
 
     bits     for each step, losses and norms as hexadecimal numbers, digests of weights, gradients and state
-    bytes    peaks of device memory by name, as the engine counts them, and as the simulated device does
+    options  those of the case, as the configuration has them
+    bytes    peaks of memory by name, as the engine counts them, and of the device as the simulated one counts them
     copies   how many copies went up to the device and down from it, and their bytes
     logs     what the Trainer logged, of the run and of the one that went on from its first checkpoint
     files    all files that were written, and for each what must stay of it
@@ -17,6 +18,7 @@ import importlib
 import json
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +32,7 @@ import transformers as hf
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import distributed, nn
 
-from golden_cases import FIELDS, LOGS, NAMES, Case, spelled, told
+from golden_cases import FIELDS, LOGS, NAMES, Case, options_of, terms_of
 from hf_l2l import (
     L2LConfig,
     L2LTrainer,
@@ -48,7 +50,7 @@ ROWS, VOCAB = 8, 60
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCAB}
 
 
-class Disturb:
+class Faults:
     """Is called while a case runs. It does nothing: tests plant faults here."""
 
     def after_backward(self, model: nn.Module, eps: Any, step: int) -> None:
@@ -174,6 +176,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.found = {"up": 0, "down": 0, "up bytes": 0, "down bytes": 0}
+        self._lock = threading.Lock()  # updates download and upload in threads of their own
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -185,40 +188,45 @@ class Copies:
         def counted(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
             if (source.device.type == "cpu") != (target.device.type == "cpu"):
                 way = "up" if source.device.type == "cpu" else "down"
-                self.found[way] += 1
-                self.found[f"{way} bytes"] += source.nbytes
+                with self._lock:
+                    self.found[way] += 1
+                    self.found[f"{way} bytes"] += source.nbytes
             copy(source, target, *rest)
 
         with mock.patch.object(sim_copies, "copy", counted):
             yield
 
 
-def bytes_of(eps: Any) -> dict[str, int]:
-    """Peaks of device memory by device and name."""
-    found = {}
+NOT_OF_THE_CASE = ("total", "simulated device", "Python, libraries and other", "optimizer transients")
+"""Names of host memory that depend on the process, or on which threads run at once."""
+
+
+def bytes_of(case: Case, eps: Any) -> dict[str, int]:
+    """Peaks of memory by tier and name."""
+    found: dict[str, int] = {}
     for tier, names in eps.memory_report().items():
-        if tier not in ("host", "of which"):
-            found |= {f"{tier}, {NAMES.get(name, name)}": size["peak"] for name, size in names.items() if size["peak"]}
-    for index in range(torch.sim.device_count()):
+        for name, size in names.items():
+            if size["peak"] and tier != "of which" and not (tier == "host" and name in NOT_OF_THE_CASE):
+                key = f"{tier}, {NAMES.get(name, name)}"
+                found[key] = found.get(key, 0) + size["peak"]  # several names may be recorded as one
+    for index in range(torch.sim.device_count() if case.where == "sim" else 0):
         found[f"counted on sim:{index}"] = torch.accelerator.max_memory_allocated(index)
     return found
 
 
 @contextlib.contextmanager
 def observed(case: Case, record: Record, eps_of: Callable[[], Any]) -> Iterator[None]:
-    """On the simulated accelerator, keep bytes and copies of the block."""
-    if "sim" not in case.where:
-        yield
-        return
-    copies = Copies()
-    for index in range(torch.sim.device_count()):
+    """Keep bytes and, on the simulated accelerator, copies of the block."""
+    copies, is_sim = Copies(), "sim" in case.where
+    for index in range(torch.sim.device_count() if is_sim else 0):
         torch.accelerator.reset_peak_memory_stats(index)
-    with copies.counting():
+    with copies.counting() if is_sim else contextlib.nullcontext():
         yield
-    record["copies"] = copies.found
+    if is_sim:
+        record["copies"] = copies.found
     # Of other ranks, and of eager updates, it is the threads that decide what is there at the same time.
-    if case.where == "sim" and case.options.get("update") != "eager":
-        record["bytes"] = bytes_of(eps_of())
+    if "ranks" not in case.where and case.options.get("update") != "eager":
+        record["bytes"] = bytes_of(case, eps_of())
 
 
 def rank() -> int:
@@ -228,7 +236,7 @@ def rank() -> int:
 # ---- a loop by hand
 
 
-def loop(case: Case, folder: Path, disturb: Disturb) -> Record:
+def loop(case: Case, folder: Path, faults: Faults) -> Record:
     """Train by hand: several micro-steps a step, clipping, and now and then another use of the model."""
     model = MODELS[case.model]().train()
     options = dict(case.options)
@@ -237,12 +245,14 @@ def loop(case: Case, folder: Path, disturb: Disturb) -> Record:
     devices = {"devices": device if count is None else tuple(f"sim:{index}" for index in range(count))}
     folders = {"stash folder": folder} if options.get("stash") in ("disk", "auto") else {}
     folders |= {"state folder": folder} if options.get("state") == "disk" else {}
-    record: Record = {"bits": []}
-    eps = attach_l2l(model, L2LConfig(**spelled({**options, **devices, **folders})))
+    config = L2LConfig(**options_of({**options, **devices, **folders}))
+    has = terms_of(config, of_trainer=False)
+    record: Record = {"options": {term: str(has.get(term)) for term in options}, "bits": []}
+    eps = attach_l2l(model, config)
     optimizer = eps.wrap(OPTIMIZERS[case.optimizer](groups_of(model, case)))
     with observed(case, record, lambda: eps):
         for step in range(case.steps):
-            record["bits"].append(step_of(case, step, model, eps, optimizer, disturb))
+            record["bits"].append(step_of(case, step, model, eps, optimizer, folder, faults))
     detach_l2l(model)
     record["bits"].append({"detached": digest(model.state_dict())})
     return record
@@ -264,7 +274,9 @@ def batch_of(case: Case, number: int, batch_rank: int) -> dict[str, torch.Tensor
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def step_of(case: Case, step: int, model: Any, eps: Any, optimizer: Any, disturb: Disturb) -> dict[str, Any]:
+def step_of(
+    case: Case, step: int, model: Any, eps: Any, optimizer: Any, folder: Path, faults: Faults
+) -> dict[str, Any]:
     """One step of the optimizer. Weights and state are read after every second one only, so that in the others the
     next forward begins while updates are under way."""
     found: dict[str, Any] = {}
@@ -278,7 +290,9 @@ def step_of(case: Case, step: int, model: Any, eps: Any, optimizer: Any, disturb
             found[f"loss {turn + 1}"] = loss.item().hex()
             factor = float("inf") if case.uses == "inf" and step == 1 and is_last else 1.0
             (loss * (factor / case.micro_steps)).backward()
-    disturb.after_backward(model, eps, step)
+    faults.after_backward(model, eps, step)
+    if case.options.get("stash") == "disk":
+        found["files of the stash"] = len(list(folder.iterdir()))
     reads = step % 2 == 1
     if reads and case.options.get("update") != "eager":  # which has used them up
         found["gradients"] = digest({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -286,7 +300,9 @@ def step_of(case: Case, step: int, model: Any, eps: Any, optimizer: Any, disturb
     found["norm"] = norm.item().hex()
     optimizer.step()
     optimizer.zero_grad()
-    disturb.after_step(model, eps, step)
+    if eps.loss_scale is not None:
+        found |= {"loss scale": eps.loss_scale.value, "skipped": eps.loss_scale.skipped}
+    faults.after_step(model, eps, step)
     if reads:
         found["weights"] = digest(model.state_dict())
         found["state"] = digest(optimizer.state_dict()["state"])
@@ -314,7 +330,7 @@ def data_of(case: Case, count: int = 24) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row[0] % 2 if is_class else row.clone()} for row in ids]
 
 
-def trainer_of(case: Case, folder: Path, disturb: Disturb) -> Any:
+def trainer_of(case: Case, folder: Path, faults: Faults) -> Any:
     """A trainer that saves after every second step, evaluates if the case says when, and logs each step."""
     terms = dict(case.options)
     for term in ("state", "stash"):
@@ -338,7 +354,7 @@ def trainer_of(case: Case, folder: Path, disturb: Disturb) -> Any:
         "dataloader_pin_memory": False,
         "use_cpu": "cpu" in case.where,
         **case.arguments,
-        **spelled(terms, of_trainer=True),
+        **options_of(terms, of_trainer=True),
     }
     kind: Any = L2LTrainer
     if case.trainer == "Seq2SeqTrainer":
@@ -349,7 +365,7 @@ def trainer_of(case: Case, folder: Path, disturb: Disturb) -> Any:
 
     class Saved(hf.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            disturb.after_save(folder / f"checkpoint-{state.global_step}")
+            faults.after_save(folder / f"checkpoint-{state.global_step}")
 
     def metrics(predicted: Any) -> dict[str, float]:
         tokens = predicted.predictions
@@ -366,11 +382,11 @@ def trainer_of(case: Case, folder: Path, disturb: Disturb) -> Any:
     )
 
 
-def trainer(case: Case, folder: Path, disturb: Disturb) -> Record:
+def trainer(case: Case, folder: Path, faults: Faults) -> Record:
     """Train by the Trainer, go on from its first checkpoint with a fresh model, and use what was trained."""
     record: Record = {"logs": [], "bits": []}
     whole = folder / "whole"
-    made = trainer_of(case, whole, disturb)
+    made = trainer_of(case, whole, faults)
     with observed(case, record, lambda: made.eps):
         made.train()
     record["logs"] += logged(made.state.log_history, "whole")
@@ -380,7 +396,7 @@ def trainer(case: Case, folder: Path, disturb: Disturb) -> Record:
     first = whole / "checkpoint-2"
     if "save_total_limit" not in case.arguments:
         seed()
-        resumed = trainer_of(case, folder / "resumed", Disturb())
+        resumed = trainer_of(case, folder / "resumed", Faults())
         resumed.train(resume_from_checkpoint=str(first))
         record["logs"] += logged(resumed.state.log_history, "resumed")
         record["bits"].append(results(case, resumed))
@@ -408,13 +424,13 @@ def logged(history: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
 # ---- run_glue_l2l.py
 
 
-def script(case: Case, folder: Path, disturb: Disturb) -> Record:
+def script(case: Case, folder: Path, faults: Faults) -> Record:
     """Fine-tune and evaluate by the script, on files of a few rows."""
     from glue_script import ROWS as SENTENCES
     from glue_script import command, make_tiny_model, run_glue_l2l, write
 
     data = {f"{split}_file": write(folder / f"{split}.csv", SENTENCES) for split in ("train", "validation")}
-    options = spelled({"budget": "off", **case.options}, of_trainer=True)
+    options = options_of({"budget": "off", **case.options}, of_trainer=True)
     options |= {"use_cpu": True if case.where == "cpu" else None, "max_steps": 4, "save_strategy": "steps"}
     options |= {"save_steps": 2, "logging_steps": 1, "gradient_accumulation_steps": 2, "task_name": None, **data}
     record: Record = {}
@@ -430,11 +446,13 @@ def script(case: Case, folder: Path, disturb: Disturb) -> Record:
 
 def files_of(folder: Path, case: Case) -> dict[str, Any]:
     """Each file of a folder, by its recorded name -> what must stay of it: entry -> digest or number."""
-    return {
-        NAMES.get(str(file.relative_to(folder)), str(file.relative_to(folder))): content(file, case)
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    found: dict[str, Any] = {}
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        path = str(file.relative_to(folder))
+        name = NAMES.get(path, path)
+        assert name not in found, f"two files are recorded as {name}"
+        found[name] = content(file, case)
+    return found
 
 
 def content(file: Path, case: Case) -> dict[str, Any]:
@@ -496,7 +514,7 @@ def fields_of(file: Path, case: Case) -> dict[str, Any]:
         elif name == "files":
             value = ", ".join(sorted(NAMES.get(each, each) for each in value))
         elif name in ("options", "asked"):
-            terms = told(value, of_trainer=file.suffix == ".bin")
+            terms = terms_of(value, of_trainer=file.suffix == ".bin")
             is_set = {**terms} if file.name == "l2l_plan.json" and name == "options" else case.options
             value = {term: str(terms[term]) for term in terms if term in is_set and "folder" not in term}
         found[name] = value if isinstance(value, dict | list) else shown(value)
@@ -506,10 +524,10 @@ def fields_of(file: Path, case: Case) -> dict[str, Any]:
 # ---- all of it
 
 
-RUNS: dict[str, Callable[[Case, Path, Disturb], Record]] = {"loop": loop, "trainer": trainer, "script": script}
+RUNS: dict[str, Callable[[Case, Path, Faults], Record]] = {"loop": loop, "trainer": trainer, "script": script}
 
 
-def run(case: Case, folder: Path, disturb: Disturb | None = None) -> Record:
+def run(case: Case, folder: Path, faults: Faults | None = None) -> Record:
     """Run a case in an empty folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
@@ -520,7 +538,7 @@ def run(case: Case, folder: Path, disturb: Disturb | None = None) -> Record:
     seed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        record = RUNS[case.run](case, folder, disturb or Disturb())
+        record = RUNS[case.run](case, folder, faults or Faults())
     if not distributed.is_initialized():
         PartialState._reset_state()
     return {"keeps": sorted(record), **record}
