@@ -28,6 +28,7 @@ from hf_l2l.engine.trials import WithoutDropout, same_results
 from hf_l2l.eps.pending import settle
 from hf_l2l.model.batch_dims import Ubatch, cannot_split
 from hf_l2l.model.kept_state import KeptState
+from hf_l2l.model.layer_state import as_if_not_run
 from hf_l2l.rows.functions import BY_ROWS, rows_of, unchanged
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, runs_by_rows, uploaded_rows
 from hf_l2l.rows.row_modules import parts_have_hooks
@@ -234,7 +235,12 @@ class ByRows:
             return call.execute([uploaded_rows(t, of).detach() for t, of in rows])
 
         try:
-            with compute_state.rng_state_kept(self.relay.device), buffers_kept(parts), WithoutDropout():
+            with (
+                compute_state.all_rng_states_kept(self.relay.device),
+                buffers_kept(parts),
+                as_if_not_run(parts),
+                WithoutDropout(),
+            ):
                 before = KeptState(parts)
                 with compute_state.graph_without_tensors(), Reading() as reading:
                     one = run(first)

@@ -26,7 +26,8 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.container_writes import Containers, write
-from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
+from hf_l2l.model.kept_state import KeptState, is_made_before_each_use, is_started_anew, is_tensor, kept_as_it_was
+from hf_l2l.model.layer_state import LayerState, as_if_not_run, own_generators_kept
 from hf_l2l.rows.host_rows import Passing, host_of
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.compute_state import AutocastState, RngState
@@ -73,6 +74,8 @@ class LayerCall:
     """Whether the attributes that its last such run has written to are tensors, and no objects or containers."""
     left: KeptState | None = None
     """What a run has left in attributes of the layer, until it is known whether that matters."""
+    state: LayerState | None = None
+    """What its forward has computed with beside arguments, weights and torch's generators."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Its tensor arguments in the stash, which live as long as its graph."""
     split: Split | None = None
@@ -230,23 +233,25 @@ class LayerCall:
         gradient = host_of(gradient)
         return gradient if ubatch is None or self.split is None else self.split.gradient_rows(gradient, number, ubatch)
 
-    def execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the layer once, without a graph and without changing the model, for the splitter to compare outputs.
+    def execute_once(self, tensors: Sequence[torch.Tensor], *, keep_buffers: bool = False) -> list[torch.Tensor]:
+        """Run the layer once, without a graph, to compare outputs. Plain attributes stay as it leaves them, and with
+        `keep_buffers`, buffers do: in the next run, a layer that reads them has another output.
 
         The layer runs in its own mode, without dropout, so that rows that influence each other in training only are
         found; in evaluation mode if it draws random numbers all the same, which would make equal results differ.
         """
         with self.at.joined():
             given = [t.to(self.device) for t in tensors]
-            return [t.to(self.at.first) for t in self._execute_once(given)]
+            return [t.to(self.at.first) for t in self._execute_once(given, keep_buffers)]
 
-    def _execute_once(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _execute_once(self, tensors: Sequence[torch.Tensor], keep_buffers: bool) -> list[torch.Tensor]:
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
         with (
             torch.no_grad(),
-            compute_state.rng_state_kept(self.device),
+            compute_state.all_rng_states_kept(self.device),
+            own_generators_kept(self.unit.modules),
             self.autocast.entered(),
-            weights.placed(keep_buffers=False),
+            weights.placed(keep_buffers=keep_buffers),
             self._as_trial(),
         ):
             before = compute_state.get_rng_state(self.device)
@@ -304,9 +309,11 @@ class LayerCall:
         if not is_read:
             some = self.input_rows(sources, self.ubatches[-1])  # what it has left is of these
             rows = [self.at.stash.fetch(t) for t in some]
-            found = self.execute_once(rows)
+            with as_if_not_run(self.unit.modules):
+                found = self.execute_once(rows)
             left.put_back(written)  # as the next call would find it; the program finds it, too
-            is_read = not same_results(found, self.execute_once(rows))
+            with as_if_not_run(self.unit.modules):
+                is_read = not same_results(found, self.execute_once(rows))
         if is_read:
             before.put_back(written)
             raise ValueError(
@@ -320,7 +327,11 @@ class LayerCall:
         """Warn, once, if its recompute has left tensors with a graph: a loss that is computed of what the forward has
         left gets no gradient."""
         kept, self.unit.keeps.places = self.unit.keeps.places, []
-        names = [f"{type(m).__name__}.{name}" for m, name in kept or () if getattr(vars(m).get(name), "grad_fn", None)]
+        names = [
+            f"{type(m).__name__}.{name}"
+            for m, name in kept or ()
+            if getattr(vars(m).get(name), "grad_fn", None) and not is_made_before_each_use(m, name)
+        ]
         if names:
             warnings.warn(
                 f"a {type(self.layer).__name__} keeps {', '.join(names)}, which gets no gradient under L2L: if the "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,7 +179,8 @@ class Relay:
         memory.holds(MASK, dense_masks(tensors))
         memory.holds(BOUNDARY, memory_behind(tensors))
         with RaisedIn("the forward of", call.unit.name), self.eps.timeline.at(layer):
-            call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, call.execute_once)
+            execute = partial(call.execute_once, keep_buffers=True)
+            call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, execute)
             outputs = self._execute(root, call, tensors)
             memory.holds(BOUNDARY, memory_behind(outputs))
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
@@ -290,8 +292,7 @@ class Relay:
         del outputs  # so that the device holds the outputs of one sweep at a time
         compute_state.set_rng_state(drew, call.device)  # as at the start: ubatches before it drew nothing
         with self._weights(call, requires_grad=True) as leaves:
-            # The first sweep has made the writes to buffers.
-            return forward_sweep(call, sources, leaves, for_backward=True, as_recomputed=True, keep_buffers=False)
+            return forward_sweep(call, sources, leaves, for_backward=True, as_recomputed=True, again=True)
 
     def backward(
         self,

@@ -420,7 +420,7 @@ class Shell:
 
     def _sender(self, unit: MasterUnit) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
-            if not graph_is_retained():
+            if not graph_is_retained() and self._call is None:  # a call that runs may use it once more
                 self._spent.append(weakref.ref(leaf))
             gradient, leaf.grad = leaf.grad, None
             master = unit.masters[number]

@@ -32,6 +32,7 @@ from hf_l2l.model.batch_dims import (
     doubled,
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.model.layer_state import as_if_not_run
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.rows.host_rows import host_of, uploaded_rows
@@ -87,7 +88,7 @@ class Splitter:
             unit: the layer.
             leaves, spec: the layer's arguments, flattened; `tensors` are the tensors among them.
             kwargs: its arguments by keyword.
-            execute: runs the layer once on other tensors, without changing the model.
+            execute: runs the layer once on other tensors; what it leaves in attributes and buffers stays.
         """
         layer, rows = unit.module, root.rows
         if rows is None:
@@ -106,7 +107,8 @@ class Splitter:
         if key not in self._known:
             try:
                 _refuse_batch_statistics(layer)
-                self._known[key] = self._learn(root, spec, tensors, execute)
+                with as_if_not_run(unit.modules) as has_changed, buffers_kept(unit.modules):
+                    self._known[key] = self._learn(root, spec, tensors, _not_reading(execute, has_changed))
                 _refuse_kept_state([] if root.makes_graph else unit.keeps.written)
             except NoConsistentSplit as error:
                 self._known[key] = str(error)
@@ -219,7 +221,7 @@ class Splitter:
         try:
             with (
                 torch.no_grad(),
-                compute_state.rng_state_kept(self.device),
+                compute_state.all_rng_states_kept(self.device),
                 root.weights.masters_back(),
                 buffers_kept(root.weights.unit.modules),
             ):
@@ -271,6 +273,19 @@ def _refuse_kept_state(written: list[tuple[nn.Module, str]]) -> None:
     if written:
         names = ", ".join(f"{type(module).__name__}.{name}" for module, name in written)
         raise NoConsistentSplit(f"it keeps tensors of all rows from one call to the next ({names})")
+
+
+def _not_reading(execute: Execute, has_changed: Callable[[], bool]) -> Execute:
+    """`execute`, which raises MixedRows for a layer that reads what it has left in attributes or buffers: another run
+    on the same rows gives other bits. `has_changed` tells whether it leaves anything."""
+
+    def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = execute(tensors)
+        if has_changed() and not all(map(torch.equal, outputs, execute(tensors))):
+            raise MixedRows("it reads what its calls before have left in its attributes or buffers")
+        return outputs
+
+    return run
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from hf_l2l.device.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
+from hf_l2l.model.layer_state import LayerState
 from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import compute_state
 from hf_l2l.runtime.observer import NON_LAYER, Rows
@@ -30,7 +31,7 @@ def forward_sweep(
     *,
     for_backward: bool,
     as_recomputed: bool = False,
-    keep_buffers: bool = True,
+    again: bool = False,
     graph: KeptGraph | None = None,
 ) -> list[torch.Tensor]:
     """Run one layer on every ubatch; no graph is left, except in `graph`.
@@ -41,7 +42,7 @@ def forward_sweep(
         weights: the layer's weights, on the device.
         for_backward: record what a recompute needs besides the tensors: generator states, versions of the weights.
         as_recomputed: run in grad mode, with tensors that require gradients where those of the recompute do.
-        keep_buffers: keep what the layer writes into its buffers.
+        again: run it a second time, as if the first time had not been, but for its writes to buffers.
         graph: takes the graph of each ubatch, for a layer that is not to be recomputed.
 
     Returns:
@@ -53,12 +54,18 @@ def forward_sweep(
     """
     if for_backward:
         call.versions, call.rng = call.unit.versions(), []
+    if for_backward and graph is None and not again:
+        call.state = LayerState(call.unit.modules, call.unit.known)
+    state = call.state if for_backward and graph is None else None
     joined, stash = _Joined(call), call.at.stash
     sources = [t.detach() for t in sources]
     arguments = call.refusing_writes_to_arguments() if for_backward else nullcontext()
     grad_mode = compute_state.graph_without_tensors() if as_recomputed else torch.set_grad_enabled(graph is not None)
-    with grad_mode, call.autocast.entered(), weights.placed(keep_buffers=keep_buffers), arguments:
+    put_back = state.put_back() if state is not None and again else nullcontext()
+    with grad_mode, call.autocast.entered(), put_back, weights.placed(keep_buffers=not again), arguments:
         for turn, ubatch in enumerate(call.ubatches):
+            if state is not None and again:
+                state.set_generators(turn)
             before = compute_state.get_rng_state(call.device) if for_backward and graph is None else None
             rows = [stash.fetch(t) for t in call.input_rows(sources, ubatch)]
             stash.fetch_ahead(call.rows_of_turn(sources, turn + 1))
@@ -66,7 +73,8 @@ def forward_sweep(
                 rows = [t.detach().requires_grad_(each) for t, each in zip(rows, call.needed, strict=True)]
             if graph is not None:
                 rows = graph.leaves(rows, call.input_dims)
-            outputs = call.execute(rows)
+            with state.ubatch() if state is not None and not again else nullcontext():
+                outputs = call.execute(rows)
             if graph is not None:
                 graph.ubatches.append((rows, outputs))
             if as_recomputed or graph is not None:
@@ -74,9 +82,12 @@ def forward_sweep(
             if before is not None:
                 call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
             if ubatch is None or call.split is None:
-                return [joined.whole(out) for out in outputs]
+                joined.tensors = [joined.whole(out) for out in outputs]
+                break
             call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
             joined.add(call.split, outputs, ubatch)
+    if state is not None and not again:
+        state.end_forward()
     return joined.tensors
 
 
@@ -162,10 +173,14 @@ def backward_sweep(
         gradients: the gradients of the layer's tensor outputs, with all rows, on the device or in host memory.
         weights: the layer's weights, on the device.
     """
+    state = call.state
+    assert state is not None, "a call that is recomputed has had a forward"
+    state.refuse_other_hooks(type(call.layer).__name__)
     with (
         # The recompute must not change the random numbers that the program draws after backward.
         compute_state.rng_state_kept(call.device),
         torch.enable_grad(),
+        state.put_back(),
         weights.placed(keep_buffers=False),
     ):
         for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
@@ -173,6 +188,7 @@ def backward_sweep(
             inputs.fetch_after(turn)
             if rng is not None:
                 compute_state.set_rng_state(rng, call.device)
+            state.set_generators(turn)
             with call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
             if call.unit.keeps.places:

@@ -309,7 +309,7 @@ class Masters:
                 misplaced = (m.name for m in unit.masters if m.is_resident != unit.place.is_resident)
                 refuse_misplaced(unit.name, unit.place, misplaced)
             if module in before:
-                unit.drawing_modes = before[module].drawing_modes
+                unit.drawing_modes, unit.known = before[module].drawing_modes, before[module].known
         keeps_graphs = all(unit.place.keeps_graph for unit in self.layer_units)
         self.runs_plainly = keeps_graphs and not self.has_streamed and not self.precision.is_mixed
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_l2l.compat import tables_of, without_interception
 from hf_l2l.model.kept_state import Kept
+from hf_l2l.model.layer_state import Known
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta
@@ -87,6 +88,7 @@ class LayerUnit:
         self.parametrizes = any(kind.__name__ in PARAMETRIZING for kind in self.classes)
         """Whether it registers parametrizations during its forward, which sets a weight to itself."""
         self.keeps = Kept()
+        self.known = Known()
         self.drawing_modes: set[bool] = set()
         """The values of `module.training` with which it has been seen to draw random numbers."""
         with without_interception():

@@ -1,0 +1,268 @@
+"""What a layer computes with beside its arguments, its weights and torch's generators.
+
+A recompute must find what the forward has found. What can be put back, is: plain attributes of the modules, such as a
+mode, a counter or a temperature; the generators of Python and NumPy, and those of torch that a module has of its own;
+and buffers that the layer itself writes to. Hooks that are other ones than in the forward are refused.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_l2l.compat import keeps_statistics
+from hf_l2l.runtime.compute_state import ProgramRng
+
+_OF_MODULES = (frozenset(vars(nn.Module())) | {"_hf_hook", "_old_forward", "forward"}) - {"training"}
+"""Attributes that every module has, its tables of parameters, buffers, submodules and hooks, and those through which
+calls reach the engine. The mode of a module is like any other attribute."""
+
+
+@dataclass
+class Known:
+    """What the first forwards of a layer have shown of it, by mode: training (True) or evaluation."""
+
+    draws: dict[bool, bool] = field(default_factory=dict)
+    """Whether it draws random numbers that are not of torch's default generators."""
+    buffers: dict[bool, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    """The buffers that it writes to."""
+
+
+class LayerState:
+    """The state of a layer in one forward, for its recompute."""
+
+    def __init__(self, modules: Sequence[nn.Module], known: Known) -> None:
+        """Made before the forward; `known` is of the layer, and learns."""
+        self._modules, self._known = modules, known
+        self._mode = modules[0].training
+        self._attributes = Attributes(modules)
+        self._generators = _own_generators(modules) if known.draws.get(self._mode, True) else []
+        self._buffers = _Buffers(modules, known.buffers.get(self._mode))
+        self._draws: list[Draws | None] = []
+        """Of each ubatch, what the generators were before it; None if it has drawn nothing from them."""
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def ubatch(self) -> Iterator[None]:
+        """Inside, the forward of one ubatch runs."""
+        if not self._known.draws.get(self._mode, True):
+            yield
+            return
+        before = Draws.now(self._generators)
+        yield
+        self._draws.append(before if Draws.now(self._generators).moved_since(before) else None)
+
+    def end_forward(self) -> None:
+        """The forward is over: learn what it has drawn and written."""
+        self._attributes.let_go_of_tensors()
+        self._known.draws.setdefault(self._mode, False)
+        self._known.draws[self._mode] |= any(draws is not None for draws in self._draws)
+        self._known.buffers[self._mode] = self._buffers.keep_written()
+        self._hooks = _hooks_of(self._modules)
+
+    def refuse_other_hooks(self, name: str) -> None:
+        """Raise RuntimeError if modules of the layer, which is called `name`, have other hooks than in the forward."""
+        if _hooks_of(self._modules) != self._hooks:
+            raise RuntimeError(
+                f"a layer must have the same hooks in its forward and its backward, which computes it again (those of "
+                f"modules in a {name} were added or removed in between); add them before the forward and remove them "
+                "after backward(), or train this model without L2L"
+            )
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Inside, attributes and buffers are those of the forward; afterwards, and generators too, those of before the
+        block."""
+        with ExitStack() as stack:
+            if any(draws is not None for draws in self._draws):
+                stack.callback(Draws.now(self._generators).set, self._generators)
+            stack.enter_context(self._attributes.put_back())
+            stack.enter_context(self._buffers.put_back())
+            yield
+
+    def set_generators(self, turn: int) -> None:
+        """Set the generators as they were in the forward before ubatch number `turn`, if it drew from them."""
+        draws = self._draws[turn] if self._draws else None
+        if draws is not None:
+            draws.set(self._generators)
+
+
+class Attributes:
+    """The plain attributes of some modules at one moment. Tensors are not among them: see `kept_state`."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = [vars(module) for module in modules]
+        self._then = [dict(table) for table in self._tables]
+        self._ids: list[list[int] | None] = [[*map(id, table.values())] for table in self._tables]
+        """Which objects they are: compared first, since mostly nothing has changed."""
+
+    def let_go_of_tensors(self) -> None:
+        """Keep no tensors that have been replaced by now: an attribute may hold the last output."""
+        for number, table in enumerate(self._tables):
+            if self._ids[number] != [*map(id, table.values())]:
+                self._ids[number], self._then[number] = None, _plain(self._then[number])
+
+    def _changed(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        """Tables with other attributes than then; the values of then and those of now."""
+        found = []
+        for table, then, ids in zip(self._tables, self._then, self._ids, strict=True):
+            if ids is None or ids != [*map(id, table.values())]:
+                plain, now = _plain(then), _plain(table)
+                if plain.keys() != now.keys() or any(plain[name] is not now[name] for name in now):
+                    found.append((table, plain, now))
+        return found
+
+    def have_changed(self) -> bool:
+        """Whether an attribute has another value now."""
+        return bool(self._changed())
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Inside, the attributes have the values of then; afterwards those of before the block."""
+        changed = self._changed()
+        for table, then, _ in changed:
+            _set(table, then)
+        try:
+            yield
+        finally:
+            for table, _, now in changed:
+                _set(table, now)
+
+    def restore(self) -> None:
+        """Give the attributes the values of then."""
+        for table, then, _ in self._changed():
+            _set(table, then)
+
+
+def _plain(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if k not in _OF_MODULES and not isinstance(v, torch.Tensor)}
+
+
+def _set(table: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in _plain(table).keys() - values.keys():
+        del table[name]
+    table.update(values)
+
+
+@contextmanager
+def as_if_not_run(modules: Sequence[nn.Module]) -> Iterator[Callable[[], bool]]:
+    """After the block, plain attributes of the modules, and generators of their own, are what they were before. Yields
+    what tells whether attributes or buffers have changed so far."""
+    attributes, buffers = Attributes(modules), _Buffers(modules, None)
+    with own_generators_kept(modules):
+        try:
+            yield lambda: attributes.have_changed() or bool(buffers.written())
+        finally:
+            attributes.restore()
+
+
+@contextmanager
+def own_generators_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the generators that modules have of their own after the block."""
+    states = [(each, each.get_state()) for each in _own_generators(modules)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+class Draws(NamedTuple):
+    """The state of generators beside torch's default ones."""
+
+    program: ProgramRng
+    """Python's and NumPy's."""
+    own: list[torch.Tensor]
+    """Of those that modules have of their own."""
+
+    @classmethod
+    def now(cls, generators: Sequence[torch.Generator]) -> Draws:
+        """The state as it is now."""
+        return cls(ProgramRng.now(), [each.get_state() for each in generators])
+
+    def moved_since(self, before: Draws) -> bool:
+        """Whether something has been drawn since `before`."""
+        pairs = zip(self.own, before.own, strict=True)
+        moved = self.program.moved_since(before.program) - {"torch"}
+        return bool(moved) or any(not torch.equal(one, two) for one, two in pairs)
+
+    def set(self, generators: Sequence[torch.Generator]) -> None:
+        """Set the generators to this state."""
+        random.setstate(self.program.python)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and self.program.numpy is not None:
+            numpy.random.set_state(self.program.numpy)
+        for generator, state in zip(generators, self.own, strict=True):
+            generator.set_state(state)
+
+
+def _own_generators(modules: Sequence[nn.Module]) -> list[torch.Generator]:
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator))
+    return list({id(each): each for each in found}.values())
+
+
+class _Buffer(NamedTuple):
+    """A buffer of a module, and its version and value at one moment."""
+
+    module: nn.Module
+    name: str
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+
+class _Buffers:
+    """Values of buffers before a forward."""
+
+    def __init__(self, modules: Sequence[nn.Module], written: list[tuple[nn.Module, str]] | None) -> None:
+        """Of those that the layer is known to have `written`; None: of all."""
+        if written is None:
+            written = [(module, name) for module in modules for name in module._buffers]
+        self._values = [
+            _Buffer(module, name, buffer, buffer._version, buffer.clone())
+            for module, name in written
+            if (buffer := module._buffers.get(name)) is not None
+        ]
+
+    def written(self) -> list[_Buffer]:
+        """Those that have been written to since."""
+        return [
+            each
+            for each in self._values
+            if each.module._buffers.get(each.name) is not each.buffer
+            or each.buffer._version != each.version
+            or (keeps_statistics(each.module) and each.module.training)  # whose kernels do not change versions
+        ]
+
+    def keep_written(self) -> list[tuple[nn.Module, str]]:
+        """Keep the values of those alone that the forward has written to; returns which they are."""
+        self._values = self.written()
+        return [(each.module, each.name) for each in self._values]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Inside, the buffers have these values."""
+        now = [(each.module._buffers, each.name, each.module._buffers.get(each.name)) for each in self._values]
+        try:
+            for each in self._values:
+                each.module._buffers[each.name] = each.value
+            yield
+        finally:
+            for table, name, buffer in now:
+                table[name] = buffer
+
+
+def _hooks_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """The hooks of a forward, by module."""
+    return [
+        (number, tuple(module._forward_pre_hooks.items()), tuple(module._forward_hooks.items()))
+        for number, module in enumerate(modules)
+        if module._forward_pre_hooks or module._forward_hooks
+    ]

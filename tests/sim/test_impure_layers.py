@@ -1,0 +1,253 @@
+"""Layers that compute with more than their arguments, weights and torch's generators: the recompute finds it again."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from hf_l2l import L2LConfig, attach_l2l
+
+WIDTH, ROWS = 6, 7
+
+
+class Block(nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.factor = 1.0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.scale(h) * self.b(torch.tanh(self.a(h)))
+
+    def scale(self, h: torch.Tensor) -> Any:
+        return self.factor
+
+
+class DrawsFromPython(Block):
+    def scale(self, h: torch.Tensor) -> Any:
+        return random.random()
+
+
+class DrawsFromNumpy(Block):
+    def scale(self, h: torch.Tensor) -> Any:
+        return numpy.random.rand()
+
+
+class HasItsOwnGenerator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def scale(self, h: torch.Tensor) -> Any:
+        return torch.rand((), generator=self.generator).item()
+
+
+class Counts(Block):
+    def scale(self, h: torch.Tensor) -> Any:
+        self.factor += 0.5
+        return self.factor
+
+
+class CountsInABuffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def scale(self, h: torch.Tensor) -> Any:
+        self.count += 0.5
+        return self.count.clone()
+
+
+class ReplacesItsBuffer(CountsInABuffer):
+    def scale(self, h: torch.Tensor) -> Any:
+        self.count = self.count + 0.5
+        return self.count
+
+
+class Centers(Block):
+    """Reads a mean of what it was given before, and then updates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def scale(self, h: torch.Tensor) -> Any:
+        before = self.mean.clone()
+        self.mean.lerp_(h.detach().mean((0, 1)), 0.5)
+        return 1 + before
+
+
+class SpectralNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = spectral_norm(self.a)
+
+
+class WeightNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is the old one
+            self.a = weight_norm(self.a)
+
+
+class Pruned(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.a, "weight", 0.5)
+
+
+class ParametrizedSpectralNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = parametrizations.spectral_norm(self.a)
+
+
+class Drops(Block):
+    def scale(self, h: torch.Tensor) -> Any:
+        return nn.functional.dropout(torch.ones(WIDTH, device=h.device), 0.5, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h).square().mean()
+
+
+DRAWING = (DrawsFromPython, DrawsFromNumpy, HasItsOwnGenerator)
+CHANGING = (Counts, CountsInABuffer, ReplacesItsBuffer, Centers, SpectralNorm, ParametrizedSpectralNorm)
+COMPUTING_WEIGHTS = (WeightNorm, Pruned)
+"""Before each use, in attributes that nobody else reads: nothing is to be said of them."""
+MODES = ({"eps_update": "serial"}, {"eps_update": "deferred", "stash": "host"}, {"eps_update": "eager"})
+
+
+def trained(net: nn.Module, options: dict[str, Any] | None, between: Callable[[Any], None] | None = None) -> Any:
+    """Losses, weights and buffers of three steps, plain or, with `options`, layer to layer."""
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05)
+    if options is not None:
+        optimizer = attach_l2l(net, L2LConfig(**options)).wrap(optimizer)
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    x = torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        net.train()
+        loss = net(x)
+        if between is not None:
+            between(net)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    drawn = random.random(), numpy.random.rand()
+    return losses, {name: value.detach().clone() for name, value in net.state_dict().items()}, drawn
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert found[2] == expected[2], "what the program draws next"
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(kind)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["eps_update"])
+@pytest.mark.parametrize("kind", [*DRAWING, *CHANGING, *COMPUTING_WEIGHTS], ids=lambda kind: kind.__name__)
+def test_the_whole_batch_trains_as_plain_torch(kind, mode, device):
+    assert_same(trained(made(kind), {"device": device, **mode}), trained(made(kind), None))
+
+
+@pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("kind", CHANGING, ids=lambda kind: kind.__name__)
+def test_layers_that_change_with_each_call_run_whole(kind, device):
+    assert_same(trained(made(kind), {"device": device, "ubatch_size": 2}), trained(made(kind), None))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("kind", DRAWING, ids=lambda kind: kind.__name__)
+def test_ubatches_draw_in_the_recompute_what_they_drew(kind, device):
+    """As layers that keep their graphs, and recompute nothing."""
+    options = {"device": device, "ubatch_size": 2}
+    assert_same(trained(made(kind), options), trained(made(kind), {**options, "kept_graphs": 3}))
+
+
+def evaluates(net: Any) -> None:
+    net.eval()
+
+
+def runs_in_evaluation(net: Any) -> None:
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(2, 5, WIDTH))
+
+
+def changes_a_number(net: Any) -> None:
+    for layer in net.layers:
+        layer.factor += 1.0
+
+
+def adds_and_removes(net: Any) -> None:
+    for layer in net.layers:
+        layer.name = "new"
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("options", [{}, {"ubatch_size": 2}, {"eps_update": "deferred"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "between"),
+    [(Drops, evaluates), (Drops, runs_in_evaluation), (Block, changes_a_number), (Block, adds_and_removes)],
+    ids=lambda each: each.__name__,
+)
+def test_what_the_program_changes_before_the_backward(kind, between, options, device):
+    """As layers that keep their graphs; and for the whole batch on the CPU, as plain torch."""
+    net, other, options = made(kind), made(kind), {"device": device, **options}
+    found = trained(net, options, between)
+    assert_same(found, trained(other, {**options, "kept_graphs": 3}, between))
+    if device == "cpu" and "ubatch_size" not in options:
+        assert_same(found, trained(made(kind), None, between))
+    assert [layer.training for layer in net.layers] == [layer.training for layer in other.layers]
+    assert [layer.factor for layer in net.layers] == [layer.factor for layer in other.layers]
+
+
+@contextmanager
+def hooked(net: Any) -> Iterator[None]:
+    handles = [layer.a.register_forward_hook(lambda module, args, out: 2 * out) for layer in net.layers]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_hooks_that_are_gone_before_the_backward_are_refused(device):
+    net = made(Block)
+    attach_l2l(net, L2LConfig(device=device))
+    x = torch.ones(ROWS, 5, WIDTH)
+    with hooked(net):
+        net(x).backward()
+        loss = net(x)
+    with pytest.raises(RuntimeError, match="must have the same hooks in its forward and its backward.*in a Block"):
+        loss.backward()
+    net(x).backward()
