@@ -27,6 +27,7 @@ from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import Pending, hold_all, let_go, pending_of, settle
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.logits.deferred import has_readers
 from hf_l2l.memory.dense_masks import impossible_masks_refused
 from hf_l2l.memory.device_memory import EMBEDDING, INPUTS, KEPT_GRAPHS, SHELL
 from hf_l2l.model.batch_dims import RowCuts, batch_rows
@@ -144,8 +145,10 @@ class NonLayerWeights(DeviceWeights):
         *,
         requires_grad: bool,
         on_gradient: OnGradient,
+        on_last_use: Callable[[torch.Tensor], None],
     ) -> None:
-        """Allocate device tensors for `unit`, except those that `keeps_copies` has left there."""
+        """Allocate device tensors for `unit`, except those that `keeps_copies` has left there. In a backward,
+        `on_last_use` is called with those whose memory nothing else has, when they have got their gradients."""
         with torch.inference_mode(False), torch.no_grad(), without_interception():
             there = [copies.on_device(unit, number, kept=keeps_copies) for number in range(len(unit.likes))]
             parts = [
@@ -156,6 +159,8 @@ class NonLayerWeights(DeviceWeights):
             for number in unit.trained if requires_grad else ():
                 leaf = leaves[number].requires_grad_()
                 leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
+                if not keeps_copies and there[unit.part_numbers[number][0]] is None:
+                    leaf.register_post_accumulate_grad_hook(on_last_use)
         super().__init__(unit, leaves, lane.device, copies.precision)
         self.uploads = _Uploads(unit, copies, lane, keeps_copies=keeps_copies)
         travels = [n for n, parts_of_it in enumerate(unit.part_numbers) if there[parts_of_it[0]] is None]
@@ -396,22 +401,35 @@ class Shell:
             self.eps.expect(unit)
         if self.lane.is_stream and not stream.shares_host_memory(self.device):
             keeps, lane = self.keeps_copies, self.lane
-            return NonLayerWeights(unit, copies, lane, keeps, requires_grad=requires_grad, on_gradient=on_gradient)
+            return NonLayerWeights(
+                unit,
+                copies,
+                lane,
+                keeps,
+                requires_grad=requires_grad,
+                on_gradient=on_gradient,
+                on_last_use=self._note_spent,
+            )
         with stream.span(self.device, "upload", NON_LAYER):
             return uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=on_gradient)
+
+    def _note_spent(self, leaf: torch.Tensor) -> None:
+        if not graph_is_retained() and self._call is None:  # a call that runs may use it once more
+            self._spent.append(weakref.ref(leaf))
 
     def _free_spent(self) -> None:
         """Free the memory of device copies at the end of a backward.
 
         A loss that the program keeps (`total = total + loss`) keeps the nodes of its graph, and the nodes that add to
-        gradients keep their leaves: the weights would stay on the device with it. Another part of the graph that has
-        saved one of them, and has not run backward yet, gets torch's error about a tensor that was changed in place.
+        gradients keep their leaves: the weights would stay on the device with it. Logits that are not made yet still
+        need theirs. Another part of the graph that has saved one, and has not run backward yet, gets torch's error
+        about a tensor that was changed in place.
         """
         spent, self._spent[:] = list(self._spent), []
         with torch.inference_mode(False), torch.no_grad(), without_interception():
             for reference in spent:
                 leaf: Any = reference()
-                if leaf is not None:
+                if leaf is not None and not has_readers(leaf):
                     leaf.set_(torch.empty(0, dtype=leaf.dtype, device=leaf.device))
 
     def _keep_spent(self) -> None:
@@ -420,8 +438,6 @@ class Shell:
 
     def _sender(self, unit: MasterUnit) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
-            if not graph_is_retained() and self._call is None:  # a call that runs may use it once more
-                self._spent.append(weakref.ref(leaf))
             gradient, leaf.grad = leaf.grad, None
             master = unit.masters[number]
             with without_interception():

@@ -7,6 +7,7 @@ use makes the values first, with the graph that they would have had, and goes on
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,14 @@ logger = logging.getLogger("hf_l2l")
 
 Handler = Callable[..., Any]
 """Computes a function of torch without the values; returns NotImplemented if it cannot."""
+
+
+_READERS = "_hf_l2l_readers"
+
+
+def has_readers(tensor: torch.Tensor) -> bool:
+    """Whether logits that are not made yet, and that somebody still has, are to be computed with `tensor`."""
+    return any(not each.is_there for each in vars(tensor).get(_READERS, ()))
 
 
 class Deferred:
@@ -47,6 +56,8 @@ class Deferred:
             parent: the logits whose values have the memory of these, if `make` makes a view of them.
             like: shape and strides of the values, on the meta device; None for those of a new tensor.
         """
+        for tensor in head.tensors:  # which nobody may free before these are made, or gone
+            vars(tensor).setdefault(_READERS, weakref.WeakSet()).add(self)
         self.head = head
         self.hidden = hidden
         self.sample = sample
