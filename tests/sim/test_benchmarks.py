@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -79,9 +78,7 @@ def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_p
 def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
     rows, locked = {}, page_locked_bytes()
     with page_lock_limit(locked):
-        found = gpu_probe.run(
-            Namespace(tiny=True), tmp_path / "figures.json", lambda name, **values: rows.update({name: values})
-        )
+        found = gpu_probe.run(True, tmp_path / "figures.json", lambda name, **values: rows.update({name: values}))
     assert not found and not (tmp_path / "figures.json").exists()
     assert rows.keys() == {"page-locking"} and rows["page-locking"]["code"] == 2
     assert page_locked_bytes() == locked
