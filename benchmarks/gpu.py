@@ -260,7 +260,8 @@ class Call:
 
     def part(self, name: str) -> str:
         """Run a part; returns how it ended."""
-        is_tests, end_at = bool(PLAN[name].tests), None
+        is_tests = bool(PLAN[name].tests)
+        end_at: float | None = None
         for _ in range(MOST_PROCESSES if is_tests else 1):
             before = len(gpu_rows.read(self.rows, "test"))
             how = self.started(name) if self.needs_process(name) else None

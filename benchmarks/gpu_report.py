@@ -202,8 +202,8 @@ def page(rows: Sequence[Row], command: str) -> str:
     parts += [case_table(cases), "", "## What bounds them, and what the estimate said", ""]
     parts += [
         "The estimate is the package's own, of these options, with the rates of the probe. Of `Trainer` it is the "
-        "device's peak alone; with bf16 weights, and of FSDP2, there is none. What differs by more than "
-        f"{DIFFERS:.0%} is bold.",
+        "device's peak alone, to which the gradients of earlier micro-batches are added; with bf16 weights, and of "
+        f"FSDP2, there is none. What differs by more than {DIFFERS:.0%} is bold.",
         "",
         *("| model | tokens per step | trainer | tokens/s | device, peak | host, peak |", "|---" * 6 + "|"),
         *(against_the_estimate(row) for row in cases if not row["failure"]),
