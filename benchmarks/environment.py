@@ -26,6 +26,8 @@ from hf_l2l.runtime.worker import default_num_threads
 
 LINK_BYTES = 2**28
 """Of the copy that measures the link."""
+CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+"""What nvidia-smi calls them."""
 
 
 def environment(script: str, arguments: Sequence[str], *, with_link: bool = True) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def environment(script: str, arguments: Sequence[str], *, with_link: bool = True
         "physical_cores": psutil.cpu_count(logical=False),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "huge_pages": huge_pages(),
-        "clocks": clocks(),
+        "clocks": clocks(asked_for_clocks()),
         "threads": torch.get_num_threads(),
         "update_threads": default_num_threads(),
         "host_bytes": int(psutil.virtual_memory().total),
@@ -78,27 +80,39 @@ def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str:
 
 def driver_version() -> str | None:
     """Of NVIDIA's driver, which torch does not tell."""
-    return told_by_the_driver("driver_version")
+    return told_by_the_driver(asked_of_the_driver("driver_version"))
 
 
-def clocks() -> dict[str, str] | None:
-    """Of the first GPU, in MHz, now, with its temperature and power; None where no driver tells them."""
-    names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    told = told_by_the_driver(",".join(names))
-    return None if told is None else dict(zip(names, (value.strip() for value in told.split(",")), strict=False))
+def asked_for_clocks() -> subprocess.Popen[str] | None:
+    """A question for `clocks`, which the driver answers while the device goes on; None where there is no driver."""
+    return asked_of_the_driver(",".join(CLOCKS))
 
 
-def told_by_the_driver(names: str) -> str | None:
-    """What nvidia-smi says of the first GPU; None where it is not there, or fails."""
+def clocks(asked: subprocess.Popen[str] | None) -> dict[str, str] | None:
+    """Of the first GPU, in MHz, when that was asked, with its temperature and power; None where no driver tells."""
+    told = told_by_the_driver(asked)
+    return None if told is None else dict(zip(CLOCKS, (value.strip() for value in told.split(",")), strict=False))
+
+
+def asked_of_the_driver(names: str) -> subprocess.Popen[str] | None:
+    """nvidia-smi, which is asked about the GPUs; None where it is not there."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = [tool, f"--query-gpu={names}", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=10)
-    except subprocess.TimeoutExpired:
+    command = [tool, f"--query-gpu={names}", "--format=csv,noheader,nounits"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def told_by_the_driver(asked: subprocess.Popen[str] | None) -> str | None:
+    """What nvidia-smi says of the first GPU; None where it is not there, or fails."""
+    if asked is None:
         return None
-    return told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else None
+    try:
+        told = asked.communicate(timeout=10)[0].strip()
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: the driver may hold it
+        return None
+    return told.splitlines()[0] if asked.returncode == 0 and told else None
 
 
 def huge_pages(folder: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> dict[str, str]:

@@ -46,6 +46,9 @@ REFUSED = "the device does not page-lock memory"
 MOST_PROCESSES = 12
 """For one part: tests go on in another process if one of them has ended theirs."""
 
+MINUTES = 9.5
+"""After which all of a call has ended."""
+
 TESTS = "tests/gpu"
 _ENGINE, _OVERLAP = f"{TESTS}/test_engine.py", f"{TESTS}/test_overlap.py"
 SMOKE = (
@@ -110,21 +113,6 @@ PLAN = {
 """Name -> part, what is worth most first; all after the first four are optional."""
 
 
-def starts(names: Sequence[str]) -> list[str]:
-    """Those of these parts for which a process is started."""
-    found = []
-    for before, name in zip([None, *names], names, strict=False):
-        if before is None or PLAN[name].is_alone or PLAN[before].is_alone:
-            found.append(name)
-    return found
-
-
-def assumed_s(names: Sequence[str]) -> float:
-    """Seconds of a call with these parts, on an H100."""
-    count = len(starts(names))
-    return sum(PLAN[name].seconds for name in names) + (FIRST_START_S + (count - 1) * START_S if count else 0) + END_S
-
-
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; one message and the end of the program for those that make no sense."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -133,7 +121,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="folder of the results"
     )
     parser.add_argument(
-        "--minutes", type=float, help="after which all of it has ended (default: 9.5; 60 for a rehearsal)"
+        "--minutes", type=float, help=f"after which all of it has ended (default: {MINUTES}; 60 for a rehearsal)"
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the simulated accelerator")
     options = parser.parse_args(arguments)
@@ -141,7 +129,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if name not in PLAN:
             parser.error(f"a part must be one of {', '.join(PLAN)} (got {name})")
     if options.minutes is None:
-        options.minutes = 60.0 if options.rehearse else 9.5
+        options.minutes = 60.0 if options.rehearse else MINUTES
     if options.minutes <= 0:
         parser.error(f"--minutes must be above 0 (got {options.minutes:g})")
     options.parts = [name for name in PLAN if name in options.parts or not options.parts]
@@ -239,7 +227,8 @@ class Call:
 
     def run(self) -> None:
         """Run the parts; each has a row that says how it ended."""
-        gpu_rows.append(self.rows, "call", rehearsal=self.options.rehearse, minutes=self.options.minutes)
+        limits = {"minutes": self.options.minutes, "most_s": 60 * MINUTES, "end_s": END_S}
+        gpu_rows.append(self.rows, "call", rehearsal=self.options.rehearse, **limits)
         refuses = False
         try:
             for name in self.options.parts:
@@ -272,15 +261,24 @@ class Call:
     def part(self, name: str) -> str:
         """Run a part; returns how it ended."""
         is_tests = bool(PLAN[name].tests)
+        end_at: float | None = None
         for _ in range(MOST_PROCESSES if is_tests else 1):
             before = len(gpu_rows.read(self.rows, "test"))
             how = self.started(name) if self.needs_process(name) else None
-            how = self.answered(name) if how is None else how
+            if end_at is None:  # the first start has a limit of its own
+                end_at = min(self.end_at, time.monotonic() + self.limit_s(name))
+            how = self.answered(name, end_at) if how is None else how
             if is_tests:
                 self.write_the_dead()
-            if self.worker is not None or len(gpu_rows.read(self.rows, "test")) == before or self.left_s < START_S:
+            is_over = end_at - time.monotonic() < START_S
+            if self.worker is not None or len(gpu_rows.read(self.rows, "test")) == before or is_over:
                 break
         return how
+
+    def limit_s(self, name: str) -> float:
+        """The most seconds for a part, whatever number of processes it takes."""
+        is_open = self.options.rehearse or TESTS in PLAN[name].tests
+        return float("inf") if is_open else 2 * PLAN[name].seconds + 20
 
     def started(self, name: str) -> str | None:
         """Start a process for the part; returns why that failed, if so."""
@@ -296,12 +294,10 @@ class Call:
         self.worker.is_alone = PLAN[name].is_alone
         return None if answer == "ready" else self.lost(answer, 8 * FIRST_START_S)
 
-    def answered(self, name: str) -> str:
-        """Let the process run the part; returns how it ended."""
+    def answered(self, name: str, end_at: float) -> str:
+        """Let the process run the part until then; returns how it ended."""
         assert self.worker is not None
-        limit_s = self.left_s
-        if not (self.options.rehearse or TESTS in PLAN[name].tests):
-            limit_s = min(limit_s, 2 * PLAN[name].seconds + 20)
+        limit_s = end_at - time.monotonic()
         self.worker.ask(name, limit_s)
         answer = self.worker.answer(limit_s)
         return answer if answer else self.lost(answer, limit_s)
@@ -329,7 +325,12 @@ class Call:
         starts = {"start_s": self.start_s, "assumed_start_s": self.assumed_start_s}
         gpu_rows.append(self.rows, "part", name=name, how=how, seconds=seconds, assumed_s=PLAN[name].seconds, **starts)
         print(f"{name}: {how}, {seconds:.0f} s", flush=True)
-        write_page(self.options)
+        try:
+            write_page(self.options)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+            # The rows are there, and the other parts are of more worth than the page.
+            gpu_rows.append(self.rows, "page", part=name, failure=f"{type(error).__name__}: {error}")
+            print(f"gpu.md is not written: {type(error).__name__}: {error}", flush=True)
 
 
 def write_page(options: argparse.Namespace) -> None:
@@ -358,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
         gpu_rows.cut(options.out / "log.txt")
     rows = gpu_rows.read(options.out / "gpu.jsonl")
-    print(gpu_report.summary(rows, END_S))
+    print(gpu_report.summary(rows))
     return 1 if gpu_report.failures(rows) else 0
 
 

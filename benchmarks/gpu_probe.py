@@ -2,7 +2,7 @@
 
 The rates are those of the package's own probe (`hf_l2l.probe`), kept in a file so that the planner and the estimates
 take them from there. Beside them: whether memory is page-locked at all, and what a second registration does; AdamW on
-the host by threads; one matrix product and the kernel of attention per width of the models that are measured.
+the host by threads; matrix products and attention, with its kernel, per width of the models that are measured.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import os
 import statistics
 import time
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.throughput import chosen_attention
+from benchmarks.throughput_models import LLAMA, UBATCH_TOKENS
 from hf_l2l.devices import execution_device
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.probe.rates import Sizes, probe
@@ -28,6 +29,10 @@ from hf_l2l.runtime.flat_memory import Pages
 
 WIDTHS = ((2048, 32), (4096, 32))
 """Hidden size and heads of Llama-3.2-1B and Llama-3.1-8B."""
+ROW = 1024
+"""Tokens that attend to each other."""
+TURNS = 20
+"""Of a small operation in one measured time, so that its launch and the synchronization count little."""
 THREADS = (1, 4, 8, 16)
 """For AdamW on the host, as far as there are cores."""
 TINY = Sizes(copied_bytes=2**16, parameters=2**10, most_rows=32, seconds=0.0)
@@ -95,24 +100,37 @@ class Probe:
                 self.write("AdamW on the host, parameters/s", threads=threads, value=rate)
 
     def widths(self) -> None:
-        """A product of tokens and a weight of each width, and the kernel that torch chooses for attention."""
+        """A product of a micro-batch and a weight of each width, and the forward of causal attention."""
         for hidden, heads in WIDTHS:
-            rows, width = (64, 32) if self.tiny else (8192, hidden)
-            a, b = (torch.randn(n, width, device=self.device).bfloat16() for n in (rows, width))
-            taken = self.seconds(lambda a=a, b=b: torch.mm(a, b))
-            self.write("bf16 product of 8,192 tokens, FLOP/s", width=hidden, value=2 * rows * width**2 / taken)
-            head = 8 if self.tiny else hidden // heads
-            self.write("attention", head_dim=hidden // heads, kernel=chosen_attention(self.device, 4, head, True))
+            tokens, row, width = (64, 16, 256) if self.tiny else (UBATCH_TOKENS, ROW, hidden)
+            a, b = (torch.randn(n, width, device=self.device).bfloat16() for n in (tokens, width))
+            taken = self.seconds(lambda a=a, b=b: torch.mm(a, b), TURNS)
+            self.write(
+                f"bf16 product of {UBATCH_TOKENS:,} tokens, FLOP/s", width=hidden, value=2 * tokens * width**2 / taken
+            )
+            head = width // heads
+            query, key, value = (
+                torch.randn(tokens // row, count, row, head, device=self.device).bfloat16()
+                for count in (heads, *2 * (LLAMA["num_key_value_heads"],))
+            )
+            given = {"query": query, "key": key, "value": value, "is_causal": True, "enable_gqa": True}
+            taken = self.seconds(lambda given=given: scaled_dot_product_attention(**given), TURNS)
+            kernel = chosen_attention(self.device, heads, head, True)
+            # Half of the scores of a causal row are needed.
+            flop = 2 * tokens * row * width
+            self.write("attention, FLOP/s", head_dim=head, kernel=kernel, value=flop / taken)
 
-    def seconds(self, work: Callable[[], Any]) -> float:
-        """The median time of `work`, after one turn that is not counted; the device is waited for."""
+    def seconds(self, work: Callable[[], Any], turns: int = 1) -> float:
+        """The median time of `work`, of so many turns each, after some that are not counted; the device is waited
+        for."""
         found = []
         for _ in range(4):
             self.module.synchronize()
             start = time.perf_counter()
-            work()
+            for _ in range(turns):
+                work()
             self.module.synchronize()
-            found.append(time.perf_counter() - start)
+            found.append((time.perf_counter() - start) / turns)
         return statistics.median(found[1:])
 
 
@@ -127,9 +145,9 @@ def threads_set(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(options: Namespace, figures_file: Path, write: Callable[..., None]) -> bool:
+def run(tiny: bool, figures_file: Path, write: Callable[..., None]) -> bool:
     """Probe; False if the device does not page-lock memory."""
-    made = Probe(options.tiny, write)
+    made = Probe(tiny, write)
     if not stream.can_page_lock(made.device) or not made.registration():
         return False
     with warnings.catch_warnings():

@@ -10,9 +10,9 @@ from benchmarks.gpu_rows import Row
 DIFFERS = 0.1
 """From which share on an estimate counts as wrong."""
 NO_TIME = "no time was left"
-"""Words of a part that had none: that is no failure, but in a rehearsal."""
+"""Words of a part that had none: a failure only in a rehearsal."""
 LONGEST = 11_000
-"""Characters of the summary: where a GPU is borrowed, the last 12,000 may be all that is seen of the output."""
+"""Characters of the summary, so that it is easy to send."""
 HEAD = (
     "model",
     "tokens per step",
@@ -86,8 +86,15 @@ def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """What failed, a line each."""
-    rehearsed = any(row["rehearsal"] for row in of_kind(rows, "call"))
-    found = []
+    rehearsed, found = False, []
+    for row in of_kind(rows, "call"):
+        rehearsed, assumed_s = row["rehearsal"], seconds(rows)[-1][2]
+        if rehearsed and assumed_s > row["most_s"]:
+            found.append(
+                f"the plan: {assumed_s:.0f} s are assumed for an H100, at most {row['most_s']:.0f} s are there"
+            )
+    for row in of_kind(rows, "page"):
+        found.append(f"gpu.md after {row['part']}: {row['failure']}")
     for row in of_kind(rows, "part"):
         if row["how"] != "ended" and (rehearsed or NO_TIME not in row["how"]):
             found.append(f"{row['name']}: {row['how']}")
@@ -101,18 +108,22 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def times(rows: Sequence[Row], end_s: float) -> str:
-    """A table of seconds by part, as taken and as the plan assumes for an H100; to start a process is a line of its
-    own."""
+def seconds(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """By part, as taken and as the plan assumes for an H100, with the sum of all at the end; to start a process is a
+    line of its own."""
     lines = []
     for row in of_kind(rows, "part"):
         if row["start_s"]:
             lines.append((f"a process for {row['name']}", row["start_s"], row["assumed_start_s"]))
         lines.append((row["name"], row["seconds"] - row["start_s"], row["assumed_s"]))
-    lines.append(("the end", 0.0, end_s))
-    lines.append(("all", sum(line[1] for line in lines), sum(line[2] for line in lines)))
+    lines += [("the end", 0.0, row["end_s"]) for row in of_kind(rows, "call")]
+    return [*lines, ("all", sum(line[1] for line in lines), sum(line[2] for line in lines))]
+
+
+def times(rows: Sequence[Row]) -> str:
+    """The table of `seconds`."""
     head = ["| part | taken, s | assumed for an H100, s |", "|---|---|---|"]
-    return "\n".join([*head, *(f"| {name} | {taken:.1f} | {assumed:.0f} |" for name, taken, assumed in lines)])
+    return "\n".join([*head, *(f"| {name} | {taken:.1f} | {assumed:.0f} |" for name, taken, assumed in seconds(rows))])
 
 
 def tests_line(rows: Sequence[Row]) -> str:
@@ -121,7 +132,7 @@ def tests_line(rows: Sequence[Row]) -> str:
     return f"{len(outcomes)} tests: {', '.join(f'{outcomes.count(o)} {o}' for o in dict.fromkeys(outcomes))}"
 
 
-def summary(rows: Sequence[Row], end_s: float) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """The last lines of the output."""
     cases = of_kind(rows, "case")
     found = []
@@ -135,7 +146,7 @@ def summary(rows: Sequence[Row], end_s: float) -> str:
             f"{start}{row['tokens_per_s']:,.0f} tokens/s{'' if share is None else f' ({share:.0%})'}, device "
             f"{size(row['device_bytes'])}, host {size(row['host_bytes'])}; bound: {bound_of(row, rows)}"
         )
-    found += [tests_line(rows), "", times(rows, end_s), ""]
+    found += [tests_line(rows), "", times(rows), ""]
     failed = failures(rows)
     found += [f"{len(failed)} failed:", *failed] if failed else ["nothing failed"]
     text = "\n".join(found)
@@ -145,8 +156,8 @@ def summary(rows: Sequence[Row], end_s: float) -> str:
 def bound_of(row: Row, rows: Sequence[Row]) -> str:
     """What bounds the step of a case, as far as that was measured."""
     if row["bound"] is None:
-        told = "all is on the device: computation, or the launches of its kernels"
-        return told if row["mode"] != "fsdp2" else "not told"
+        on_device = " (the model is on the device: computation or kernel launches)"
+        return f"not measured{'' if row['mode'] == 'fsdp2' else on_device}"
     profile = next(iter(of_kind(rows, "profile")), None)
     if row["bound"] == "compute" and profile is not None and (profile["busy_share"] or 1.0) < 1 - DIFFERS:
         return f"launches (the device is busy for {profile['busy_share']:.0%} of two layers under the profiler)"
@@ -184,13 +195,15 @@ def page(rows: Sequence[Row], command: str) -> str:
     parts += ["", "## What failed", "", *([f"- {line}" for line in failed] or ["Nothing."])]
     parts += ["", "## Trainings", ""]
     parts += [
-        "Random weights and tokens; micro-batches of 8,192 tokens; the mean is over the steps that are named.",
+        "Random weights and tokens; micro-batches of 8,192 tokens, except those of the plan; the mean is over the "
+        "steps that are named.",
         "",
     ]
     parts += [case_table(cases), "", "## What bounds them, and what the estimate said", ""]
     parts += [
-        "The estimate is the package's own, of these options, with the rates of the probe; `Trainer` and FSDP2 have "
-        f"none. What differs by more than {DIFFERS:.0%} is bold.",
+        "The estimate is the package's own, of these options, with the rates of the probe. Of `Trainer` it is the "
+        "device's peak alone, to which the gradients of earlier micro-batches are added; with bf16 weights, and of "
+        f"FSDP2, there is none. What differs by more than {DIFFERS:.0%} is bold.",
         "",
         *("| model | tokens per step | trainer | tokens/s | device, peak | host, peak |", "|---" * 6 + "|"),
         *(against_the_estimate(row) for row in cases if not row["failure"]),

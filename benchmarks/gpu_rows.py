@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def append(file: Path | None, kind: str, **values: Any) -> None:
-    """Add a line of a `kind` ("environment", "row", ...) to `file`; None writes nothing."""
+    """Add a line of a `kind` ("environment", "case", ...) to `file`; None writes nothing."""
     if file is None:
         return
     with file.open("ab+") as lines:
@@ -45,7 +45,7 @@ def read(file: Path, kind: str | None = None) -> list[Row]:
 
 
 def cut(file: Path, most_bytes: int = 8 * 2**20) -> None:
-    """Leave the last so many bytes of a file: a machine that is borrowed may give back small files only."""
+    """Leave the last so many bytes of a file, so that it is easy to send."""
     if file.exists() and file.stat().st_size > most_bytes:
         with file.open("rb") as whole:
             whole.seek(-most_bytes, os.SEEK_END)

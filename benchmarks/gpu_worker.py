@@ -54,7 +54,7 @@ class Parts:
         """Run a part; returns how it ended."""
         part = gpu.PLAN[name]
         if name == "probe":
-            accepted = gpu_probe.run(Namespace(tiny=self.tiny), self.figures, self.probed)
+            accepted = gpu_probe.run(self.tiny, self.figures, self.probed)
             return "ended" if accepted else gpu.REFUSED
         if part.case is not None:
             return self.case(part.case, left_s)
@@ -182,8 +182,8 @@ def main() -> None:
         name, left_s = line.split()
         try:
             how = parts.run(name, float(left_s))
-        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError, MemoryError) as error:
-            traceback.print_exc()  # the other parts are still of use
+        except (*throughput.FAILURES, MemoryError) as error:  # the other parts are still of use
+            traceback.print_exc()
             how = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         try:
             parts.forget()

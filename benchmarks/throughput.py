@@ -4,9 +4,10 @@ Models are made from a configuration with random weights, data are random tokens
 optimizer step is one device batch for L2L, cut into micro-batches; plain `Trainer` accumulates over batches of that
 size. What each mode is, `MODES` says.
 
-The first steps are not counted. At the end of each step the device is waited for, on both sides, and an update in the
-background is not: it belongs to the time of the next step, as in training. Peak memory of the device is its own
-counter; that of the host is what the process has held at most, page-locked memory included.
+The first steps are not counted, nor is the last one, in which clocks are read and a trace is written. At the end of
+each step the device is waited for, on both sides, and an update in the background is not: it belongs to the time of
+the next step, as in training. Peak memory of the device is its own counter; that of the host is what the process has
+held at most, page-locked memory included.
 
     python benchmarks/throughput.py --model llama-1b [--modes trainer cmp fsdp2] [--tokens 8192 32768 65536]
         [--steps 10] [--warmup 3] [--ubatch-size N] [--stash host] [--out FILE] [--rows FILE] [--traces FILE]
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,12 +45,15 @@ from benchmarks.gpu_report import NO_TIME, case_line, case_table
 from benchmarks.throughput_fsdp import run_fsdp
 from benchmarks.throughput_models import (
     MODELS,
+    UBATCH_TOKENS,
     RandomTokens,
     flop_per_step,
     is_decoder,
     on_meta,
     peak_flop_per_s,
     quickly_made,
+    row_of,
+    ubatch_of,
 )
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.budget.trainer_plan import autocast_of
@@ -57,7 +62,7 @@ from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.memory.host_limits import available_host_bytes, peak_process_bytes, process_bytes
 from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.plan.estimate import report_of
+from hf_l2l.plan.estimate import estimate_of, report_of
 from hf_l2l.plan.phases import phases_of_l2l
 from hf_l2l.plan.planner import time_of
 from hf_l2l.plan.run_shapes import RunShapes
@@ -69,10 +74,13 @@ from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.sizing.machine import rates_of
 
-UBATCH_TOKENS = 8192
-"""Of a micro-batch, where the option does not say how many rows it has."""
 TRACE_BYTES = 15 * 2**20
-"""Of the zip file with traces: a machine that is borrowed may give back small files only."""
+"""Of the zip file with traces, so that it is easy to send."""
+FAILURES = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError),
+    *(AssertionError, ArithmeticError, ImportError, OSError),
+)
+"""Errors of a case after which the others are still of use; a MemoryError has words of its own."""
 
 
 class Mode(NamedTuple):
@@ -125,18 +133,6 @@ CHECKPOINTING = (
 )
 
 
-def row_of(name: str, options: Namespace) -> int:
-    """Tokens of a row."""
-    return 16 if options.tiny else MODELS[name][2]
-
-
-def ubatch_of(name: str, options: Namespace) -> int:
-    """Rows of a micro-batch."""
-    if options.ubatch_size is not None:
-        return int(options.ubatch_size)
-    return 2 if options.tiny else UBATCH_TOKENS // row_of(name, options)
-
-
 def clipping_of(mode: str) -> float:
     """Its max_grad_norm."""
     return 0.0 if mode == "eager" else 1.0
@@ -151,7 +147,8 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
         self.trace: Path | None = None
         self.averages: Averages | None = None
         """Of the measured steps, of an `L2LTrainer`."""
-        self.clocks: dict[str, Any] | None = None
+        self.asked: subprocess.Popen[str] | None = None
+        """For the clocks, in the step after those that are measured."""
         self.least_available = 0
         """Bytes that the host had left, as seen at the ends of steps."""
         self.ends: list[float] = []
@@ -174,7 +171,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
         if len(self.ends) == self.options.warmup and eps is not None:
             eps.timeline.averages()  # forgets those before
         elif len(self.ends) == self.options.warmup + self.options.steps:
-            self.clocks = environment.clocks()
+            self.asked = environment.asked_for_clocks()
             self.averages = None if eps is None else eps.timeline.averages()
             if self.trace is not None and eps is not None:
                 trace_from_now(eps.timeline, self.trace)
@@ -189,7 +186,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc]
             **{name: None if self.averages is None else getattr(self.averages, name) for name in waits},
             "device_bytes": torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None,
             **{"host_bytes": peak_process_bytes(), "least_available_host_bytes": self.least_available},
-            "clocks": self.clocks,
+            "clocks": environment.clocks(self.asked),
         }
 
 
@@ -318,14 +315,19 @@ def expected(
 ) -> dict[str, Any]:
     """What the package expects of the case of a row with these options: the peaks, and with figures of the machine the
     time of a step. `model` is on the meta device; the process had so many bytes `before` there was a true one."""
-    device = execution_device(None)
+    device, mode = execution_device(None), MODES[row["mode"]]
     if stream.shares_host_memory(device):
         return {}
-    length = row_of(row["model"], options)
-    rows = row["tokens"] // length
+    length, ubatch = row_of(row["model"], options), ubatch_of(row["model"], options)
+    rows = row["tokens"] // length if mode.l2l is not None else ubatch
     ids = torch.empty((rows, length), dtype=torch.int64, device="meta")
     labels = ids if is_decoder(model) else torch.empty(rows, dtype=torch.int64, device="meta")
     run = RunShapes(model, config, {"input_ids": ids, "labels": labels}, device=device, autocast=autocast)
+    if mode.l2l is None:
+        plain = estimate_of(run, config)
+        # The estimate is that of one micro-batch. The second one finds the gradients of the first.
+        kept = plain.gradients if row["tokens"] > rows * length else 0
+        return {"device_bytes": kept + (plain.plain_checkpointing if mode.checkpoints else plain.plain)}
     state, report, _ = report_of(run, config)
     found: dict[str, Any] = {"device_bytes": run.most(config)}
     found["host_bytes"] = phases_of_l2l(run, config, state, report)["train"].host + before
@@ -346,8 +348,10 @@ def chosen_attention(device: torch.device, heads: int, width: int, is_causal: bo
     """The kernel, or "A without gradients, B with them"."""
     found = []
     for needs in (False, True):
-        given = [torch.randn(2, heads, 128, width, device=device).bfloat16().requires_grad_(needs) for _ in range(3)]
         try:
+            given = [
+                torch.randn(2, heads, 128, width, device=device).bfloat16().requires_grad_(needs) for _ in range(3)
+            ]
             with torch.set_grad_enabled(needs):
                 number = torch._fused_sdp_choice(*given, is_causal=is_causal)
             found.append(str(torch.nn.attention.SDPBackend(number).name) if number >= 0 else "-")
@@ -369,16 +373,19 @@ def measured(
 
     The model and its trainer, and what they hold, live as long as this generator.
     """
-    like, remaining, before = on_meta(name, options.tiny), list(tokens), process_bytes()[0]
-    failure, setting = refusal(like, mode, max(tokens), options, left_s)
+    remaining, before = list(tokens), process_bytes()[0]
     common: dict[str, Any] = {"model": name, "mode": mode, "title": MODES[mode].title, "steps": options.steps}
-    common |= {"host_setting": setting, "attention": attention_kernel(like), "failure": None}
+    common |= {"host_setting": {}, "attention": "-", "failure": None}
     start = time.perf_counter()
-    if failure is None:
-        try:
+    try:
+        like = on_meta(name, options.tiny)
+        failure, common["host_setting"] = refusal(like, mode, max(tokens), options, left_s)
+        common["attention"] = attention_kernel(like)
+        start = time.perf_counter()
+        if failure is None:
             model = quickly_made(name, options.tiny)
             run = run_fsdp if mode == "fsdp2" else run_trainer
-            for found in run(model, name, mode, tokens, options, setting):
+            for found in run(model, name, mode, tokens, options, common["host_setting"]):
                 row = {**common, "tokens": remaining[0], **found, "case_s": time.perf_counter() - start}
                 row["tokens_per_s"] = row["tokens"] / row["mean_s"]
                 peak = peak_flop_per_s(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -388,18 +395,18 @@ def measured(
                 if config is not None:
                     try:
                         row["expected"] = expected(like, row, config, autocast, options, figures, before)
-                    except (RuntimeError, ValueError) as error:  # what was measured is of use without it
+                    except FAILURES as error:  # what was measured is of use without it
                         row["expected"] = {"failure": str(error)}
                 remaining.pop(0)
                 yield row
                 start = time.perf_counter()
-        except torch.OutOfMemoryError:
-            failure = "out of memory"
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the other cases are still of use
-            traceback.print_exc()
-            failure = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        except MemoryError as error:
-            failure = f"out of host memory{f': {error}' if str(error) else ''}"
+    except torch.OutOfMemoryError:
+        failure = "out of memory"
+    except FAILURES as error:
+        traceback.print_exc()
+        failure = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except MemoryError as error:
+        failure = f"out of host memory{f': {error}' if str(error) else ''}"
     for each in remaining:
         yield {**common, "tokens": each, "failure": failure, "case_s": time.perf_counter() - start}
 
@@ -415,7 +422,7 @@ def run_trainer(
     with tempfile.TemporaryDirectory() as folder:
         is_traced = options.traces is not None and kind.l2l is not None and len(tokens) == 1
         trace = Path(folder, "trace.json") if is_traced else None
-        count = options.warmup + options.steps + (trace is not None)
+        count = options.warmup + options.steps + 1
         try:
             trainer = trainer_for(model, name, mode, tokens, options, folder, count, setting)
             trainer.add_callback(steps)
@@ -433,7 +440,9 @@ def run_trainer(
                     trainer.args.per_device_train_batch_size = trainer._train_batch_size = rows
                 trainer.train()
                 plan = trainer._l2l_plan.plan if mode == "planned" else None
-                config = None if kind.l2l is None else l2l_config(trainer.args) if plan is None else plan.config
+                config = plan.config if plan is not None else None
+                if config is None and not kind.bf16_weights:  # for which there is no estimate
+                    config = L2LConfig() if kind.l2l is None else l2l_config(trainer.args)
                 yield {
                     **steps.figures(),
                     "attach_s": attach_s,
@@ -507,8 +516,8 @@ def document(rows: list[dict[str, Any]], where: dict[str, Any], options: Namespa
             "",
             environment.description(where),
             "",
-            f"Random weights and tokens; micro-batches of {UBATCH_TOKENS:,} tokens; stash on the {options.stash}; "
-            f"{options.steps} measured steps after {options.warmup}.",
+            f"Random weights and tokens; micro-batches of {UBATCH_TOKENS:,} tokens, except those of a plan; stash "
+            f"on the {options.stash}; {options.steps} measured steps after {options.warmup}.",
             "",
             case_table(rows),
             "",

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from benchmarks import environment
-from benchmarks.throughput_models import MODELS, RandomTokens
+from benchmarks.throughput_models import RandomTokens, row_of, ubatch_of
 from hf_l2l.memory.host_limits import peak_process_bytes
 from hf_l2l.model.stacks import find_stacks
 
@@ -31,7 +31,7 @@ from hf_l2l.model.stacks import find_stacks
 def one_rank(device_type: str) -> Iterator[None]:
     """Inside, this process is a process group. gloo sums its host tensors: norms of gradients, for clipping."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")  # a borrowed machine may have no other network
+        os.environ.setdefault(name, "lo")  # the machine may have no other network
     store = distributed.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -71,7 +71,7 @@ def run_fsdp(
 ) -> Iterator[dict[str, Any]]:
     """Train as `Trainer` does, once for each number of tokens; yields figures of each row."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    length = 16 if options.tiny else MODELS[name][2]
+    length = row_of(name, options)
     data = RandomTokens(model, max(tokens) // length, length)
     with one_rank(device_type):
         start = time.perf_counter()
@@ -79,7 +79,8 @@ def run_fsdp(
         attach_s = time.perf_counter() - start
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
         for each in tokens:
-            rows, micro_batches = each // length, max(each // (16 * 2 if options.tiny else 8192), 1)
+            rows = each // length
+            micro_batches = rows // ubatch_of(name, options)
             loaded = torch.utils.data.default_collate([data[index] for index in range(rows)])
             batches = [
                 {key: tensor.chunk(micro_batches)[number].to(device_type) for key, tensor in loaded.items()}
@@ -89,18 +90,20 @@ def run_fsdp(
             if device_type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds, least = [], psutil.virtual_memory().available
-            for _ in range(options.warmup + options.steps):
+            for number in range(options.warmup + options.steps + 1):
+                if number == options.warmup + options.steps:
+                    asked = environment.asked_for_clocks()
                 start = time.perf_counter()
                 step(model, optimizer, batches)
                 if device_type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
                 least = min(least, psutil.virtual_memory().available)
-            measured = seconds[options.warmup :]
+            measured = seconds[options.warmup : -1]
             yield {
                 **{"mean_s": sum(measured) / len(measured), "fastest_s": min(measured), "slowest_s": max(measured)},
                 **dict.fromkeys(("upload_s", "download_s", "eps_s", "bound")),
                 "device_bytes": torch.cuda.max_memory_allocated() if device_type == "cuda" else None,
                 **{"host_bytes": peak_process_bytes(), "least_available_host_bytes": least},
-                **{"clocks": environment.clocks(), "attach_s": attach_s},
+                **{"clocks": environment.clocks(asked), "attach_s": attach_s},
             }

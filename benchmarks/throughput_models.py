@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -44,8 +45,22 @@ PEAKS = (
 """A part of a device's name -> its peak FLOP/s for bf16 matrices without sparsity, by NVIDIA's data sheets. The first
 that fits counts."""
 
+UBATCH_TOKENS = 8192
+"""Of a micro-batch, where the option does not say how many rows it has."""
 PATTERN = 1_000_003
 """Random numbers that large weights repeat; a prime, so that no two rows of a matrix are equal."""
+
+
+def row_of(name: str, options: Namespace) -> int:
+    """Tokens of a row."""
+    return 16 if options.tiny else MODELS[name][2]
+
+
+def ubatch_of(name: str, options: Namespace) -> int:
+    """Rows of a micro-batch."""
+    if options.ubatch_size is not None:
+        return int(options.ubatch_size)
+    return 2 if options.tiny else UBATCH_TOKENS // row_of(name, options)
 
 
 def made(name: str, tiny: bool, **changes: Any) -> nn.Module:

@@ -135,6 +135,9 @@ def test_the_driver_is_asked_of_its_own_tool(monkeypatch, tmp_path):
     tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && echo 570.86.15\n')
     tool.chmod(0o755)
     assert environment.driver_version() == "570.86.15"
+    tool.write_text("#!/bin/sh\necho 1980, 2619, 40, 690.10\n")
+    asked = environment.asked_for_clocks()
+    assert environment.clocks(asked)["power.draw"] == "690.10"
     tool.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
     assert environment.driver_version() is None
 

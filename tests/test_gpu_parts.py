@@ -48,7 +48,7 @@ def test_the_probe_is_rehearsed(tmp_path):
     assert probed["page-locking"]["code"] == 0
     second = probed["second registration of the same address"]
     assert (second["code"], second["next_kernel"]) == (712, "ran")
-    assert {"link_up, bytes/s", "dram, bytes/s", "attention"} <= probed.keys()
+    assert {"link_up, bytes/s", "dram, bytes/s", "attention, FLOP/s"} <= probed.keys()
     assert (
         (tmp_path / "gpu.md").read_text().startswith("# A few minutes of sim:0, a rehearsal: its figures mean nothing")
     )
@@ -60,8 +60,10 @@ def test_all_parts_are_rehearsed(tmp_path):
     assert [row["name"] for row in gpu_report.of_kind(rows, "part")] == list(gpu.PLAN)
     assert [row["part"] for row in gpu_report.of_kind(rows, "process")] == ["probe", "8b", "1b-fsdp2"]
     plain = next(row for row in gpu_report.of_kind(rows, "case") if row["mode"] == "trainer")
-    assert "expected" not in plain
-    assert gpu_report.against_the_estimate(plain).endswith("| - | - | - |")
+    cells = gpu_report.against_the_estimate(plain).strip("| ").split(" | ")
+    assert cells[3] == cells[5] == "-" and "estimate" in cells[4], "there is one of the device's peak alone"
+    without = {row["mode"] for row in gpu_report.of_kind(rows, "case") if "expected" not in row}
+    assert without == {"bf16-weights", "fsdp2"}
     cases = [part.case for part in gpu.PLAN.values() if part.case is not None]
     expected = [(case.model, case.mode) for case in cases for _ in case.tokens]
     assert [(row["model"], row["mode"]) for row in gpu_report.of_kind(rows, "case")] == expected
@@ -80,10 +82,21 @@ def test_all_parts_are_rehearsed(tmp_path):
 # ---- the plan
 
 
-def test_the_plan_is_over_in_time():
-    assert gpu.assumed_s(list(gpu.PLAN)) <= 60 * gpu.parsed([]).minutes == 570
-    assert gpu.starts(list(gpu.PLAN)) == ["probe", "8b", "1b-fsdp2"]
-    assert gpu.assumed_s(["1b-cmp"]) == gpu.FIRST_START_S + gpu.PLAN["1b-cmp"].seconds + gpu.END_S
+def test_the_plan_is_over_in_time(stub, monkeypatch, capsys):
+    """A rehearsal says so if it is not."""
+    monkeypatch.setenv("QUICK", "")
+    assert 60 * gpu.parsed([]).minutes == 570
+    assert gpu.main(["--rehearse", "--out", str(stub)]) == 0
+    rows = gpu_rows.read(stub / "gpu.jsonl")
+    assert [row["part"] for row in gpu_report.of_kind(rows, "process")] == ["probe", "8b", "1b-fsdp2"]
+    starts = gpu.FIRST_START_S + 2 * gpu.START_S
+    assert gpu_report.seconds(rows)[-1][2] == sum(p.seconds for p in gpu.PLAN.values()) + starts + gpu.END_S <= 570
+    monkeypatch.setitem(gpu.PLAN, "1b-cmp", gpu.PLAN["1b-cmp"]._replace(seconds=600.0))
+    capsys.readouterr()
+    assert gpu.main(["1b-cmp", "--rehearse", "--out", str(stub)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "the plan: 640 s are assumed for an H100, at most 570 s are there"
+    )
 
 
 def test_the_smoke_tests_are_there():
@@ -130,6 +143,12 @@ print("gpu_worker: ready", flush=True)
 for line in sys.stdin:
     name, left_s = line.split()
     write("ran", name=name, pid=os.getpid())
+    if "QUICK" in os.environ:
+        name = ""
+    if "DYING" in os.environ:
+        write("begun", name=str(os.getpid()))
+        time.sleep(0.5)
+        os._exit(1)
     if name == "1b-trainer":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         write("child", pid=child.pid)
@@ -155,7 +174,7 @@ for line in sys.stdin:
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a call whose worker measures nothing: one part never ends, one ends its process, and so do two
-    tests out of three."""
+    tests out of three. With QUICK all parts end at once, with DYING every test ends its process."""
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(gpu, "WORKER", tmp_path / "stub.py")
     return tmp_path / "out"
@@ -200,6 +219,31 @@ def test_tests_go_on_in_another_process(stub):
     outcomes = [(row["name"], row["outcome"]) for row in gpu_report.of_kind(rows, "test")]
     assert outcomes == [("a", "passed"), ("b", "died"), ("c", "passed")]
     assert how_of(stub) == {"smoke": "ended"} and len(gpu_report.of_kind(rows, "process")) == 3
+
+
+def test_tests_that_end_their_processes_have_the_time_of_one_part(stub, monkeypatch):
+    """Whatever number of processes that takes."""
+    monkeypatch.setenv("DYING", "")
+    monkeypatch.setattr(gpu, "START_S", 1.0)
+    monkeypatch.setattr(gpu, "MOST_PROCESSES", 10**6)
+    monkeypatch.setitem(gpu.PLAN, "smoke", gpu.PLAN["smoke"]._replace(seconds=-8.0))  # twice that, and 20 s: 4 s
+    assert gpu.main(["smoke", "--out", str(stub)]) == 1
+    rows = gpu_rows.read(stub / "gpu.jsonl")
+    assert {row["outcome"] for row in gpu_report.of_kind(rows, "test")} == {"died"}
+    [part] = gpu_report.of_kind(rows, "part")
+    assert part["seconds"] < 60, "the call has 570"
+
+
+def test_a_page_that_cannot_be_made_ends_no_part(stub, monkeypatch, capsys):
+    def fail(*args: Any) -> str:
+        raise KeyError("tokens_per_s")
+
+    monkeypatch.setattr(gpu_report, "page", fail)
+    assert gpu.main(["probe", "1b-cmp", "--out", str(stub)]) == 1
+    assert how_of(stub) == {"probe": "ended", "1b-cmp": "ended"}
+    printed = capsys.readouterr().out.splitlines()
+    assert "gpu.md is not written: KeyError: 'tokens_per_s'" in printed
+    assert printed[-1] == "gpu.md after 1b-cmp: KeyError: 'tokens_per_s'"
 
 
 def test_a_part_that_needs_all_memory_has_a_process_of_its_own(stub):
@@ -339,7 +383,9 @@ def test_what_differs_from_the_estimate_is_bold():
 def test_the_profile_tells_launches_from_computation():
     profile = {"kind": "profile", "busy_share": 0.6}
     row = {"mode": "cmp", "bound": "compute"}
-    assert gpu_report.bound_of({"mode": "trainer", "bound": None}, [profile]).startswith("all is on the device")
+    assert gpu_report.bound_of({"mode": "trainer", "bound": None}, [profile]).startswith(
+        "not measured (the model is on"
+    )
     assert gpu_report.bound_of(row, [profile]).startswith("launches (the device is busy for 60%")
     assert gpu_report.bound_of(row, [{**profile, "busy_share": 0.97}]) == "compute"
     assert gpu_report.bound_of({**row, "bound": "host update"}, [profile]) == "host update"

@@ -21,7 +21,7 @@ import transformers as hf
 
 import hf_l2l
 from benchmark_output import columns, refused
-from benchmarks import environment, gpu_report, gpu_rows, throughput, throughput_models
+from benchmarks import environment, gpu_report, gpu_rows, throughput, throughput_fsdp, throughput_models
 from hf_l2l.runtime.tensors import size_text
 
 
@@ -82,7 +82,7 @@ def test_one_trainer_has_a_row_for_each_number_of_tokens(mode, monkeypatch):
         assert row["failure"] is None and row["tokens_per_s"] == row["tokens"] / row["mean_s"]
         totals.append((row["tokens"], sum(seen)))
         seen.clear()
-    assert totals == [(128, 3 * 128), (64, 3 * 64)]
+    assert totals == [(128, 4 * 128), (64, 4 * 64)], "one before those that are measured, and one after them"
 
 
 def test_the_document_says_where_it_ran(monkeypatch, capsys):
@@ -148,6 +148,9 @@ def test_cases_without_time_or_memory_are_rows(monkeypatch, capsys):
         (torch.OutOfMemoryError("no more"), "out of memory"),
         (MemoryError("no more"), "out of host memory: no more"),
         (RuntimeError("no such kernel\nmore words"), "failed: RuntimeError: no such kernel"),
+        (KeyError("size"), "failed: KeyError: 'size'"),
+        (AssertionError("odd"), "failed: AssertionError: odd"),
+        (ZeroDivisionError("no steps"), "failed: ZeroDivisionError: no steps"),
     ],
 )
 def test_a_case_that_fails_is_a_row(error, words, monkeypatch, capsys):
@@ -164,6 +167,29 @@ def test_a_case_that_fails_is_a_row(error, words, monkeypatch, capsys):
     first, second = columns(capsys.readouterr().out)
     assert first[3:] == [words, *["-"] * 10]
     assert second[4] == "-", "there is nothing to compare with"
+
+
+@pytest.mark.parametrize("name", ["refusal", "attention_kernel"])
+def test_a_case_that_fails_before_it_begins_is_a_row(name, monkeypatch):
+    def fail(*args: Any) -> None:
+        raise IndexError("no stack")
+
+    monkeypatch.setattr(throughput, name, fail)
+    rows = list(throughput.measured("llama-1b", "trainer", (128, 64), throughput.parsed([*CASE, "trainer"])))
+    assert [(row["tokens"], row["failure"]) for row in rows] == [
+        (tokens, "failed: IndexError: no stack") for tokens in (128, 64)
+    ]
+    assert throughput.case_table(rows).count("no stack") == 2
+
+
+def test_fsdp2_has_the_micro_batches_that_are_asked_for(monkeypatch):
+    seen: list[int] = []
+    step = throughput_fsdp.step
+    monkeypatch.setattr(
+        throughput_fsdp, "step", lambda *args: (seen.extend(len(b["input_ids"]) for b in args[2]), step(*args))
+    )
+    throughput.main([*CASE, "fsdp2", "--ubatch-size", "1"])
+    assert seen == 3 * 4 * [1]
 
 
 def test_operations_are_counted_by_shape_and_peaks_known_by_name():

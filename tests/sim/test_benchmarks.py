@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -79,30 +78,30 @@ def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_p
 def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
     rows, locked = {}, page_locked_bytes()
     with page_lock_limit(locked):
-        found = gpu_probe.run(
-            Namespace(tiny=True), tmp_path / "figures.json", lambda name, **values: rows.update({name: values})
-        )
+        found = gpu_probe.run(True, tmp_path / "figures.json", lambda name, **values: rows.update({name: values}))
     assert not found and not (tmp_path / "figures.json").exists()
     assert rows.keys() == {"page-locking"} and rows["page-locking"]["code"] == 2
     assert page_locked_bytes() == locked
 
 
-def test_a_planned_training_and_a_profile_are_rehearsed(tmp_path: Path):
+def test_trainings_and_a_profile_are_rehearsed(tmp_path: Path):
     """The peak of the device is what the estimate says; rates of tiny sizes mean nothing."""
     enable_simulated_accelerator("64GiB")
     parts = gpu_worker.Parts(tmp_path, tiny=True)
     try:
-        assert [parts.run(name, 500.0) for name in ("probe", "1b-planned", "profile")] == ["ended"] * 3
+        assert [parts.run(name, 500.0) for name in ("probe", "1b-whole", "1b-planned", "profile")] == ["ended"] * 4
         parts.forget()
     finally:
         enable_simulated_accelerator()
     rows = gpu_rows.read(tmp_path / "gpu.jsonl")
-    [planned], [profile] = gpu_report.of_kind(rows, "case"), gpu_report.of_kind(rows, "profile")
+    [whole, planned], [profile] = gpu_report.of_kind(rows, "case"), gpu_report.of_kind(rows, "profile")
     assert planned["plan"].startswith("plan for 57.6 GiB of device memory: ") and planned["tokens"] == 128
     assert planned["expected"]["step_s"] > 0 and planned["expected"]["host_bytes"] > 0
     assert planned["device_bytes"] == pytest.approx(planned["expected"]["device_bytes"], rel=0.1)
+    assert whole["device_bytes"] == pytest.approx(whole["expected"].pop("device_bytes"), rel=0.1)
+    assert not whole["expected"], "the package has no other estimate of `Trainer`"
     assert profile["seconds"] > 0
-    text = gpu_report.page(rows, "python3 benchmarks/gpu.py")
+    text = gpu_report.page([row for row in rows if row is not whole], "python3 benchmarks/gpu.py")
     [estimated] = columns(text.partition("## What bounds them")[2].partition("\n- ")[0])
     assert all("estimate" in cell for cell in estimated[3:])
     with zipfile.ZipFile(tmp_path / "traces.zip") as packed:
