@@ -298,13 +298,16 @@ class Machine(RuleBasedStateMachine):
         random = torch.get_rng_state()
         buffers = {name: each.clone() for name, each in ours.model.named_buffers()}
 
+        fails = forward
+
         def fail(*_: Any) -> None:
-            raise InterruptedError_
+            if fails:
+                raise InterruptedError_
 
         layer = ours.layers[seed % len(ours.layers)]
+        handle = layer.register_forward_pre_hook(fail)  # before the forward: others are refused in the backward
         loss = None if forward else ours.model(**batch).loss
-        handle = layer.register_forward_pre_hook(fail)
-        raised = False
+        fails, raised = True, False
         try:
             with ours.eps.accumulate():  # eager updates would have begun
                 (ours.model(**batch).loss if loss is None else loss).backward()
