@@ -19,6 +19,7 @@ from torch import _weights_only_unpickler, nn
 from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.rnn import RNNBase
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -121,6 +122,12 @@ def keeps_statistics(module: nn.Module) -> bool:
 def mixes_rows(module: nn.Module) -> bool:
     """Whether `module` normalizes over the rows of its batch (`torch.nn.modules.batchnorm._BatchNorm`)."""
     return isinstance(module, _BatchNorm)
+
+
+def has_kernels_without_gradients(module: nn.Module) -> bool:
+    """Whether `module` may run other kernels where no gradients are computed: the fused forward of attention and of
+    the encoder layer of `torch.nn`, and recurrent layers (`torch.nn.modules.rnn.RNNBase`)."""
+    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | RNNBase)
 
 
 def is_in_checkpoints(module: nn.Module, buffer: str) -> bool:

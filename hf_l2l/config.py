@@ -42,6 +42,7 @@ GradDtype = Literal["fp32", "16bit"]
 MomentDtype = Literal["fp32", "bf16"]
 HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
+CheckRecompute = Literal["raise", "warn", "off"]
 Resident = Literal["none", "shell", "all"]
 ResidentUpdate = Literal["device", "host"]
 ChunkedLoss = Literal["auto", "off"]
@@ -154,6 +155,12 @@ class L2LConfig(OptionNames):
         'What becomes of a step whose gradients are not all finite, in fp32 and bf16: "raise" a `NonFiniteError` that '
         'names step and layer, or "skip" and count the step (`skipped_steps` in the logs; the scheduler waits). fp16 '
         "always skips.",
+    )
+    check_recompute: CheckRecompute = _described(
+        "raise",
+        "What becomes of a layer whose recompute gives other outputs than its forward, and so gradients of another "
+        'computation: "raise" an error that names the layer, or "warn". The first call of each kind and one in a '
+        'hundred later ones are compared, by sums of their outputs. "off" compares nothing, for benchmarks.',
     )
     resident: Resident = _described(
         "none",
@@ -334,6 +341,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "resident": (Resident, "use 'shell' where the device has room for the state of embeddings and heads"),
     "resident_update": (ResidentUpdate, "use 'host' for the bits of a run in which nothing is resident"),
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
+    "check_recompute": (CheckRecompute, "use 'warn' to go on with gradients of another computation"),
     "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
     "head_device": (HeadDevice, "use 'first' for the bits of one device"),
     "state_tier": (StateTier, "use 'disk' for a model whose state host memory does not hold"),

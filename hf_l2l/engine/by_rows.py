@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import saves_tensors_by_hooks, tables_of
 from hf_l2l.engine.model_call import ModelCall
+from hf_l2l.engine.recompute_check import CallCheck
 from hf_l2l.engine.relay import Relay, let_go_of_engine, refuse_second_backward
 from hf_l2l.engine.splitting import ERRORS_OF_MODELS, buffers_kept
 from hf_l2l.engine.trials import WithoutDropout, same_results
 from hf_l2l.eps.pending import settle
 from hf_l2l.model.batch_dims import Ubatch, cannot_split
 from hf_l2l.model.kept_state import KeptState
-from hf_l2l.model.layer_state import as_if_not_run
+from hf_l2l.model.layer_state import Known, LayerState, as_if_not_run
 from hf_l2l.rows.functions import BY_ROWS, rows_of, unchanged
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, put_rows, runs_by_rows, uploaded_rows
 from hf_l2l.rows.row_modules import parts_have_hooks
@@ -59,6 +60,10 @@ class _Call:
     passing: Passing
     rng: list[RngState | None] = field(default_factory=list)
     """Per ubatch, the state of the generators before it ran; None if it drew no random numbers."""
+    state: LayerState = field(default_factory=lambda: LayerState([], Known(draws={False: False})))
+    """What the forward computes with beside arguments, weights and torch's generators; of a function, nothing."""
+    check: CallCheck | None = None
+    """Compares its recompute with its forward; None if this call is not checked."""
 
     def rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch) -> list[torch.Tensor]:
         """The rows `ubatch` of its tensor arguments, where they are."""
@@ -93,6 +98,7 @@ class ByRows:
         self.embeddings = embeddings
         self._is_inside = False
         """Whether a call by ubatches runs now, whose parts run in it."""
+        self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, float | None]] = weakref.WeakKeyDictionary()
         """By kind of call, the bytes of the result for each element of the first argument with rows; None for calls
         that cannot be run by ubatches."""
@@ -131,6 +137,17 @@ class ByRows:
         weights = _weights_of(module)
         with self.inside():
             if self._passes_on(module, call, tensors):
+                known = self._known.setdefault(module, Known())
+                call.state = LayerState(list(module.modules()), known)
+                call.check = self.relay.check.of_call(
+                    known,
+                    (module.training, call.autocast),
+                    module,
+                    call.name,
+                    ubatches=len(call.ubatches),
+                    device=self.relay.device,
+                    dtypes=call.autocast.enabled_dtypes,
+                )
                 return _Node.apply(call, self, len(tensors), *tensors, *weights)  # type: ignore[no-untyped-call]
         return forward(*args, **kwargs)
 
@@ -309,11 +326,15 @@ class _Node(torch.autograd.Function):
                 rows = [stash.fetch(t).detach() for t in call.rows(arguments, ubatch)]
                 stash.fetch_ahead(call.rows_of_turn(arguments, turn + 1))
                 before = compute_state.get_rng_state(device)
-                found = call.execute(rows).detach()
+                with call.state.ubatch():
+                    found = call.execute(rows).detach()
+                if call.check is not None:
+                    call.check.forward(turn, [found])
                 call.rng.append(before if compute_state.get_rng_state(device) != before else None)
                 if whole is None:
                     whole = _rows_for(found, call, stash, max(waiting, default=0))
                 put_rows(found, whole, slice(*ubatch))
+        call.state.end_forward()
         result: torch.Tensor = whole
         return result
 
@@ -322,6 +343,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_backward(ctx)
         call, owner, relay, count = ctx.call, ctx.engine, ctx.engine.relay, ctx.count
+        call.state.refuse_other_hooks(call.name)
         saved = ctx.saved_tensors  # once: activation checkpointing gives them once
         needed = ctx.needs_input_grad[3:]
         inputs = _Inputs(call, relay.stash, saved[:count], needed[:count], ctx.from_host)
@@ -335,6 +357,7 @@ class _Node(torch.autograd.Function):
             compute_state.rng_state_kept(relay.device),
             relay.shell.resumed(call.root),
             owner.inside(),
+            call.state.put_back(),
         ):
             for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
                 rows = relay.stash.fetch(host_of(gradient)[slice(*ubatch)])
@@ -343,8 +366,12 @@ class _Node(torch.autograd.Function):
                 relay.stash.fetch_ahead(following + call.rows_of_turn(saved[:count], turn + 1))
                 if rng is not None:
                     compute_state.set_rng_state(rng, relay.device)
-                with torch.enable_grad(), sums:
+                call.state.set_generators(turn)
+                checked = nullcontext() if call.check is None else call.check.recomputing(turn)
+                with torch.enable_grad(), sums, checked:
                     outputs = call.execute(leaves)
+                if call.check is not None:
+                    call.check.recompute(turn, [outputs])
                 found = sums.add(outputs, rows, [leaves[i] for i in inputs.needed])
                 inputs.collect(found, ubatch)
         results = sums.results()

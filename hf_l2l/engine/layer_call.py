@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.device.device_weights import uploaded
 from hf_l2l.device.layer_device import LayerDevice
+from hf_l2l.engine.recompute_check import CallCheck
 from hf_l2l.engine.trials import WithoutDropout, evaluating, same_results
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
@@ -76,6 +77,8 @@ class LayerCall:
     """What a run has left in attributes of the layer, until it is known whether that matters."""
     state: LayerState | None = None
     """What its forward has computed with beside arguments, weights and torch's generators."""
+    check: CallCheck | None = None
+    """Compares its recompute with its forward; None if this call is not checked."""
     kept: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Its tensor arguments in the stash, which live as long as its graph."""
     split: Split | None = None

@@ -29,6 +29,7 @@ from hf_l2l.device.slots import LayerSums, WeightSlots
 from hf_l2l.engine.in_turn import device_of, holds_tensors, refusing_writes_to_copies, versions
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.model_call import ModelCall
+from hf_l2l.engine.recompute_check import CallCheck, RecomputeCheck
 from hf_l2l.engine.shell import Shell
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.sweeps import InputGradients, KeptGraph, Tensors, backward_of_graph, backward_sweep, forward_sweep
@@ -134,6 +135,7 @@ class Relay:
         stashed = max(1, sum(not unit.place.keeps_input for unit in eps.masters.layer_units))
         tiers = Tiers(config, devices, eps.memory, layers=stashed, bytes_to_come=eps.bytes_of_first_step)
         self.devices, self.stash = layer_devices(config, devices, eps, tiers, shell.lane)
+        self.check = RecomputeCheck(config.check_recompute, eps.backwards)
         self.prefetch = Prefetch(self.devices, eps, is_on=config.prefetch)
         self.boundary = Boundary(config, devices)
         shell.runs_plainly = len(devices) == 1
@@ -251,6 +253,8 @@ class Relay:
         one of its device."""
         keeps_graph = for_backward and call.unit.place.keeps_graph
         as_recomputed = for_backward and call.draws and not keeps_graph
+        if for_backward and not keeps_graph:
+            call.check = self._check_of(call)
         with (
             self.shell.one_thread.in_layer(),
             call.at.running(draws=True, on_own_stream=call.on_own_stream),
@@ -272,6 +276,19 @@ class Relay:
         if keeps_graph and call.unit.keeps.places:
             call.warn_of_what_it_keeps()
         return outputs
+
+    def _check_of(self, call: LayerCall) -> CallCheck | None:
+        """What checks the recompute of a call, if it is one of those that are checked."""
+        compute = self.eps.copies.precision.dtype
+        return self.check.of_call(
+            call.unit.known,
+            (call.layer.training, call.split is None, tuple(call.tensor_positions), call.autocast),
+            call.layer,
+            call.unit.name,
+            ubatches=len(call.ubatches),
+            device=call.device,
+            dtypes=(*call.autocast.enabled_dtypes, *([] if compute is None else [compute])),
+        )
 
     def _forward_that_may_draw(self, call: LayerCall, sources: Tensors, weights: DeviceWeights) -> list[torch.Tensor]:
         """The forward of a layer that has drawn no random numbers so far: under `no_grad`, which takes the least time.

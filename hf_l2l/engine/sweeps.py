@@ -75,6 +75,8 @@ def forward_sweep(
                 rows = graph.leaves(rows, call.input_dims)
             with state.ubatch() if state is not None and not again else nullcontext():
                 outputs = call.execute(rows)
+            if call.check is not None and for_backward and graph is None:
+                call.check.forward(turn, outputs)
             if graph is not None:
                 graph.ubatches.append((rows, outputs))
             if as_recomputed or graph is not None:
@@ -189,10 +191,14 @@ def backward_sweep(
             if rng is not None:
                 compute_state.set_rng_state(rng, call.device)
             state.set_generators(turn)
-            with call.autocast.entered():  # not around the backward, whose results autocast would round
+            checked = nullcontext() if call.check is None else call.check.recomputing(turn)
+            with checked, call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
             if call.unit.keeps.places:
                 call.warn_of_what_it_keeps()
+            call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
+            if call.check is not None:
+                call.check.recompute(turn, outputs)
             _backward(call, outputs, gradients, ubatch, inputs.stash)
             inputs.collect(leaves, ubatch)
             del leaves, outputs  # so that the device holds the activations of one ubatch at a time
@@ -230,7 +236,6 @@ def _backward(
     keep: bool = False,
 ) -> None:
     """Run backward from the outputs of one ubatch, with the rows of `gradients` that belong to it."""
-    call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
     roots, root_gradients = [], []
     for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if gradient is None or not output.requires_grad:

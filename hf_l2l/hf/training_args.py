@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from hf_l2l.checkpoint import reserved
 from hf_l2l.config import (
     BoundaryPlace,
+    CheckRecompute,
     ChunkedLoss,
     Cmp,
     EpsUpdate,
@@ -97,6 +98,7 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_state_dir: str | None = _as_configured("state_dir")
     l2l_state_window: int = _as_configured("state_window")
     l2l_nonfinite: Nonfinite = _as_configured("nonfinite")
+    l2l_check_recompute: CheckRecompute = _as_configured("check_recompute")
     l2l_resident: Resident = _as_configured("resident")
     l2l_resident_layers: int = _as_configured("resident_layers")
     l2l_resident_update: ResidentUpdate = _as_configured("resident_update")

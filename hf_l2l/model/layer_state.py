@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,12 +27,14 @@ calls reach the engine. The mode of a module is like any other attribute."""
 
 @dataclass
 class Known:
-    """What the first forwards of a layer have shown of it, by mode: training (True) or evaluation."""
+    """What the forwards of a layer have shown of it, by mode: training (True) or evaluation."""
 
     draws: dict[bool, bool] = field(default_factory=dict)
     """Whether it draws random numbers that are not of torch's default generators."""
     buffers: dict[bool, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """The buffers that it writes to."""
+    calls: dict[Hashable, int] = field(default_factory=dict)
+    """Kind of call -> how many of them have been made for a backward."""
 
 
 class LayerState:
@@ -41,7 +43,7 @@ class LayerState:
     def __init__(self, modules: Sequence[nn.Module], known: Known) -> None:
         """Made before the forward; `known` is of the layer, and learns."""
         self._modules, self._known = modules, known
-        self._mode = modules[0].training
+        self._mode = bool(modules) and modules[0].training
         self._attributes = Attributes(modules)
         self._generators = _own_generators(modules) if known.draws.get(self._mode, True) else []
         self._buffers = _Buffers(modules, known.buffers.get(self._mode))

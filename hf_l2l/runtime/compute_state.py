@@ -31,6 +31,11 @@ class AutocastState:
         types = sorted({device.type, HOST.type})
         return cls(tuple([(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]))
 
+    @classmethod
+    def off(cls, device: torch.device) -> AutocastState:
+        """Settings without autocast for `device` and for the host."""
+        return cls(tuple([(t, False, dtype) for t, _, dtype in cls.current(device).settings]))
+
     @property
     def enabled_dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes that autocast computes in; empty if it is off."""

@@ -88,6 +88,12 @@ def simulated_bytes(device: torch.device) -> tuple[int, int]:
     return (0, 0) if ask is None else ask()
 
 
+def runs_host_kernels(device: torch.device) -> bool:
+    """Whether kernels of the host compute on `device`, which is the host or a simulated device: the same operations on
+    the same values give the same bits."""
+    return device.type == "cpu" or hasattr(device_module(device), "simulated_bytes")
+
+
 def shares_host_memory(device: torch.device) -> bool:
     """Whether an upload to `device` is a view of the master instead of a copy."""
     return device.type == "cpu"

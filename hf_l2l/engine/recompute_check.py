@@ -1,0 +1,225 @@
+"""The check that a recompute gives what its forward gave.
+
+The loss is that of the forward, and the gradients are those of the recompute. If a layer computes with something that
+changes in between, they do not belong together, and nothing else shows it. So some calls are checked: sums of the
+outputs of a few ubatches, with fixed signs, are kept from the forward to the backward, and compared there on the
+device. They take some bytes per layer, whatever the size of the outputs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hf_l2l.compat import has_kernels_without_gradients, is_compiled
+from hf_l2l.config import CheckRecompute
+from hf_l2l.model.layer_state import Known
+from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.runtime.backward_callbacks import Backwards
+from hf_l2l.runtime.compute_state import AutocastState
+
+EVERY = 100
+"""Of the calls of one kind, the first one is checked, and then one in so many."""
+
+
+class _Compared(NamedTuple):
+    """The comparison of one ubatch of a layer call."""
+
+    layer: str
+    differs: torch.Tensor
+    """Whether the recompute gave other outputs: a bool on the device, 0-dim."""
+    computed: stream.Point | None
+    """The point after which it is there."""
+
+
+class RecomputeCheck:
+    """Decides which recomputes of one model are checked, and tells the program of layers whose outputs differ.
+
+    What is found is read when the backward is over. As errors in hooks of autograd are, it is raised by
+    `optimizer.step()`, or else by the next call of the model.
+    """
+
+    def __init__(self, mode: CheckRecompute, backwards: Backwards) -> None:
+        """`mode` says what becomes of a difference; `backwards` are those of the model."""
+        self._mode = mode
+        self._compared: list[_Compared] = []
+        """Those of the backward that runs."""
+        self._warned: set[str] = set()
+        backwards.call(at_end=self._tell, at_failure=self._forget)
+
+    def of_call(
+        self,
+        known: Known,
+        kind: Hashable,
+        layer: nn.Module,
+        name: str,
+        *,
+        ubatches: int,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+    ) -> CallCheck | None:
+        """What checks a call that a backward may follow; None if it is not checked.
+
+        Args:
+            known: what is known of the layer, which counts its calls.
+            kind: equal for calls of the layer that compute alike.
+            layer: the module that is called.
+            name: its name in messages.
+            ubatches: the number of ubatches of the call.
+            device: the device that computes it.
+            dtypes: those in which it may compute, beside the ones of its outputs.
+        """
+        if self._mode == "off":
+            return None
+        count = known.calls.get(kind, 0)
+        known.calls[kind] = count + 1
+        if count % EVERY:
+            return None
+        return CallCheck(self, layer, f"{name} (a {type(layer).__name__})", ubatches, device, dtypes)
+
+    def add(self, layer: str, differs: torch.Tensor, device: torch.device) -> None:
+        """A recompute is being compared on the current stream of `device`."""
+        self._compared.append(_Compared(layer, differs, stream.record(device)))
+
+    def _tell(self) -> None:
+        """Read the comparisons of a backward that is over.
+
+        Raises:
+            RuntimeError: if a recompute differs, unless a warning is wanted.
+        """
+        compared, self._compared = self._compared, []
+        by_device: dict[torch.device, list[_Compared]] = {}
+        for each in reversed(compared):  # the first layer first
+            stream.wait(each.computed, wait_reasons.RECOMPUTE_COMPARED, host=True, on=each.differs.device)
+            by_device.setdefault(each.differs.device, []).append(each)
+        found: list[str] = []
+        for those in by_device.values():
+            flags = torch.stack([each.differs for each in those]).tolist()  # one copy
+            found += [each.layer for each, differs in zip(those, flags, strict=True) if differs]
+        if not set(found) - self._warned:
+            return
+        names = list(dict.fromkeys(found))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text = (
+            f"the recompute of a layer must give the outputs of its forward, since its gradients are those of the "
+            f"recompute (those of {names[0]}{more} differ). Usual causes: a random number generator that is neither "
+            "torch's, Python's nor NumPy's; a counter, a global or another object that the layer reads and something "
+            "changes; a buffer, an attribute or a hook that is changed between the forward and backward(). Make the "
+            "layer depend on its arguments and weights alone, or train this model without L2L; check_recompute='warn' "
+            "goes on all the same"
+        )
+        if self._mode == "raise":
+            raise RuntimeError(text)
+        self._warned.update(names)
+        warnings.warn(text, stacklevel=2)
+
+    def _forget(self) -> None:
+        self._compared.clear()
+
+
+class CallCheck:
+    """Compares the recompute of one call with its forward, in the first and in the last ubatch."""
+
+    def __init__(
+        self,
+        owner: RecomputeCheck,
+        layer: nn.Module,
+        name: str,
+        ubatches: int,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """See `RecomputeCheck.of_call`."""
+        self._owner, self._name, self._device, self._dtypes = owner, name, device, dtypes
+        self._turns = {0, ubatches - 1}
+        self._sums: dict[int, list[torch.Tensor]] = {}
+        """The number of a ubatch -> the sums of each output of its forward."""
+        # On the host, the same operations give the same bits, unless other kernels run without gradients.
+        self.to_the_bit = stream.runs_host_kernels(device) and not any(
+            is_compiled(each) or has_kernels_without_gradients(each) for each in layer.modules()
+        )
+
+    def forward(self, turn: int, outputs: Sequence[torch.Tensor]) -> None:
+        """The forward of ubatch number `turn` gave these `outputs`, on the device."""
+        if turn in self._turns:
+            self._sums[turn] = [_sums(out, self._device) for out in outputs if _is_compared(out)]
+
+    def recomputing(self, turn: int) -> AbstractContextManager[Any]:
+        """Inside, ubatch number `turn` is recomputed."""
+        return _WatchingAttention(self) if self.to_the_bit and turn in self._turns else nullcontext()
+
+    def recompute(self, turn: int, outputs: Sequence[torch.Tensor]) -> None:
+        """The recompute of ubatch number `turn` gave these `outputs`, as many as the forward."""
+        if turn not in self._turns:
+            return
+        now = [out for out in outputs if _is_compared(out)]
+        then = self._sums[turn]
+        if len(now) != len(then):  # another device or dtype
+            differs = [torch.ones((), dtype=torch.bool, device=self._device)]
+        else:
+            differs = [self._differ(sums, out) for sums, out in zip(then, now, strict=True)]
+        if differs:
+            self._owner.add(self._name, torch.stack(differs).any(), self._device)
+
+    def _differ(self, then: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        now = _sums(output, self._device)
+        equal = (now == then) | (now.isnan() & then.isnan())
+        if not self.to_the_bit:
+            # Half of the digits agree, those of the dtype with the fewest: kernels may add in another order each time.
+            eps = max(torch.finfo(dtype).eps for dtype in (output.dtype, *self._dtypes))
+            equal |= (now - then).abs() <= eps**0.5 * then[1]
+        return ~equal.all()
+
+
+class _WatchingAttention(TorchFunctionMode):
+    """Inside, attention with a mask that requires a gradient (a bias that trains) shows that bits may differ: torch
+    chooses the kernel by that."""
+
+    def __init__(self, check: CallCheck) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            if mask is not None and mask.requires_grad:
+                self._check.to_the_bit = False
+        return func(*args, **kwargs)
+
+
+def _is_compared(output: torch.Tensor) -> bool:
+    is_number = output.is_floating_point() or output.is_complex()
+    return is_number and output.layout is torch.strided and output.numel() > 0
+
+
+def _sums(output: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sum of an output with fixed signs, and its norm: two numbers, in fp32 or wider.
+
+    Of two outputs that differ by random amounts with the norm d, these sums differ by about d, too.
+    """
+    with torch.no_grad(), AutocastState.off(device).entered():
+        values = torch.view_as_real(output) if output.is_complex() else output
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+        rows = values.detach().reshape(-1, values.shape[-1] if values.dim() else 1)
+        of_rows = torch.mv(rows, _signs(rows.shape[1], rows)).to(wide)
+        total = torch.dot(of_rows, _signs(len(of_rows), of_rows))
+        return torch.stack([total, torch.linalg.vector_norm(values.detach(), dtype=wide)])
+
+
+def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
+    """So many numbers, each 1 or -1, on the device and in the dtype of `like`: the same ones each time.
+
+    They are computed, and not kept: memory of the device would have to be waited for by each stream that reads it.
+    Random generators stay as they are.
+    """
+    number = torch.arange(count, device=like.device)
+    # A bit of a quadratic function: neighbours, and numbers at a fixed distance, have independent signs.
+    return (1 - 2 * ((number * number * 40503 + number * 12289) >> 13 & 1)).to(like.dtype)
