@@ -19,7 +19,6 @@ from torch import _weights_only_unpickler, nn
 from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.rnn import RNNBase
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -105,6 +104,32 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def forward_hooks_of(module: nn.Module) -> dict[int, tuple[Callable[..., Any], bool]]:
+    """The forward hooks of `module` by their keys, and whether each takes the arguments by keyword, too
+    (`Module._forward_hooks` and `_forward_hooks_with_kwargs`)."""
+    return {key: (hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()}
+
+
+@contextmanager
+def forward_hooks_replaced(module: nn.Module, hooks: Mapping[int, tuple[Callable[..., Any], bool]]) -> Iterator[None]:
+    """Inside, `module` has these hooks, in the form of `forward_hooks_of`, and no others."""
+    before = module._forward_hooks, module._forward_hooks_with_kwargs
+    module._forward_hooks = OrderedDict((key, hook) for key, (hook, _) in hooks.items())
+    module._forward_hooks_with_kwargs = OrderedDict(
+        (key, True) for key, (_, with_kwargs) in hooks.items() if with_kwargs
+    )
+    try:
+        yield
+    finally:
+        module._forward_hooks, module._forward_hooks_with_kwargs = before
+
+
+def collects_for_transformers(hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook is one by which transformers collects attentions and the like, on all models
+    (`transformers.utils.output_capturing`)."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def saves_tensors_by_hooks() -> bool:
     """Whether `torch.autograd.graph.saved_tensors_hooks` are set, as inside activation checkpointing.
 
@@ -122,12 +147,6 @@ def keeps_statistics(module: nn.Module) -> bool:
 def mixes_rows(module: nn.Module) -> bool:
     """Whether `module` normalizes over the rows of its batch (`torch.nn.modules.batchnorm._BatchNorm`)."""
     return isinstance(module, _BatchNorm)
-
-
-def has_kernels_without_gradients(module: nn.Module) -> bool:
-    """Whether `module` may run other kernels where no gradients are computed: the fused forward of attention and of
-    the encoder layer of `torch.nn`, and recurrent layers (`torch.nn.modules.rnn.RNNBase`)."""
-    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | RNNBase)
 
 
 def is_in_checkpoints(module: nn.Module, buffer: str) -> bool:

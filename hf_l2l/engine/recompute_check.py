@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from hf_l2l.compat import has_kernels_without_gradients, is_compiled
 from hf_l2l.config import CheckRecompute
 from hf_l2l.model.layer_state import Known
 from hf_l2l.runtime import stream, wait_reasons
@@ -82,7 +78,7 @@ class RecomputeCheck:
         known.calls[kind] = count + 1
         if count % EVERY:
             return None
-        return CallCheck(self, layer, f"{name} (a {type(layer).__name__})", ubatches, device, dtypes)
+        return CallCheck(self, f"{name} (a {type(layer).__name__})", ubatches, device, dtypes)
 
     def add(self, layer: str, differs: torch.Tensor, device: torch.device) -> None:
         """A recompute is being compared on the current stream of `device`."""
@@ -125,12 +121,15 @@ class RecomputeCheck:
 
 
 class CallCheck:
-    """Compares the recompute of one call with its forward, in the first and in the last ubatch."""
+    """Compares the recompute of one call with its forward, in the first and in the last ubatch.
+
+    The forward runs in grad mode, as the recompute, so that both run the same kernels: torch chooses some of them by
+    whether a gradient is needed.
+    """
 
     def __init__(
         self,
         owner: RecomputeCheck,
-        layer: nn.Module,
         name: str,
         ubatches: int,
         device: torch.device,
@@ -141,19 +140,12 @@ class CallCheck:
         self._turns = {0, ubatches - 1}
         self._sums: dict[int, list[torch.Tensor]] = {}
         """The number of a ubatch -> the sums of each output of its forward."""
-        # On the host, the same operations give the same bits, unless other kernels run without gradients.
-        self.to_the_bit = stream.runs_host_kernels(device) and not any(
-            is_compiled(each) or has_kernels_without_gradients(each) for each in layer.modules()
-        )
+        self._to_the_bit = stream.runs_host_kernels(device)
 
     def forward(self, turn: int, outputs: Sequence[torch.Tensor]) -> None:
         """The forward of ubatch number `turn` gave these `outputs`, on the device."""
         if turn in self._turns:
             self._sums[turn] = [_sums(out, self._device) for out in outputs if _is_compared(out)]
-
-    def recomputing(self, turn: int) -> AbstractContextManager[Any]:
-        """Inside, ubatch number `turn` is recomputed."""
-        return _WatchingAttention(self) if self.to_the_bit and turn in self._turns else nullcontext()
 
     def recompute(self, turn: int, outputs: Sequence[torch.Tensor]) -> None:
         """The recompute of ubatch number `turn` gave these `outputs`, as many as the forward."""
@@ -171,28 +163,11 @@ class CallCheck:
     def _differ(self, then: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         now = _sums(output, self._device)
         equal = (now == then) | (now.isnan() & then.isnan())
-        if not self.to_the_bit:
+        if not self._to_the_bit:
             # Half of the digits agree, those of the dtype with the fewest: kernels may add in another order each time.
             eps = max(torch.finfo(dtype).eps for dtype in (output.dtype, *self._dtypes))
             equal |= (now - then).abs() <= eps**0.5 * then[1]
         return ~equal.all()
-
-
-class _WatchingAttention(TorchFunctionMode):
-    """Inside, attention with a mask that requires a gradient (a bias that trains) shows that bits may differ: torch
-    chooses the kernel by that."""
-
-    def __init__(self, check: CallCheck) -> None:
-        super().__init__()
-        self._check = check
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-            if mask is not None and mask.requires_grad:
-                self._check.to_the_bit = False
-        return func(*args, **kwargs)
 
 
 def _is_compared(output: torch.Tensor) -> bool:

@@ -252,9 +252,9 @@ class Relay:
         """Run the forward of one layer, whose tensor arguments are `sources`, overlapped with the upload of the next
         one of its device."""
         keeps_graph = for_backward and call.unit.place.keeps_graph
-        as_recomputed = for_backward and call.draws and not keeps_graph
         if for_backward and not keeps_graph:
             call.check = self._check_of(call)
+        as_recomputed = for_backward and (call.draws or call.check is not None) and not keeps_graph
         with (
             self.shell.one_thread.in_layer(),
             call.at.running(draws=True, on_own_stream=call.on_own_stream),
@@ -270,6 +270,8 @@ class Relay:
                 outputs = self._forward_that_may_draw(call, sources, weights)
             else:
                 outputs = forward_sweep(call, sources, weights, for_backward=for_backward, as_recomputed=as_recomputed)
+        if any(state is not None for state in call.rng):
+            call.unit.drawing_modes.add(call.layer.training)
         self.prefetch.late()
         if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(sources)
@@ -303,7 +305,6 @@ class Relay:
         drew = next((state for state in call.rng if state is not None), None)
         if drew is None:
             return outputs
-        call.unit.drawing_modes.add(call.layer.training)
         if versions(sources) != before:
             return outputs  # the layer has written into its arguments, so that this call cannot be repeated
         del outputs  # so that the device holds the outputs of one sweep at a time

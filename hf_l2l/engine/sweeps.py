@@ -191,8 +191,7 @@ def backward_sweep(
             if rng is not None:
                 compute_state.set_rng_state(rng, call.device)
             state.set_generators(turn)
-            checked = nullcontext() if call.check is None else call.check.recomputing(turn)
-            with checked, call.autocast.entered():  # not around the backward, whose results autocast would round
+            with call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
             if call.unit.keeps.places:
                 call.warn_of_what_it_keeps()

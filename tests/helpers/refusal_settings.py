@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "state_tier": "ssd",
     "state_window": 2,
     "nonfinite": "ignore",
+    "check_recompute": "always",
     "resident": "layers",
     "resident_layers": -1,
     "resident_update": "auto",

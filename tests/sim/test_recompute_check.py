@@ -123,7 +123,7 @@ def restored_by_nobody(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "between"),
     [*((kind, None) for kind in (*DRAWING, *CHANGING)), (Drops, evaluates), (Block, changes_a_number)],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", "nothing"),
 )
 def test_it_finds_whatever_else_is_put_back(kind, between, device):
     once = step(made(kind), device=device)
@@ -174,6 +174,7 @@ def two_devices():
     enable_simulated_accelerator()
 
 
+@pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
 @pytest.mark.usefixtures("two_devices")
 def test_a_difference_is_found_on_each_of_several_devices():
     once = step(made(ReadsAGlobal), device=["sim:0", "sim:1"], ubatch_size=2)
