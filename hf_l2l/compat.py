@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -104,24 +104,40 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def forward_hooks_of(module: nn.Module) -> dict[int, tuple[Callable[..., Any], bool]]:
-    """The forward hooks of `module` by their keys, and whether each takes the arguments by keyword, too
-    (`Module._forward_hooks` and `_forward_hooks_with_kwargs`)."""
-    return {key: (hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()}
+class ModuleHooks(NamedTuple):
+    """The hooks that run when one module is called, by their keys, and which of them take arguments by keyword
+    (`Module._forward_pre_hooks`, `_forward_hooks`, and the same names with `_with_kwargs`)."""
+
+    before: dict[int, Callable[..., Any]]
+    before_with_kwargs: dict[int, bool]
+    after: dict[int, Callable[..., Any]]
+    after_with_kwargs: dict[int, bool]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleHooks:
+        """Copies of the tables of `module` as they are now."""
+        return cls(*(OrderedDict(getattr(module, name)) for name in _HOOK_TABLES))
+
+    @contextmanager
+    def put_in(self, module: nn.Module) -> Iterator[None]:
+        """Inside, `module` has these hooks and no others."""
+        before = [getattr(module, name) for name in _HOOK_TABLES]
+        for name, table in zip(_HOOK_TABLES, self, strict=True):
+            setattr(module, name, table)
+        try:
+            yield
+        finally:
+            for name, table in zip(_HOOK_TABLES, before, strict=True):
+                setattr(module, name, table)
 
 
-@contextmanager
-def forward_hooks_replaced(module: nn.Module, hooks: Mapping[int, tuple[Callable[..., Any], bool]]) -> Iterator[None]:
-    """Inside, `module` has these hooks, in the form of `forward_hooks_of`, and no others."""
-    before = module._forward_hooks, module._forward_hooks_with_kwargs
-    module._forward_hooks = OrderedDict((key, hook) for key, (hook, _) in hooks.items())
-    module._forward_hooks_with_kwargs = OrderedDict(
-        (key, True) for key, (_, with_kwargs) in hooks.items() if with_kwargs
-    )
-    try:
-        yield
-    finally:
-        module._forward_hooks, module._forward_hooks_with_kwargs = before
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+)
+NO_HOOKS = ModuleHooks({}, {}, {}, {})
 
 
 def collects_for_transformers(hook: Callable[..., Any]) -> bool:

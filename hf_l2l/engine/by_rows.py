@@ -343,7 +343,6 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_backward(ctx)
         call, owner, relay, count = ctx.call, ctx.engine, ctx.engine.relay, ctx.count
-        call.state.refuse_other_hooks(call.name)
         saved = ctx.saved_tensors  # once: activation checkpointing gives them once
         needed = ctx.needs_input_grad[3:]
         inputs = _Inputs(call, relay.stash, saved[:count], needed[:count], ctx.from_host)

@@ -7,7 +7,6 @@ backward sweep.
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,9 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.container_writes import Containers, write
-from hf_l2l.model.kept_state import KeptState, is_made_before_each_use, is_started_anew, is_tensor, kept_as_it_was
+from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.model.layer_state import LayerState, as_if_not_run, own_generators_kept
+from hf_l2l.model.observing_hooks import ObservingHooks
 from hf_l2l.rows.host_rows import Passing, host_of
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.compute_state import AutocastState, RngState
@@ -51,6 +51,8 @@ class LayerCall:
     spec: pytree.TreeSpec
     at: LayerDevice
     """The device that it runs on, and what belongs to it."""
+    hooks: ObservingHooks
+    """Forward hooks inside the layer that are called after it."""
     autocast: AutocastState
     copies: Copies
     input_shapes: list[torch.Size]
@@ -116,7 +118,8 @@ class LayerCall:
         shapes = [arguments[i].shape for i in positions]
         needed = [arguments[i].requires_grad for i in positions]
         autocast = AutocastState.current(at.device)
-        return cls(unit, forward, static, positions, spec, at, autocast, copies, shapes, needed)
+        hooks = ObservingHooks(unit.modules, unit.known.hooks)
+        return cls(unit, forward, static, positions, spec, at, hooks, autocast, copies, shapes, needed)
 
     @property
     def device(self) -> torch.device:
@@ -160,22 +163,33 @@ class LayerCall:
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         containers = Containers((args, kwargs), self.leaves)
-        with CapturedOutputs(self.captured_keys) as captured, self._state_as_found():
+        with (
+            CapturedOutputs(self.captured_keys) as captured,
+            self.hooks.collected() as observed,
+            self._state_as_found(),
+        ):
             output = self.forward(*args, **kwargs)
         self.captured_keys = captured.keys
-        outputs, self.output_spec = flatten((output, captured.taken, containers.written()))
+        outputs, self.output_spec = flatten((output, captured.taken, containers.written(), observed))
         self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
         return [outputs[i] for i in self.output_positions]
 
-    def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any]) -> Any:
-        """Build the layer's return value from its tensor outputs, pass captured ones to the model's collector, and
-        write into the `containers` of the arguments what the layer has written into its own."""
+    def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any], *, is_replay: bool = False) -> Any:
+        """Build the layer's return value from its tensor outputs, call the hooks that observe it, pass captured
+        outputs to the model's collector, and write into the `containers` of the arguments what the layer has written
+        into its own. In a replay, no hook is called.
+
+        Raises:
+            HookChanges: if a hook has to run inside the layer; nothing has been written then.
+        """
         assert self.output_spec is not None
         leaves = list(self.output_leaves)
         for position, tensor in zip(self.output_positions, outputs, strict=True):
             leaves[position] = tensor
-        output, captured, written = pytree.tree_unflatten(leaves, self.output_spec)
+        output, captured, written, observed = pytree.tree_unflatten(leaves, self.output_spec)
+        if not is_replay:
+            self.hooks.call(observed)
         CapturedOutputs.deliver(captured)
         write(written, containers)
         return output
@@ -325,22 +339,6 @@ class LayerCall:
                 f"{', '.join(f'{type(m).__name__}.{name}' for m, name in written)}); train this model without L2L"
             )
         self.unit.keeps.places = written
-
-    def warn_of_what_it_keeps(self) -> None:
-        """Warn, once, if its recompute has left tensors with a graph: a loss that is computed of what the forward has
-        left gets no gradient."""
-        kept, self.unit.keeps.places = self.unit.keeps.places, []
-        names = [
-            f"{type(m).__name__}.{name}"
-            for m, name in kept or ()
-            if getattr(vars(m).get(name), "grad_fn", None) and not is_made_before_each_use(m, name)
-        ]
-        if names:
-            warnings.warn(
-                f"a {type(self.layer).__name__} keeps {', '.join(names)}, which gets no gradient under L2L: if the "
-                "loss depends on it, train this model without L2L; else keep it with .detach()",
-                stacklevel=2,
-            )
 
     @contextmanager
     def refusing_writes_to_arguments(self) -> Iterator[None]:

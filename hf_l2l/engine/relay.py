@@ -41,6 +41,8 @@ from hf_l2l.memory.device_memory import BOUNDARY, KEPT_GRAPHS, KEPT_WEIGHTS, MAS
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
 from hf_l2l.model.container_writes import containers_of
+from hf_l2l.model.layer_state import BeforeRun
+from hf_l2l.model.observing_hooks import HookChanges
 from hf_l2l.rows.host_rows import HostRows, memory_behind
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
@@ -111,6 +113,7 @@ class _RelayNode(torch.autograd.Function):
                     f"the changed ones (got a {type(ctx.call.layer).__name__} that does); make it change a copy, or "
                     "train this model without L2L"
                 )
+            ctx.call.hooks.refuse_kept_gradients()
             there = ctx.call.given_back(gradients)
             with ctx.call.at.running(draws=False):
                 inputs = InputGradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.places, there)
@@ -182,13 +185,25 @@ class Relay:
         memory.holds(BOUNDARY, memory_behind(tensors))
         with RaisedIn("the forward of", call.unit.name), self.eps.timeline.at(layer):
             execute = partial(call.execute_once, keep_buffers=True)
-            call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, execute)
+            call.split = self.splitter.split_for(
+                root, call.unit, arguments, spec, kwargs, tensors, execute, collected=call.hooks.kind
+            )
+            before = BeforeRun(call.unit.modules, at.device) if call.hooks.deferred else None
             outputs = self._execute(root, call, tensors)
             memory.holds(BOUNDARY, memory_behind(outputs))
-        call.output_kinds = [(out.shape, out.dtype) for out in outputs]
+            call.output_kinds = [(out.shape, out.dtype) for out in outputs]
+            try:
+                output = call.assemble(outputs, containers)
+            except HookChanges:  # only seen now: the layer runs again, with the hook inside
+                assert before is not None, "a hook was called after the layer"
+                before.restore()
+                call.unit.known.calls.clear()  # what is computed now has not been compared yet
+                if call.in_graph:
+                    self.eps.expect_no_more(call.unit)
+                return self._run(root, layer, forward, args, kwargs)
         root.layer_calls.append(call)
         root.weights.upload_ahead(len(root.layer_calls))
-        return call.assemble(outputs, containers)
+        return output
 
     def _run_plainly(self, unit: MasterUnit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the forward of a layer as without L2L, with its buffers on the device."""
@@ -275,8 +290,6 @@ class Relay:
         self.prefetch.late()
         if for_backward and call.unit.keeps.places is None:
             call.learn_what_it_keeps(sources)
-        if keeps_graph and call.unit.keeps.places:
-            call.warn_of_what_it_keeps()
         return outputs
 
     def _check_of(self, call: LayerCall) -> CallCheck | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
+from hf_l2l.compat import version_kept
 from hf_l2l.device.device_weights import DeviceWeights
 from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
@@ -22,6 +24,9 @@ from hf_l2l.stash.boundary import FOR_THE_MODEL
 from hf_l2l.stash.stash import Stash
 
 Tensors = Sequence[torch.Tensor]
+
+
+_SAME_OUTPUTS = "make it return the same outputs with and without gradients, or set ubatch_size to None"
 
 
 def forward_sweep(
@@ -69,9 +74,10 @@ def forward_sweep(
             before = compute_state.get_rng_state(call.device) if for_backward and graph is None else None
             rows = [stash.fetch(t) for t in call.input_rows(sources, ubatch)]
             stash.fetch_ahead(call.rows_of_turn(sources, turn + 1))
-            if as_recomputed or graph is not None:
-                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, call.needed, strict=True)]
+            if as_recomputed:
+                rows = [_in_dead_end(t) if each else t for t, each in zip(rows, call.needed, strict=True)]
             if graph is not None:
+                rows = [t.detach().requires_grad_(each) for t, each in zip(rows, call.needed, strict=True)]
                 rows = graph.leaves(rows, call.input_dims)
             with state.ubatch() if state is not None and not again else nullcontext():
                 outputs = call.execute(rows)
@@ -86,11 +92,30 @@ def forward_sweep(
             if ubatch is None or call.split is None:
                 joined.tensors = [joined.whole(out) for out in outputs]
                 break
-            call.check_number(outputs, len(call.split.outputs.dims), "set ubatch_size to None for such layers")
+            call.check_number(outputs, len(call.split.outputs.dims), _SAME_OUTPUTS)
             joined.add(call.split, outputs, ubatch)
     if state is not None and not again:
         state.end_forward()
     return joined.tensors
+
+
+def _in_dead_end(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, which require a gradient; a backward that arrives here is refused. As what a layer before
+    returns, and unlike a leaf, it may be written to."""
+    with torch.enable_grad(), version_kept(tensor):
+        same: torch.Tensor = _DeadEnd.apply(tensor.detach(), torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+    return same
+
+
+class _DeadEnd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)  # the tensor itself, and no view of it
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        compute_state.refuse_backward(gradient)
 
 
 class KeptGraph:
@@ -102,11 +127,23 @@ class KeptGraph:
         self.ubatches: list[tuple[Tensors, Tensors]] = []
         self.shared: dict[int, torch.Tensor] = {}
         """Arguments without rows, by their number: each is one leaf for all ubatches."""
+        self.is_in_backward = False
+        """Whether the backward of the layer runs."""
 
     def leaves(self, rows: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
         """The tensor arguments of a ubatch as leaves, of which `rows` are fresh ones."""
         leaves = enumerate(zip(rows, dims, strict=True))
-        return [self.shared.setdefault(i, row) if dim is None else row for i, (row, dim) in leaves]
+        found = [self.shared.setdefault(i, row) if dim is None else row for i, (row, dim) in leaves]
+        for leaf in found:
+            if leaf.requires_grad:
+                leaf.register_hook(self._refuse_others)
+        return found
+
+    def _refuse_others(self, gradient: torch.Tensor) -> None:
+        """A gradient arrives at a leaf of a ubatch: of a backward of the layer, or of another one that goes through
+        its inside, which would be lost."""
+        if not self.is_in_backward:
+            compute_state.refuse_backward(gradient)
 
     def take(self, turn: int, *, keep: bool) -> tuple[Tensors, Tensors]:
         """Leaves, whose gradients are gone, and outputs of ubatch number `turn`; unless `keep`, nothing else has them
@@ -177,7 +214,6 @@ def backward_sweep(
     """
     state = call.state
     assert state is not None, "a call that is recomputed has had a forward"
-    state.refuse_other_hooks(type(call.layer).__name__)
     with (
         # The recompute must not change the random numbers that the program draws after backward.
         compute_state.rng_state_kept(call.device),
@@ -193,9 +229,7 @@ def backward_sweep(
             state.set_generators(turn)
             with call.autocast.entered():  # not around the backward, whose results autocast would round
                 outputs = call.execute(leaves)
-            if call.unit.keeps.places:
-                call.warn_of_what_it_keeps()
-            call.check_number(outputs, len(gradients), "make it return the same outputs with and without gradients")
+            call.check_number(outputs, len(gradients), _SAME_OUTPUTS)
             if call.check is not None:
                 call.check.recompute(turn, outputs)
             _backward(call, outputs, gradients, ubatch, inputs.stash)
@@ -220,7 +254,11 @@ def backward_of_graph(
         for turn, ubatch in enumerate(call.ubatches):
             inputs.fetch_after(turn)
             leaves, outputs = graph.take(turn, keep=keep)
-            _backward(call, outputs, gradients, ubatch, inputs.stash, keep=keep)
+            graph.is_in_backward = True
+            try:
+                _backward(call, outputs, gradients, ubatch, inputs.stash, keep=keep)
+            finally:
+                graph.is_in_backward = False
             inputs.collect(leaves, ubatch)
             del leaves, outputs  # so that the memory of each ubatch is freed
 

@@ -85,13 +85,6 @@ def is_started_anew(place: Place) -> bool:
     return name in STARTED_ANEW.get(type(module).__name__, ())
 
 
-def is_made_before_each_use(module: nn.Module, name: str) -> bool:
-    """Whether a hook of `torch.nn.utils` computes the attribute before each forward of the module: a weight that is
-    normalized or pruned."""
-    hooks = [h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")]
-    return any(name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)) for hook in hooks)
-
-
 @contextmanager
 def kept_as_it_was(places: Iterable[Place]) -> Iterator[None]:
     """Give these attributes their values back after the block."""

@@ -1,8 +1,8 @@
 """What a layer computes with beside its arguments, its weights and torch's generators.
 
 A recompute must find what the forward has found. What can be put back, is: plain attributes of the modules, such as a
-mode, a counter or a temperature; the generators of Python and NumPy, and those of torch that a module has of its own;
-and buffers that the layer itself writes to. Hooks that are other ones than in the forward are refused.
+mode, a counter or a temperature; hooks; the generators of Python and NumPy, and those of torch that a module has of
+its own; and buffers that the layer itself writes to. What cannot is found by `engine.recompute_check`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_l2l.compat import keeps_statistics
-from hf_l2l.runtime.compute_state import ProgramRng
+from hf_l2l.compat import NO_HOOKS, ModuleHooks, has_forward_hooks, keeps_statistics
+from hf_l2l.runtime.compute_state import ProgramRng, get_rng_state, set_rng_state
 
 _OF_MODULES = (frozenset(vars(nn.Module())) | {"_hf_hook", "_old_forward", "forward"}) - {"training"}
 """Attributes that every module has, its tables of parameters, buffers, submodules and hooks, and those through which
@@ -33,6 +33,8 @@ class Known:
     """Whether it draws random numbers that are not of torch's default generators."""
     buffers: dict[bool, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """The buffers that it writes to."""
+    hooks: set[object] = field(default_factory=set)
+    """The code of forward hooks that have to run inside it."""
     calls: dict[Hashable, int] = field(default_factory=dict)
     """Kind of call -> how many of them have been made for a backward."""
 
@@ -49,7 +51,7 @@ class LayerState:
         self._buffers = _Buffers(modules, known.buffers.get(self._mode))
         self._draws: list[Draws | None] = []
         """Of each ubatch, what the generators were before it; None if it has drawn nothing from them."""
-        self._hooks: list[Any] = []
+        self._hooks: dict[nn.Module, ModuleHooks] = {}
 
     @contextmanager
     def ubatch(self) -> Iterator[None]:
@@ -67,26 +69,26 @@ class LayerState:
         self._known.draws.setdefault(self._mode, False)
         self._known.draws[self._mode] |= any(draws is not None for draws in self._draws)
         self._known.buffers[self._mode] = self._buffers.keep_written()
-        self._hooks = _hooks_of(self._modules)
+        self._hooks = self._hooks_now()
 
-    def refuse_other_hooks(self, name: str) -> None:
-        """Raise RuntimeError if modules of the layer, which is called `name`, have other hooks than in the forward."""
-        if _hooks_of(self._modules) != self._hooks:
-            raise RuntimeError(
-                f"a layer must have the same hooks in its forward and its backward, which computes it again (those of "
-                f"modules in a {name} were added or removed in between); add them before the forward and remove them "
-                "after backward(), or train this model without L2L"
-            )
+    def _hooks_now(self) -> dict[nn.Module, ModuleHooks]:
+        """The hooks inside the layer. Its own, if it is called in the relay, run outside."""
+        return {each: ModuleHooks.of(each) for each in self._modules[1:] if has_forward_hooks(each)}
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Inside, attributes and buffers are those of the forward; afterwards, and generators too, those of before the
-        block."""
+        """Inside, attributes, buffers and hooks are those of the forward; afterwards, and generators too, those of
+        before the block."""
         with ExitStack() as stack:
             if any(draws is not None for draws in self._draws):
                 stack.callback(Draws.now(self._generators).set, self._generators)
             stack.enter_context(self._attributes.put_back())
             stack.enter_context(self._buffers.put_back())
+            now = self._hooks_now()
+            for module in {**self._hooks, **now}:
+                then = self._hooks.get(module, NO_HOOKS)
+                if now.get(module) != then:
+                    stack.enter_context(then.put_in(module))
             yield
 
     def set_generators(self, turn: int) -> None:
@@ -163,6 +165,24 @@ def as_if_not_run(modules: Sequence[nn.Module]) -> Iterator[Callable[[], bool]]:
             yield lambda: attributes.have_changed() or bool(buffers.written())
         finally:
             attributes.restore()
+
+
+class BeforeRun:
+    """What a run of a layer may change, as it is before one: to undo the run."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        """`modules` are those of the layer, which draws on `device`."""
+        self._device = device
+        self._attributes, self._buffers = Attributes(modules), _Buffers(modules, None)
+        self._generators = _own_generators(modules)
+        self._draws, self._rng = Draws.now(self._generators), get_rng_state(device)
+
+    def restore(self) -> None:
+        """Undo the run."""
+        self._attributes.restore()
+        self._buffers.restore()
+        self._draws.set(self._generators)
+        set_rng_state(self._rng, self._device)
 
 
 @contextmanager
@@ -248,6 +268,13 @@ class _Buffers:
         self._values = self.written()
         return [(each.module, each.name) for each in self._values]
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the buffers these values."""
+        for each in self.written():
+            each.module._buffers[each.name] = each.buffer
+            each.buffer.copy_(each.value)
+
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Inside, the buffers have these values."""
@@ -259,12 +286,3 @@ class _Buffers:
         finally:
             for table, name, buffer in now:
                 table[name] = buffer
-
-
-def _hooks_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """The hooks of a forward, by module."""
-    return [
-        (number, tuple(module._forward_pre_hooks.items()), tuple(module._forward_hooks.items()))
-        for number, module in enumerate(modules)
-        if module._forward_pre_hooks or module._forward_hooks
-    ]

@@ -4,32 +4,25 @@ A layer runs ubatch by ubatch, without a graph, and once more in the backward. A
 that no gradient flows through, some of them twice. So it is called when the layer has run, once, with what it is given
 without L2L: arguments and output of its module, with all rows, which leave the layer as its outputs do.
 
-A hook that returns a value changes what its module gives, and has to run inside. That a hook does is seen when it is
-called for the first time.
+A hook that returns a value changes what its module gives, and has to run inside, and so does one that puts a hook on a
+tensor, whose gradient is known inside alone. This is seen when the hook is called for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import collects_for_transformers, forward_hooks_of, forward_hooks_replaced
+from hf_l2l.compat import ModuleHooks, collects_for_transformers, with_gradient_hooks
 
 Hook = Callable[..., Any]
-
-
-@dataclass
-class KnownHooks:
-    """Which hooks of a layer do what, by their code: a program may make a new function of it for each call."""
-
-    changing: set[object] = field(default_factory=set)
-    """They change what their module returns."""
-    observing: set[object] = field(default_factory=set)
 
 
 class Observed(NamedTuple):
@@ -43,69 +36,87 @@ class Observed(NamedTuple):
     """The arguments of the module; those by keyword, if the hook takes them; the output."""
 
 
+class HookChanges(Exception):
+    """A hook that was called after its layer has to run inside."""
+
+
 class ObservingHooks:
     """The hooks inside a layer that are called after it, as they were when one call of it began."""
 
-    def __init__(self, modules: Sequence[nn.Module], known: KnownHooks) -> None:
-        """`modules` are those of the layer, itself the first, whose own hooks torch calls outside of it."""
-        self._modules, self._known = modules, known
-        self._inside: dict[int, dict[int, tuple[Hook, bool]]] = {}
-        """The number of each module with such hooks -> all its hooks by their keys: hook, and whether it takes
-        arguments by keyword."""
+    def __init__(self, modules: Sequence[nn.Module], changing: set[object]) -> None:
+        """`modules` are those of the layer, itself the first, whose own hooks torch calls outside of it. Hooks with a
+        code in `changing`, which gains those that are found out, run inside: a program may make a new function of one
+        code for each call."""
+        self._modules, self._changing = modules, changing
+        self._all: dict[int, ModuleHooks] = {}
+        """The number of each module with such hooks -> all its hooks."""
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        """What hooks were given that has a gradient."""
         self.deferred: dict[tuple[int, int], Hook] = {}
         """Number of a module and key of a hook -> the hook that is called afterwards."""
         for number, module in enumerate(modules):
             if number == 0 or not module._forward_hooks:
                 continue
-            hooks = forward_hooks_of(module)
+            hooks = ModuleHooks.of(module)
             those = {
                 (number, key): hook
-                for key, (hook, _) in hooks.items()
-                if not collects_for_transformers(hook) and _code(hook) not in known.changing
+                for key, hook in hooks.after.items()
+                if not collects_for_transformers(hook) and _code(hook) not in changing
             }
             if those:
-                self._inside[number] = hooks
+                self._all[number] = hooks
                 self.deferred.update(those)
 
     @property
-    def are_known(self) -> bool:
-        """Whether all of them have been seen to observe only."""
-        return all(_code(hook) in self._known.observing for hook in self.deferred.values())
+    def kind(self) -> Hashable:
+        """Equal for calls of layers of the same classes with as many outputs for hooks."""
+        return tuple([number for number, _ in self.deferred])
 
     @contextmanager
     def collected(self) -> Iterator[list[Observed]]:
         """Inside, the layer runs without these hooks; yields what they are to be given, in the order of the calls."""
         taken: list[Observed] = []
         with ExitStack() as stack:
-            for number, hooks in self._inside.items():
-                instead = {
-                    key: (partial(_take, taken, number, key) if (number, key) in self.deferred else hook, with_kwargs)
-                    for key, (hook, with_kwargs) in hooks.items()
+            for number, hooks in self._all.items():
+                after = {
+                    key: partial(_take, taken, number, key) if (number, key) in self.deferred else hook
+                    for key, hook in hooks.after.items()
                 }
-                stack.enter_context(forward_hooks_replaced(self._modules[number], instead))
+                stack.enter_context(hooks._replace(after=after).put_in(self._modules[number]))
             yield taken
 
-    def call(self, observed: Sequence[Observed]) -> bool:
-        """Call the hooks. Returns False if one of them changes what its module returns: the layer has to run again.
+    def call(self, observed: Sequence[Observed]) -> None:
+        """Call the hooks.
 
         Raises:
-            RuntimeError: if a hook does that which has only observed so far.
+            HookChanges: if one of them changes what its module returns, or a gradient: the layer has to run again.
+            RuntimeError: if that is so after others have been called, which would be called twice.
         """
-        for number, key, args in observed:
+        for count, (number, key, args) in enumerate(observed):
             hook, module = self.deferred[number, key], self._modules[number]
-            code = _code(hook)
-            if hook(module, *args) is None:
-                self._known.observing.add(code)
+            given = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor) and t.requires_grad]
+            self._given += [weakref.ref(t) for t in given]
+            if hook(module, *args) is None and not with_gradient_hooks(given):
                 continue
-            if code in self._known.observing:
+            self._changing.add(_code(hook))
+            if count > 0:
                 raise RuntimeError(
-                    "a forward hook of a module inside a layer must either always or never return a value, which "
-                    f"decides where it is called (got one of a {type(module).__name__} that does so now, and did not "
-                    "before); return the output where it is not to be changed"
+                    "forward hooks inside a layer that change an output or a gradient must be called before those "
+                    f"that observe outputs, when the model meets them for the first time (got one of a "
+                    f"{type(module).__name__} that does, after others); call the model again: now it is known"
                 )
-            self._known.changing.add(code)
-            return False
-        return True
+            raise HookChanges
+
+    def refuse_kept_gradients(self) -> None:
+        """Raise RuntimeError if the program wants to keep the gradient of a tensor that a hook was given."""
+        for reference in self._given:
+            tensor = reference()
+            if tensor is not None and tensor.retains_grad:
+                raise RuntimeError(
+                    "the gradient of a tensor that a module inside a layer computed cannot be kept, since the layer "
+                    "is computed again (got retain_grad() of one that a forward hook was given); put a hook on the "
+                    "tensor in the forward hook, tensor.register_hook(...), which is given the gradient"
+                )
 
 
 def _take(taken: list[Observed], number: int, key: int, module: nn.Module, *args: Any) -> None:

@@ -180,7 +180,7 @@ def graph_without_tensors() -> Iterator[None]:
 
     The forward of non-reentrant activation checkpointing runs like this, too.
     """
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep_nothing, refuse_backward):
         yield
 
 
@@ -188,8 +188,14 @@ def _keep_nothing(tensor: torch.Tensor) -> None:
     return None
 
 
-def _refuse_backward(kept: None) -> NoReturn:
+def refuse_backward(kept: Any) -> NoReturn:
+    """Called by a backward that goes through the inside of a layer instead of its outputs.
+
+    Raises:
+        RuntimeError: always.
+    """
     raise RuntimeError(
         "a backward must go through the outputs of a layer, since the graph inside its forward keeps no tensors (got "
-        "one through a tensor that a layer computed and did not return); make the layer return it"
+        "one through a tensor that a layer computed and did not return); make the layer return it, or train this "
+        "model without L2L"
     )

@@ -160,17 +160,18 @@ def test_tensors_that_are_not_read(kind, ubatch_size):
                 assert all(block.unit.recurrent_states is None for block in ours.blocks)
 
 
-def test_a_loss_that_a_layer_keeps_is_told_of():
-    """The forward finds its value, but no gradient flows from it."""
+@pytest.mark.parametrize("kept_graphs", [0, 2])
+def test_a_loss_that_a_layer_keeps_is_told_of(kept_graphs):
+    """The forward finds its value, but no gradient would flow from it."""
     model = Stacked(Auxiliary)
     plain = copy.deepcopy(model)
-    attached(model, layer_classes=("Block",))
+    attached(model, layer_classes=("Block",), kept_graphs=kept_graphs)
     x = torch.randn(ROWS, WIDTH)
     expected, found = (each(x) + sum(block.last for block in each.blocks) for each in (plain, model))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    with pytest.warns(UserWarning, match="a Auxiliary keeps Auxiliary.last, which gets no gradient under L2L"):
+    with pytest.raises(RuntimeError, match="a backward must go through the outputs of a layer"):
         found.backward()
-    model(x).backward()  # and says so once
+    model(x).backward()
 
 
 def test_results_that_are_no_numbers_are_equal():

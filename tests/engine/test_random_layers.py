@@ -146,27 +146,30 @@ def modes(model: nn.Module) -> list[bool]:
     return found
 
 
-def test_grad_mode_is_for_layers_that_draw_alone():
+@pytest.mark.parametrize("check", ["raise", "off"])
+def test_grad_mode_is_for_layers_that_draw_and_for_calls_that_are_compared(check):
     model, batch = Stack(), torch.randn(6, WIDTH)
-    attached(model)
+    attached(model, check_recompute=check)
     step(model, batch, 0)
-    assert modes(model) == [False, True, True]  # the forward, the forward again, the recompute
+    # Not compared: the forward, the forward again, the recompute.
+    assert modes(model) == ([True, True] if check == "raise" else [False, True, True])
     step(model, batch, 1)
     assert modes(model) == [True, True]
     with torch.no_grad():
         model(batch)
     assert modes(model) == [False]
     model.eval()  # in which it draws nothing
-    step(model, batch, 2)
-    assert modes(model) == [False, True]
+    for number in (1, 2):
+        step(model, batch, number)
+        assert modes(model) == [check == "raise" and number == 1, True]
     model.train()
     step(model, batch, 3)
     assert modes(model) == [True, True]
     quiet = Stack(p=0.0)
-    attached(quiet)
+    attached(quiet, check_recompute=check)
     for seed in range(2):
         step(quiet, batch, seed)
-        assert modes(quiet) == [False, True]
+        assert modes(quiet) == [check == "raise" and seed == 0, True]
 
 
 def test_the_first_call_writes_buffers_once():
@@ -187,7 +190,7 @@ class Overwriting(Attentive):
 def test_a_layer_that_has_written_into_its_argument_is_not_run_again():
     model, batch = Stack(Overwriting), torch.randn(6, WIDTH)
     plain = copy.deepcopy(model)
-    attached(model)
+    attached(model, check_recompute="off")
     torch.manual_seed(0)
     with torch.no_grad():
         expected = plain(batch.clone())

@@ -77,7 +77,7 @@ def test_a_direct_call_of_a_layer_teaches_nothing_about_the_model(monkeypatch):
     model = bert().double()
     rows_seen = []
     layer = model.bert.encoder.layer[0]
-    layer.output.dense.register_forward_hook(lambda module, args, output: rows_seen.append(len(output)))
+    layer.output.dense.register_forward_pre_hook(lambda module, args: rows_seen.append(len(args[0])))
     attached(model, ubatch_size=3).eval()
     layer(torch.randn(8, 6, 16, dtype=torch.float64), None)
     assert rows_seen == [8]
@@ -91,7 +91,7 @@ def test_position_ids_of_one_row_do_not_hide_the_batch():
     batch = {"position_ids": torch.arange(6)[None], **batch}
     loss, expected = reference(model, batch)
     rows_seen = []
-    model.bert.encoder.layer[0].output.dense.register_forward_hook(lambda m, a, out: rows_seen.append(len(out)))
+    model.bert.encoder.layer[0].output.dense.register_forward_pre_hook(lambda m, args: rows_seen.append(len(args[0])))
     attached(model, ubatch_size=3)
     assert torch.allclose(train_once(model, batch), loss, rtol=1e-12)
     assert relative_error(gradients(model), expected) <= FLOAT64

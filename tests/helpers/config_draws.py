@@ -108,6 +108,7 @@ OURS: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_state_tier": (["disk", "host"], ["ssd"]),
     "l2l_state_window": ([], [2, "4"]),
     "l2l_nonfinite": (["skip", "raise"], ["ignore"]),
+    "l2l_check_recompute": (["warn", "off"], ["always"]),
     "l2l_resident": (["shell", "all"], ["some"]),
     "l2l_resident_layers": ([1, 3], [-1, 1.5]),
     "l2l_resident_update": (["host", "device"], ["disk"]),

@@ -56,6 +56,7 @@ VALUES: dict[str, dict[Any, Any]] = {}
 
 NOT_RECORDED = {
     "num_threads": "bits do not depend on it, and a recording has one thread",
+    "check_recompute": "it compares, and changes no bits",
     "rank_timeout": "no rank fails here",
     "trace": "a file of times",
     "loss_scale_growth": "a factor like that of the backoff, which overflows show",

@@ -305,7 +305,7 @@ class Machine(RuleBasedStateMachine):
                 raise InterruptedError_
 
         layer = ours.layers[seed % len(ours.layers)]
-        handle = layer.register_forward_pre_hook(fail)  # before the forward: others are refused in the backward
+        handle = layer.register_forward_pre_hook(fail)  # which is before the forward
         loss = None if forward else ours.model(**batch).loss
         fails, raised = True, False
         try:

@@ -140,7 +140,7 @@ def _layer(made: Any) -> nn.Module:
 
 
 def in_forward(made: Any, armed: Armed) -> None:
-    _layer(made).register_forward_hook(lambda *_: armed())
+    _layer(made).register_forward_pre_hook(lambda *_: armed())
 
 
 def in_recompute(made: Any, armed: Armed) -> None:
@@ -148,7 +148,7 @@ def in_recompute(made: Any, armed: Armed) -> None:
         if torch._C._current_graph_task_id() != -1:
             armed()
 
-    _layer(made).register_forward_hook(broken)
+    _layer(made).register_forward_pre_hook(broken)
 
 
 class _InBackward(torch.autograd.Function):

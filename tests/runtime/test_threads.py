@@ -25,7 +25,7 @@ def call_inside(model: nn.Module, module: nn.Module, work: Callable[[], object])
             done.append(True)
             raised.extend(in_another_thread(work))
 
-    with module.register_forward_hook(hook):
+    with module.register_forward_pre_hook(hook):
         train_once(model, batch_for(model))
     assert done
     return raised

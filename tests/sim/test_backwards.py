@@ -59,7 +59,7 @@ def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
     if where == "between layers":
         train_once(with_call_between_layers(model, call), batch)
     else:
-        with model.bert.encoder.layer[2].output.register_forward_hook(call):
+        with model.bert.encoder.layer[2].output.register_forward_pre_hook(call):
             train_once(model, batch)
     assert [REFUSAL in str(error) for error in refused] == [True]
     assert_same_bits(gradients(model), expected)

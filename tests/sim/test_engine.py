@@ -421,7 +421,8 @@ def test_the_first_step_takes_no_more_device_memory_than_later_ones():
             torch.sim.reset_peak_memory_stats()
             train_once(model, batch)
             peaks.append(torch.sim.max_memory_allocated())
-    assert peaks[0] <= peaks[1]
+    # The first step compares its recomputes: two numbers for each of two outputs of a layer, and whether they differ.
+    assert peaks[0] <= peaks[1] + len(model.bert.encoder.layer) * 2 * (2 * 4 + 2)
 
 
 @pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
@@ -527,7 +528,7 @@ def test_inputs_in_a_mapping_get_to_the_device(kind, ubatch_size):
     attach_l2l(model, L2LConfig(device="sim", ubatch_size=ubatch_size))
     rows_seen = []
     layer = model.bert.bert.encoder.layer[0]
-    layer.attention.register_forward_hook(lambda module, args, output: rows_seen.append(len(output[0])))
+    layer.attention.register_forward_pre_hook(lambda module, args: rows_seen.append(len(args[0])))
     given = kind(batch)
     with torch.no_grad():
         model(kind(batch), extra=bias)  # finds out how to split

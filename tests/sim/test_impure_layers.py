@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -106,22 +105,34 @@ def test_what_the_program_changes_before_the_backward(kind, between, options, de
     assert [layer.factor for layer in net.layers] == [layer.factor for layer in other.layers]
 
 
-@contextmanager
-def hooked(net: Any) -> Iterator[None]:
-    handles = [layer.a.register_forward_hook(lambda module, args, out: 2 * out) for layer in net.layers]
-    yield
-    for handle in handles:
-        handle.remove()
+def changes_outputs(net: Any, factor: float) -> list[Any]:
+    return [layer.a.register_forward_hook(lambda module, args, out: factor * out) for layer in net.layers]
+
+
+def changes_arguments(net: Any, factor: float) -> list[Any]:
+    """As adapters do that are chosen for one call."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (factor * args[0],), kwargs
+
+    return [layer.a.register_forward_pre_hook(hook, with_kwargs=True) for layer in net.layers]
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_hooks_that_are_gone_before_the_backward_are_refused(device):
-    net = made(Block)
-    attach_l2l(net, L2LConfig(device=device))
-    x = torch.ones(ROWS, 5, WIDTH)
-    with hooked(net):
-        net(x).backward()
-        loss = net(x)
-    with pytest.raises(RuntimeError, match="must have the same hooks in its forward and its backward.*in a Block"):
-        loss.backward()
-    net(x).backward()
+@pytest.mark.parametrize("options", [{}, {"ubatch_size": 2, "stash": "host"}, {"eps_update": "eager"}], ids=str)
+@pytest.mark.parametrize("hooks", [changes_outputs, changes_arguments], ids=lambda each: each.__name__)
+def test_hooks_of_the_forward_run_in_the_recompute(hooks, options, device):
+    """And not those that are there in the backward."""
+
+    def run(options: dict[str, Any] | None) -> Any:
+        net, factors = made(Block), iter([3.0, 0.5, 1.0])
+        handles = hooks(net, 2.0)
+
+        def between(net: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            handles[:] = hooks(net, next(factors))
+
+        return trained(net, options, between)
+
+    assert_same(run({"device": device, **options}), run(None))

@@ -171,7 +171,7 @@ def test_a_layer_that_keeps_its_graph_runs_once(kept):
     model, eps, optimizer, batch = toy_under("sim", "deferred", kept_graphs=kept)
     runs: list[nn.Module] = []
     for block in model.blocks:
-        block.up.register_forward_hook(lambda module, *_: runs.append(module))
+        block.up.register_forward_pre_hook(lambda module, *_: runs.append(module))
     for _ in range(2):
         runs.clear()
         model(**batch).loss.backward()

@@ -140,7 +140,8 @@ def test_device_memory_is_that_of_the_shapes():
 def test_the_stash_on_the_host_leaves_nothing_of_depth_on_the_device():
     found = []
     for layers in (2, 6):
-        run = Run(wide_bert(num_hidden_layers=layers), stash="host", boundary="host")
+        # Without the comparison of recomputes, which has some numbers for each layer.
+        run = Run(wide_bert(num_hidden_layers=layers), stash="host", boundary="host", check_recompute="off")
         for _ in range(2):
             run.step()
         report = run.eps.memory_report()

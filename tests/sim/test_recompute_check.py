@@ -112,10 +112,9 @@ def changes_a_number(net: Any) -> None:
 
 @pytest.fixture
 def restored_by_nobody(monkeypatch):
-    """Recomputes find what is there, and nothing is refused."""
+    """Recomputes find what is there."""
     monkeypatch.setattr(LayerState, "put_back", lambda self: nullcontext())
     monkeypatch.setattr(LayerState, "set_generators", lambda self, turn: None)
-    monkeypatch.setattr(LayerState, "refuse_other_hooks", lambda self, name: None)
 
 
 @pytest.mark.usefixtures("restored_by_nobody")
