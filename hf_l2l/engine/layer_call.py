@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.device.device_weights import uploaded
+from hf_l2l.device.device_weights import as_parameter, uploaded
 from hf_l2l.device.layer_device import LayerDevice
 from hf_l2l.engine.recompute_check import CallCheck
 from hf_l2l.engine.trials import WithoutDropout, evaluating, same_results
@@ -263,6 +263,7 @@ class LayerCall:
 
     def _execute_once(self, tensors: Sequence[torch.Tensor], keep_buffers: bool) -> list[torch.Tensor]:
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
+        weights.leaves = [*map(_not_zero, weights.leaves)]
         with (
             torch.no_grad(),
             compute_state.all_rng_states_kept(self.device),
@@ -390,6 +391,16 @@ class LayerCall:
                 f"the weights of a layer must not change between its forward and its backward (a {name} was changed "
                 "in place); run backward before optimizer.step(), load_state_dict or other writes"
             )
+
+
+def _not_zero(weight: torch.Tensor) -> torch.Tensor:
+    """A weight for a trial; others instead of one of zeros, as adapters begin: what it is multiplied with shows."""
+    if not weight.is_floating_point() or type(weight) is not nn.Parameter or weight.numel() == 0:
+        return weight
+    if torch.linalg.vector_norm(weight.detach(), float("inf")) > 1e-3:
+        return weight
+    values = torch.arange(weight.numel(), dtype=torch.float32, device=weight.device).sin_().mul_(0.1)
+    return as_parameter(values.to(weight.dtype).view(weight.shape))
 
 
 def _contents(argument: Any) -> list[tuple[torch.Tensor, int]]:

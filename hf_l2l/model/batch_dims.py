@@ -210,7 +210,8 @@ def batch_rows(args: tuple[tuple[Any, ...], dict[str, Any]]) -> int | None:
 
 
 def doubled(args: Any, rows: int, *, anywhere: bool = False) -> Any:
-    """The inputs `args` with the batch concatenated with itself; caches with content are copied.
+    """The inputs `args` with the batch concatenated with itself, also lists with a number or text for each row; caches
+    with content are copied.
 
     With `anywhere`, the only dimension of that size counts as the batch of a tensor whose first one has another size.
     """
@@ -221,10 +222,17 @@ def doubled(args: Any, rows: int, *, anywhere: bool = False) -> Any:
             return torch.cat([tensor, tensor], dims[0])
         return tensor
 
-    with_caches = pytree.tree_map(
-        lambda leaf: map_cache(of_tensor, leaf) if is_cache(leaf) else leaf, args, is_leaf=is_cache
-    )
-    return map_tensors(of_tensor, with_caches)
+    def of_rows(value: Any) -> bool:
+        kinds = int | float | str
+        return type(value) is list and len(value) == rows and all(isinstance(each, kinds) for each in value)
+
+    def of_leaf(leaf: Any) -> Any:
+        if of_rows(leaf):
+            return leaf * 2
+        return map_cache(of_tensor, leaf) if is_cache(leaf) else leaf
+
+    without_tensors = pytree.tree_map(of_leaf, args, is_leaf=lambda value: is_cache(value) or of_rows(value))
+    return map_tensors(of_tensor, without_tensors)
 
 
 def call_key(unit: LayerUnit, spec: pytree.TreeSpec, leaves: Sequence[Any], rows: int) -> tuple[object, ...]:

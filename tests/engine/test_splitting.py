@@ -143,6 +143,20 @@ class Centered(Block):
         return super().forward(x - x.mean(0))
 
 
+class Routed(Block):
+    """A new adapter: what it adds is zero, so that its rows influence each other in gradients alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.router = nn.Linear(4, 2), nn.Linear(2, 3)
+        self.up = nn.Parameter(torch.zeros(3, 2, 4))
+
+    def forward(self, x, **extras):
+        low = self.down(x)
+        share = self.router(low).softmax(-1).mean(0)
+        return super().forward(x) + low @ torch.einsum("e,erd->rd", share, self.up)
+
+
 @dataclass
 class Info:
     scale: float = 2.0
@@ -186,9 +200,10 @@ def compare(plain: nn.Module, ours: nn.Module, seed: int, rows: int = 7) -> None
     ("block", "extras", "reason"),
     [
         (Centered, {}, "its rows give different results in ubatches than all at once"),
+        (Routed, {}, "its rows give different results in ubatches than all at once"),
         (Block, {"info": Info()}, "it is given a Info, whose rows are unknown"),
     ],
-    ids=["influence", "object"],
+    ids=["influence", "influence in gradients", "object"],
 )
 def test_what_cannot_be_cut_runs_whole_and_says_so_once(block, extras, reason):
     plain, ours = stacked(block, **extras)
@@ -266,6 +281,40 @@ def test_a_layer_that_returns_more_than_it_did_is_told_of(more, check):
     attach_l2l(model, L2LConfig(layer_classes=("Counting",), ubatch_size=2, check_recompute=check))
     with pytest.raises(RuntimeError, match="a Counting returned 2 after 1.*with and without gradients"):
         model(torch.randn(6, 3)).backward()
+
+
+class Weighted(nn.Module):
+    """Gives its layers a list that it is given, with a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(OfLists() for _ in range(3))
+
+    def forward(self, x, factors):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, factors)
+        return x.square().mean()
+
+
+class OfLists(Block):
+    def forward(self, x, factors):
+        return super().forward(x) * torch.tensor(factors[: len(x)], dtype=x.dtype)[:, None]
+
+
+def test_a_list_with_a_number_for_each_row_is_not_cut():
+    """Also if the first micro-batches have equal ones."""
+    plain = Weighted().to(FLOAT64)
+    ours = copy.deepcopy(plain)
+    attach_l2l(ours, L2LConfig(layer_classes=("OfLists",), ubatch_size=2))
+    x, factors = torch.randn(7, 3, dtype=FLOAT64), [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.warns(UserWarning, match="ubatch_size=2 has no effect on calls of OfLists"):
+        losses = [model(x, factors) for model in (plain, ours)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+    for loss in losses:
+        loss.backward()
+    assert relative_error(gradients(ours), gradients(plain)) <= EXACT
 
 
 class Failing(Stacked):
