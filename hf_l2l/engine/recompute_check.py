@@ -38,8 +38,8 @@ class _Compared(NamedTuple):
 class RecomputeCheck:
     """Decides which recomputes of one model are checked, and tells the program of layers whose outputs differ.
 
-    What is found is read when the backward is over. As errors in hooks of autograd are, it is raised by
-    `optimizer.step()`, or else by the next call of the model.
+    What is found is read, and raised, at the end of the backward sweep through the layers. What is compared after
+    that, of embeddings, is raised by `optimizer.step()`, as errors in hooks of autograd are.
     """
 
     def __init__(self, mode: CheckRecompute, backwards: Backwards) -> None:
@@ -48,7 +48,7 @@ class RecomputeCheck:
         self._compared: list[_Compared] = []
         """Those of the backward that runs."""
         self._warned: set[str] = set()
-        backwards.call(at_end=self._tell, at_failure=self._forget)
+        backwards.call(at_end=self.tell, at_failure=self._forget)
 
     def of_call(
         self,
@@ -84,8 +84,8 @@ class RecomputeCheck:
         """A recompute is being compared on the current stream of `device`."""
         self._compared.append(_Compared(layer, differs, stream.record(device)))
 
-    def _tell(self) -> None:
-        """Read the comparisons of a backward that is over.
+    def tell(self) -> None:
+        """Read the comparisons made so far: the host waits for them.
 
         Raises:
             RuntimeError: if a recompute differs, unless a warning is wanted.

@@ -121,6 +121,8 @@ class _RelayNode(torch.autograd.Function):
             ctx.graph = graph if graph_is_retained() else None
             found = relay.backward(ctx.call, inputs, there, graph)
             memory.holds(BOUNDARY, memory_behind(found))
+            if ctx.call.before is None or not ctx.call.before.in_graph:  # the last layer of the backward sweep
+                relay.check.tell()
         let_go_of_engine(ctx)
         return None, None, None, *found
 
