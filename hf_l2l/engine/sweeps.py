@@ -5,8 +5,8 @@ This is the inner loop of algorithm 2 of arXiv:2002.05645 (algorithm 3 of the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -118,6 +118,28 @@ class _DeadEnd(torch.autograd.Function):
         compute_state.refuse_backward(gradient)
 
 
+class _Gate:
+    """Lets gradients of backwards of the layer arrive at the leaves of its graph, and no others. It does not refer to
+    the leaves, which have its method as a hook: torch would never free such a cycle."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, a backward of the layer runs."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def arrive(self, gradient: torch.Tensor) -> None:
+        """A gradient arrives: one of a backward through the inside of the layer would be lost."""
+        if not self._is_open:
+            compute_state.refuse_backward(gradient)
+
+
 class KeptGraph:
     """The graph of one layer call, from its forward to its backward: of each ubatch, its leaves and its outputs."""
 
@@ -127,8 +149,7 @@ class KeptGraph:
         self.ubatches: list[tuple[Tensors, Tensors]] = []
         self.shared: dict[int, torch.Tensor] = {}
         """Arguments without rows, by their number: each is one leaf for all ubatches."""
-        self.is_in_backward = False
-        """Whether the backward of the layer runs."""
+        self.gate = _Gate()
 
     def leaves(self, rows: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
         """The tensor arguments of a ubatch as leaves, of which `rows` are fresh ones."""
@@ -136,14 +157,8 @@ class KeptGraph:
         found = [self.shared.setdefault(i, row) if dim is None else row for i, (row, dim) in leaves]
         for leaf in found:
             if leaf.requires_grad:
-                leaf.register_hook(self._refuse_others)
+                leaf.register_hook(self.gate.arrive)
         return found
-
-    def _refuse_others(self, gradient: torch.Tensor) -> None:
-        """A gradient arrives at a leaf of a ubatch: of a backward of the layer, or of another one that goes through
-        its inside, which would be lost."""
-        if not self.is_in_backward:
-            compute_state.refuse_backward(gradient)
 
     def take(self, turn: int, *, keep: bool) -> tuple[Tensors, Tensors]:
         """Leaves, whose gradients are gone, and outputs of ubatch number `turn`; unless `keep`, nothing else has them
@@ -254,11 +269,8 @@ def backward_of_graph(
         for turn, ubatch in enumerate(call.ubatches):
             inputs.fetch_after(turn)
             leaves, outputs = graph.take(turn, keep=keep)
-            graph.is_in_backward = True
-            try:
+            with graph.gate.open():
                 _backward(call, outputs, gradients, ubatch, inputs.stash, keep=keep)
-            finally:
-                graph.is_in_backward = False
             inputs.collect(leaves, ubatch)
             del leaves, outputs  # so that the memory of each ubatch is freed
 
