@@ -354,19 +354,28 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Overridden to log with each training loss stall times per step since the last one, and the device's peak."""
+        """Overridden to log with each training loss stall times per step since the last one, and the device's peak.
+
+        Callbacks get them, and the file of the run. The state does not, since it is the same for equal runs."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
         entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)
         if entries:
             logs.update(entries)
             self._tokens.restart()
+            self._keep_row({"step": self.state.global_step, **entries})
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:
             if scale.is_dynamic:
                 logs["loss_scale"] = scale.value
             logs["skipped_steps"] = scale.skipped
-        super().log(logs, *args, **kwargs)
+        before = len(self.state.log_history)
+        try:
+            super().log(logs, *args, **kwargs)
+        finally:
+            for entry in self.state.log_history[before:]:
+                for name in entries:
+                    entry.pop(name, None)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Overridden because the norms are already known, and scaling is part of the update in the background.

@@ -170,7 +170,6 @@ def trained(
     found = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
-        "logs": sorted({key for entry in history for key in entry if key.startswith("l2l_")}),
         "eval_loss": metrics["eval_loss"],
         "predictions": digest(torch.from_numpy(predictions[0] if isinstance(predictions, tuple) else predictions)),
         "weights": digest(*model.parameters()),

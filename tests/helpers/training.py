@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -110,6 +111,12 @@ def l2l_trainer(folder: Path, **options: Any) -> L2LTrainer:
 
 def logs(of: hf.Trainer) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if k in LOGGED} for entry in of.state.log_history]
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """What the log lines of a training said of the machine, as its file tells."""
+    found = [json.loads(line) for line in (folder / "l2l_run.jsonl").read_text().splitlines()]
+    return [row for row in found if "memory" not in row]
 
 
 def inner_optimizer(of: hf.Trainer) -> torch.optim.Optimizer:
