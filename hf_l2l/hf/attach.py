@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class Attachment:
     """What is in the container of each stack, by its path."""
     asked: L2LConfig | None = None
     """The config that was given with `device_memory_budget`, or by a trainer: a plan may have changed it."""
+    trainer: weakref.ref[Any] | None = None
+    """The trainer that has attached it, or trained it since; None if the program has attached it."""
     plan: Plan | None = None
     watched: PlanWatch | None = None
 
