@@ -41,6 +41,7 @@ from hf_l2l.hf.preparation import (
     refuse_placed,
     refuse_wrapped,
     turn_off_activation_checkpointing,
+    turn_on_activation_checkpointing,
     warn_of_short_masters,
     with_devices,
     with_progress_bar,
@@ -393,6 +394,7 @@ def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     moved = set(move_back(root))
     for optimizer in optimizers:
         state_follows(optimizer, moved)
+    turn_on_activation_checkpointing(root)
     return model
 
 

@@ -193,18 +193,31 @@ def move_to_host(model: nn.Module) -> None:
     model.to(stream.HOST)
 
 
+_checkpointed: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Modules whose activation checkpointing was turned off -> whether it is to be turned on again."""
+
+
 def turn_off_activation_checkpointing(model: nn.Module) -> None:
-    """Turn off the model's own activation checkpointing, with one warning if it was on."""
+    """Turn off the model's own activation checkpointing until it is detached, with one warning if it was on."""
     active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    if not active:
-        return
-    warnings.warn(
-        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
-        "for as well, and is turned off",
-        stacklevel=stacklevel_of_the_caller(),
-    )
+    is_told = all(module in _checkpointed for module in active)
     for module in active:
         module.gradient_checkpointing = False  # type: ignore[assignment]
+        _checkpointed[module] = True
+    if not is_told:
+        warnings.warn(
+            "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was "
+            "asked for as well, and is turned off until the model is detached",
+            stacklevel=stacklevel_of_the_caller(),
+        )
+
+
+def turn_on_activation_checkpointing(model: nn.Module) -> None:
+    """Turn it on again where it was turned off."""
+    for module in model.modules():
+        if _checkpointed.get(module):
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+            _checkpointed[module] = False
 
 
 def warn_of_short_masters(model: nn.Module) -> None:

@@ -14,12 +14,13 @@ import transformers as hf
 from torch import nn
 from transformers.optimization import AdafactorSchedule
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from memory_switches import forced_copies
 from training import (
     CHECKPOINTING,
     arguments,
     assert_same_run,
+    check_average,
     inner_optimizer,
     l2l_trainer,
     logs,
@@ -365,14 +366,57 @@ def test_accumulation_warns_once_with_the_numbers(tmp_path):
     ]
 
 
+def checkpointing(model: nn.Module) -> list[nn.Module]:
+    """The modules in which it is on."""
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
+
 def test_activation_checkpointing_is_turned_off_with_a_warning(tmp_path):
     expected = plain_trainer(tmp_path / "plain")
     expected.train()
     found = l2l_trainer(tmp_path / "l2l", **{CHECKPOINTING: True})
     with pytest.warns(UserWarning, match="activation checkpointing is part of L2L"):
         found.train()
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in found.model.modules())
+    assert checkpointing(found.model) == []
     assert_same_run(found, expected)
+
+
+def test_activation_checkpointing_is_on_again_when_the_model_is_detached(tmp_path):
+    model = tiny_bert()
+    getattr(model, f"{CHECKPOINTING}_enable")()
+    enabled = checkpointing(model)
+    with pytest.warns(UserWarning, match="turned off until the model is detached") as warned:
+        for size in (2, 4):  # attached anew by the second one
+            l2l_trainer(tmp_path / str(size), model=model, ubatch_size=size).train()
+    assert len(warned) == 1
+    assert checkpointing(model) == [] != enabled
+    assert checkpointing(detach_l2l(model)) == enabled
+    getattr(model, f"{CHECKPOINTING}_disable")()
+    attach_l2l(model)
+    assert checkpointing(detach_l2l(model)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"ubatch_size": 3}, {"stash": "host", "l2l_boundary": "host"}])
+def test_noise_in_the_embeddings_is_that_of_trainer(tmp_path, options):
+    noisy = {"neftune_noise_alpha": 5.0}
+
+    def losses(make, **options) -> list[float]:
+        made = make(tmp_path / f"{make.__name__} {len(options)}", model=tiny_bert(dropout=0.0), **options)
+        made.train()
+        assert not hasattr(made.model.get_input_embeddings(), "neftune_noise_alpha")  # it ends with the training
+        return [entry["loss"] for entry in logs(made) if "loss" in entry] + [made.evaluate()["eval_loss"]]
+
+    found = losses(l2l_trainer, **noisy, **options)
+    assert found == pytest.approx(losses(plain_trainer, **noisy), rel=1e-5)
+    assert found != pytest.approx(losses(l2l_trainer, **options), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("eps_update", "data"),
+    [("serial", "kept"), ("eager", "kept"), ("deferred", "read again"), ("deferred", "synchronized")],
+)
+def test_an_average_of_weights_is_that_of_trainer(tmp_path, eps_update, data):
+    check_average(tmp_path, eps_update, data)
 
 
 def test_the_summary_is_logged_at_info_level(tmp_path, caplog):
