@@ -114,6 +114,11 @@ def logs(of: hf.Trainer) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if k in LOGGED} for entry in of.state.log_history]
 
 
+def left_in(folder: Path) -> list[str]:
+    """The names in the `output_dir` of a training, but for the file of its run."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "l2l_run.jsonl")
+
+
 def measured(folder: Path) -> list[dict[str, Any]]:
     """What the log lines of a training said of the machine, as its file tells."""
     found = [json.loads(line) for line in (folder / "l2l_run.jsonl").read_text().splitlines()]
