@@ -19,6 +19,7 @@ from torch import _weights_only_unpickler, nn
 from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -63,6 +64,15 @@ RefusedPickleError: type[Exception] = cast(Any, _weights_only_unpickler).Unpickl
 """What `torch.load(..., weights_only=True)` raises of a file that is damaged, or asks for more than values.
 
 `torch._weights_only_unpickler.UnpicklingError`, which is that of `pickle`; else that module would be imported."""
+
+
+def is_without_sync() -> bool:
+    """Whether a `DistributedDataParallel` calls the model now, inside its `no_sync()`.
+
+    `DistributedDataParallel._get_active_ddp_module`, which torch.compile uses; else a search for the wrapper among the
+    callers of the model."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active is not None and not active.require_backward_grad_sync
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -20,6 +20,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 CONFIG, GGUF = "config.json", ".gguf"
+_ADAPTER = "adapter_config.json"
+"""In a folder that PEFT has written; there is no `CONFIG` then."""
 
 _FAILS = (
     ArithmeticError,
@@ -107,11 +109,30 @@ def _local_file(given: str) -> Path | None:
     """The config file that a path leads to; None if nothing is there."""
     path = Path(given).expanduser()
     if path.is_dir() and not (path / CONFIG).is_file():
+        _refuse_adapter(given, path / _ADAPTER)
         raise ValueError(
             f"the folder of a model must have a {CONFIG} (got {given!r}, which has none); give a folder that "
             "save_pretrained has written, or the path of the file"
         )
     return path / CONFIG if path.is_dir() else path if path.is_file() else None
+
+
+def _refuse_adapter(given: str, file: Path) -> None:
+    """Raise ValueError for the folder of an adapter of PEFT, which is no model by itself."""
+    if not file.is_file():
+        return
+    base = _json_of(file).get("base_model_name_or_path")
+    remedy = f"give that: {base}" if isinstance(base, str) and base else f"give it; {_ADAPTER} does not name it"
+    raise ValueError(f"an adapter is a part of its base model (got {given!r}, a folder with {_ADAPTER}); {remedy}")
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """The fields of a file; none if it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -138,9 +159,12 @@ def _why_no_config(given: str, file: Path | None, error: Exception) -> str:
             f"pass {named('trust_remote_code')}"
         )
     if file is not None:
+        remedy = "correct the file, or install the transformers that knows its model_type"
+        if isinstance(error, ImportError):
+            remedy = "install it with: pip install gguf" if file.suffix == GGUF else "install what it names"
         return (
             f"transformers must be able to make a config of {str(file)!r} (got {type(error).__name__}: {text}); "
-            "correct the file, or install the transformers that knows its model_type"
+            f"{remedy}"
         )
     why = "HF_HUB_OFFLINE is set, and the cache has no such model" if _is_offline() else text
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +22,19 @@ def with_options(changes: Mapping[str, Any]) -> str:
     script, *words = sys.argv or [""]
     if script.endswith(".py") and any(word.partition("=")[0] == _OF_THE_TRAINER for word in words):
         flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
-        return shlex.join(["python", os.path.relpath(script), *_without(words, named), *flags])
+        return shlex.join([python(), os.path.relpath(script), *_without(words, named), *flags])
     given = ", ".join(f"{name}={value!r}" for name, value in named.items() if value is not None)
     left_out = ", ".join(name for name, value in named.items() if value is None)
     return ", and ".join(part for part in (given, left_out and f"without {left_out}") if part)
+
+
+def python() -> str:
+    """What the user types for the interpreter that runs this: `python` where the shell finds it, else its path."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
+        return "python"
+    path = os.path.relpath(sys.executable)
+    return sys.executable if path.startswith(os.pardir) else path
 
 
 def _without(words: Sequence[str], names: Mapping[str, Any]) -> list[str]:

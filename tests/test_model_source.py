@@ -133,6 +133,40 @@ def test_a_broken_file_in_gguf(tmp_path):
     assert f"must be able to make a config of {str(file)!r} (got " in refused(str(file))
 
 
+@pytest.mark.parametrize(
+    ("missing", "name", "remedy"),
+    [
+        (
+            "Please install torch and gguf>=0.10.0 to load a GGUF checkpoint",
+            "model.gguf",
+            "install it with: pip install gguf",
+        ),
+        ("No module named 'timm'", "config.json", "install what it names"),
+    ],
+)
+def test_a_package_that_is_missing(tmp_path, monkeypatch, missing, name, remedy):
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ImportError(missing)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fails)
+    (tmp_path / name).write_text('{"model_type": "bert"}')
+    assert refused(str(tmp_path / name)).endswith(f"(got ImportError: {missing}); {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        ('{"base_model_name_or_path": "some/base"}', "give that: some/base"),
+        ("{}", "give it; adapter_config.json does not name it"),
+        ("no JSON", "give it; adapter_config.json does not name it"),
+    ],
+)
+def test_an_adapter_is_no_model(tmp_path, content, remedy):
+    (tmp_path / "adapter_config.json").write_text(content)
+    text = refused(str(tmp_path))
+    assert text.startswith("an adapter is a part of its base model (got ") and text.endswith(f"); {remedy}")
+
+
 def test_a_folder_without_a_config(tmp_path):
     assert "which has none" in refused(str(tmp_path))
 

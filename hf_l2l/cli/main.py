@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Container, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -26,10 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
         commands = [import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS]
-        options = _parser(commands, set(given)).parse_args(given)
+        if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+            near = get_close_matches(given[0], COMMANDS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "hf-l2l --help says what each of them does"
+            print(f"hf-l2l: a command must be {_listed(COMMANDS)} (got {given[0]!r}); {remedy}", file=sys.stderr)
+            return BAD_INPUT
+        options, unknown = _parser(commands, set(given)).parse_known_args(given)
     except SystemExit as end:  # of --help, --version, or flags that argparse refuses
         return end.code if isinstance(end.code, int) else BAD_INPUT
     command: Command = options.command
+    if unknown:
+        words = (word.lstrip("-").partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--"))
+        near = [each for word in words for each in get_close_matches(word, options.words, n=1)]
+        meant = f"did you mean {options.words[near[0]]}? " if near else ""
+        told = f"unrecognized arguments: {' '.join(unknown)}; {meant}see hf-l2l {command.name} --help"
+        print(f"hf-l2l {command.name}: {told}", file=sys.stderr)
+        return BAD_INPUT
     try:
         return command.run(options)
     except BrokenPipeError:  # of `| head`, which has read enough
@@ -71,5 +84,10 @@ def _parser(commands: Sequence[Command], given: Container[str]) -> argparse.Argu
         if command.name in given:
             command.add_flags(its)
         words = [word for action in its._actions for word in action.option_strings if word.startswith("--")]
-        its.set_defaults(command=command, flags={word[2:].replace("-", "_") for word in words})
+        named = {word[2:].replace("-", "_"): word for word in words}
+        its.set_defaults(command=command, flags=set(named), words=named)
     return parser
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -39,7 +39,11 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"--device sim: {error}") from error
     from hf_l2l.devices import execution_device
 
-    device = str(execution_device(options.device))
+    try:
+        device = str(execution_device(options.device))
+    except ValueError as error:  # it says what to do in a program, where None is another device
+        rule = str(error).rpartition("; ")[0]
+        raise ValueError(f"{rule}; leave out --device for the CPU, or name one of hf-l2l env") from error
     from hf_l2l.model_source import load_shapes
     from hf_l2l.verify.tiny.copies import tiny_copy
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from hf_l2l.hf.preparation import (
     refuse_placed,
     refuse_wrapped,
     turn_off_activation_checkpointing,
+    turn_on_activation_checkpointing,
     warn_of_short_masters,
     with_devices,
     with_progress_bar,
@@ -85,6 +87,8 @@ class Attachment:
     """What is in the container of each stack, by its path."""
     asked: L2LConfig | None = None
     """The config that was given with `device_memory_budget`, or by a trainer: a plan may have changed it."""
+    trainer: weakref.ref[Any] | None = None
+    """The trainer that has attached it, or trained it since; None if the program has attached it."""
     plan: Plan | None = None
     watched: PlanWatch | None = None
 
@@ -390,6 +394,7 @@ def detach_l2l(model: nn.Module, *, with_companions: bool = True) -> nn.Module:
     moved = set(move_back(root))
     for optimizer in optimizers:
         state_follows(optimizer, moved)
+    turn_on_activation_checkpointing(root)
     return model
 
 

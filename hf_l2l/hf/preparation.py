@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.hooks import ModelHook
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tqdm.auto import tqdm
@@ -29,6 +30,9 @@ from hf_l2l.runtime import stream
 
 _BELOW_THE_CALLER = ("hf_l2l", "transformers", "accelerate", "torch", "contextlib", "functools")
 """Packages whose frames are skipped, so that warnings name a line of the user's code."""
+
+_DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
+"""Names a device that Accelerate does not know by itself."""
 
 
 def stacklevel_of_the_caller() -> int:
@@ -60,6 +64,31 @@ def refuse_config(arguments: Iterable[Any]) -> None:
             "a Trainer takes options of L2L as training arguments (got an L2LConfig); write "
             "args=L2LTrainingArguments(name=value, ...), in which most of their names begin with l2l_"
         )
+
+
+def refuse_unloaded(model: Any) -> None:
+    """Raise ValueError if what a Trainer got as its model is none."""
+    if model is None or isinstance(model, nn.Module):  # None if `model_init` makes it
+        return
+    got, remedy = f"a {type(model).__name__}", "make the model, and pass that"
+    if isinstance(model, str | os.PathLike):
+        got = repr(os.fspath(model))
+        remedy = f"load it with the class of your task: AutoModelForSequenceClassification.from_pretrained({got})"
+    raise ValueError(f"the model of a Trainer must be a torch.nn.Module (got {got}); {remedy}")
+
+
+def warn_of_an_unused_accelerator(args: Any) -> None:
+    """Warn if a Trainer is on the CPU, without having been told so, and torch has an accelerator."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_asked = args.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or os.environ.get(_DEVICE_VARIABLE)
+    if accelerator is None or args.device.type != "cpu" or is_asked:
+        return
+    warnings.warn(
+        f"the Trainer trains on the CPU (args.device is {args.device}), though torch has an accelerator, "
+        f"{accelerator.type}, which Accelerate has not chosen. Set {_DEVICE_VARIABLE}={accelerator.type} in the "
+        "environment to train there, or use_cpu=True",
+        stacklevel=stacklevel_of_the_caller(),
+    )
 
 
 def changes_of(config: L2LConfig, before: L2LConfig) -> str:
@@ -164,18 +193,31 @@ def move_to_host(model: nn.Module) -> None:
     model.to(stream.HOST)
 
 
+_checkpointed: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Modules whose activation checkpointing was turned off -> whether it is to be turned on again."""
+
+
 def turn_off_activation_checkpointing(model: nn.Module) -> None:
-    """Turn off the model's own activation checkpointing, with one warning if it was on."""
+    """Turn off the model's own activation checkpointing until it is detached, with one warning if it was on."""
     active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    if not active:
-        return
-    warnings.warn(
-        "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was asked "
-        "for as well, and is turned off",
-        stacklevel=stacklevel_of_the_caller(),
-    )
+    is_told = all(module in _checkpointed for module in active)
     for module in active:
         module.gradient_checkpointing = False  # type: ignore[assignment]
+        _checkpointed[module] = True
+    if not is_told:
+        warnings.warn(
+            "activation checkpointing is part of L2L: layers are recomputed in the backward sweep anyway. It was "
+            "asked for as well, and is turned off until the model is detached",
+            stacklevel=stacklevel_of_the_caller(),
+        )
+
+
+def turn_on_activation_checkpointing(model: nn.Module) -> None:
+    """Turn it on again where it was turned off."""
+    for module in model.modules():
+        if _checkpointed.get(module):
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+            _checkpointed[module] = False
 
 
 def warn_of_short_masters(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,14 +32,18 @@ from hf_l2l.hf.attach import Attachment, attach_with_losses, attachment_of, chec
 from hf_l2l.hf.checkpoints import CheckpointsMixin
 from hf_l2l.hf.placement import AsOneDeviceMixin, bind_companions, leave_models_where_they_are
 from hf_l2l.hf.preparation import (
+    changes_of,
     devices_of,
     losses_that_train,
     move_to_host,
     read_rates_of_state,
     refuse_config,
+    refuse_unloaded,
     stacklevel_of_the_caller,
     turn_off_activation_checkpointing,
     warn_of_accumulation,
+    warn_of_an_unused_accelerator,
+    with_devices,
 )
 from hf_l2l.hf.training_args import (
     l2l_config,
@@ -83,6 +88,8 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
 
     model: Any
     optimizer_cls_and_kwargs: Any
+    _l2l_trains = False
+    """Whether a training runs, and has attached the model."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -150,13 +157,15 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         asked, config = self._asked_config(), self._l2l_config()
         if attached is not None and attached.is_of(asked):  # perhaps with the plan of another trainer
             config = attached.config
+        elif attached is not None and not attached.is_of(config) and not self._l2l_trains and self._leave(attached):
+            attached = None
         # sentence-transformers' losses may have parameters, as the classifier of SoftmaxLoss.
         losses = losses_that_train(getattr(self, "loss", None), self.model)
         eps = attach_with_losses(self.model, losses, config)
         bind_companions(self.model, self._companions, config)
         made = attachment_of(self.model)
         if made is not None and made is not attached:
-            made.asked = asked
+            made.asked, made.trainer = asked, weakref.ref(self)
             if self._l2l_plan.plan is not None:
                 made.watch(self._l2l_plan.plan, logger.info)
         return eps
@@ -170,14 +179,34 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         purpose = Purpose.of(self, asked, dataloader)
         is_same = self._l2l_plan.is_for(purpose, checkpoint)
         planned = attached is not None and attached.is_of(self._l2l_config())
-        # What a trainer has attached (an evaluation, an earlier training, another trainer with equal options) is
-        # attached again where its options are not those of this training. What the program has attached stays.
-        if attached is not None and attached.asked is not None and (attached.is_of(asked) or planned):
-            if not (is_same and planned):
-                detach_l2l(self.model, with_companions=False)
+        # What a trainer has attached (an evaluation, an earlier training, another trainer) is attached again where its
+        # options are not those of this training.
+        if attached is not None and not (is_same and planned):
+            self._leave(attached)
         if not is_same and attachment_of(self.model) is None:
             turn_off_activation_checkpointing(self.model)  # layers are planned, and run, without it
             self._l2l_plan.make(self, purpose, checkpoint)
+
+    def _leave(self, attached: Attachment) -> bool:
+        """Detach the model, unless the program has attached it; returns whether it is. With an equal budget, a
+        model of the program is planned for other batches, too.
+
+        Raises:
+            ValueError: if another trainer trains it now.
+        """
+        trainer = None if attached.trainer is None else attached.trainer()
+        has_budget = attached.asked is not None and attached.is_of(self._asked_config())
+        if attached.trainer is None and not has_budget:
+            return False
+        if trainer is not None and trainer is not self and trainer._l2l_trains:
+            before, now = with_devices(attached.asked or attached.config), with_devices(self._asked_config())
+            raise ValueError(
+                "while a trainer trains a model, others run it with the same options (got "
+                f"{changes_of(now, before) or 'another plan for its memory'}); give them the arguments of that "
+                "trainer, or call them after its training"
+            )
+        detach_l2l(self.model, with_companions=False)
+        return True
 
     def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
         """Attach again a model whose layers a callback has added, dropped or replaced; optimizer state stays."""
@@ -247,6 +276,8 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
 
         Also overridden to check arguments and model, which are both known here before anything is allocated."""
         refuse_conflicts(self.args)
+        refuse_unloaded(self.model)
+        warn_of_an_unused_accelerator(self.args)
         if isinstance(self.model, nn.Module):  # None if `call_model_init` creates the model
             self._refuse_unfit(self.model)
         super().create_accelerator_and_postprocess()
@@ -257,6 +288,10 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         """Overridden to attach before the optimizer is created and the model is prepared."""
         self._choose_options(dataloader, checkpoint)
         eps = self._attach()
+        self._l2l_trains = True
+        attached = attachment_of(self.model)
+        if attached is not None and attached.trainer is not None:
+            attached.trainer = weakref.ref(self)
         if eps is not None and eps.scaler is not None:  # transformers reads skips from it, and saves it
             self.accelerator.scaler = eps.scaler
         prepared = super()._prepare_for_training(steps, dataloader, checkpoint, *args, **kw)
@@ -313,6 +348,7 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
                 attached.eps.timeline.at_no_memory(error)
             raise
         finally:
+            self._l2l_trains = False
             self._finish_after_error()
             self._folding.stop()
             attached = attachment_of(self.model)
@@ -354,19 +390,28 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Overridden to log with each training loss stall times per step since the last one, and the device's peak."""
+        """Overridden to log with each training loss stall times per step since the last one, and the device's peak.
+
+        Callbacks get them, and the file of the run. The state does not, since it is the same for equal runs."""
         attached = attachment_of(self.model)
         timed = attached if "loss" in logs and self._logs_times else None
         entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)
         if entries:
             logs.update(entries)
             self._tokens.restart()
+            self._keep_row({"step": self.state.global_step, **entries})
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:
             if scale.is_dynamic:
                 logs["loss_scale"] = scale.value
             logs["skipped_steps"] = scale.skipped
-        super().log(logs, *args, **kwargs)
+        before = len(self.state.log_history)
+        try:
+            super().log(logs, *args, **kwargs)
+        finally:
+            for entry in self.state.log_history[before:]:
+                for name in entries:
+                    entry.pop(name, None)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Overridden because the norms are already known, and scaling is part of the update in the background.

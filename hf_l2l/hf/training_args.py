@@ -197,10 +197,10 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
         default=True,
         metadata={
             "help": "Log what steps take and wait for, tokens per second, and the peak of the device (`l2l_step_s`, "
-            "`l2l_wait_*_s`, `l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`), and keep in `trainer_state.json` "
-            "what the run was, and its memory by name. Of several ranks, the tokens are those of all of "
-            "them, and the rest is that of rank 0. Without them, equal runs have equal checkpoints, "
-            "`trainer_state.json` included but for transformers' own times of evaluations."
+            "`l2l_wait_*_s`, `l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`), and write them into "
+            "`l2l_run.jsonl` in `output_dir`, with what the run was, and its memory by name. Of several ranks, the "
+            "tokens are those of all of them, and the rest is that of rank 0. Nothing of that is in "
+            "`trainer_state.json`."
         },
     )
 
@@ -282,8 +282,8 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(
-            f"l2l_log_times must be True or False (got {log_times!r}); False leaves times out of the logs, so that "
-            "those of equal runs are equal but for transformers' own times of evaluations"
+            f"l2l_log_times must be True or False (got {log_times!r}); False leaves times out of the logs, and "
+            "writes no l2l_run.jsonl"
         )
     if own_option(args, "eps_update") == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(

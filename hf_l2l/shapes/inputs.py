@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_l2l.model_source import named
+
 _OF_ROWS = (
     "SequenceClassification",
     "ImageClassification",
@@ -96,8 +98,8 @@ def _labels(kind: str, arguments: Any, rows: int, tokens: int) -> dict[str, torc
         return {name: _ids(rows) for name in ("start_positions", "end_positions")}
     if "labels" not in arguments:
         raise ValueError(
-            f"an estimate is made of a model that computes its loss (got a {kind}, which takes no labels); name a "
-            "class with a head, such as AutoModelForSequenceClassification"
+            f"an estimate is made of a model that computes its loss (got a {kind}, which takes no labels); set "
+            f"{named('model_class')} to a class with a head, such as AutoModelForSequenceClassification"
         )
     if any(part in kind for part in _OF_ROWS):
         return {"labels": _ids(rows)}

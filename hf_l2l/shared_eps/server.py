@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_l2l.across_devices.choice import Reduction
-from hf_l2l.compat import without_interception
+from hf_l2l.compat import is_without_sync, without_interception
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory, Progress
 from hf_l2l.eps.masters import Masters, MasterUnit
@@ -61,6 +61,8 @@ class SharedEagerParamServer(EagerParamServer):
     def __init__(self, *args: Any, team: Team, **kwargs: Any) -> None:
         self.team = team
         self._votes = 0
+        self._is_without_sync = False
+        """Whether the last forward with gradients was inside `no_sync()`."""
         with ExitStack() as at_errors:
             at_errors.callback(team.give_up)
             super().__init__(*args, **kwargs)
@@ -107,6 +109,7 @@ class SharedEagerParamServer(EagerParamServer):
         super().start_forward()
         self.memory.adopt()
         if torch.is_grad_enabled():
+            self._is_without_sync = is_without_sync()
             self.updates.deal()
             self.memory.take_gradients()
             self.gradients.start_call()
@@ -132,8 +135,18 @@ class SharedEagerParamServer(EagerParamServer):
         return super()._vote(norm)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """See `EagerParamServer.before_step`."""
+        """See `EagerParamServer.before_step`.
+
+        Raises:
+            ValueError: for a step with gradients that `no_sync()` is to keep from the other ranks.
+        """
         self.backwards.errors.raise_first()  # before the others are waited for, which have been told of it
+        if self._is_without_sync:
+            raise ValueError(
+                "ranks under L2L have one set of weights, which they update together (got optimizer.step() after a "
+                "backward inside no_sync(), where each rank would update weights of its own, as Accelerate's LocalSGD "
+                "does); leave out LocalSGD, or make the last backward of each step outside no_sync()"
+            )
         self.updates.check()
         self.team.peers.check()
         # No rank writes to weights that the program of another one may still read before its step.

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from hf_l2l import own_command
 from hf_l2l.option_names import options_of_the_trainer
-from hf_l2l.own_command import with_options
+from hf_l2l.own_command import python, with_options
 
 SCRIPT = "python train.py --output_dir out"
 
@@ -30,8 +31,24 @@ SCRIPT = "python train.py --output_dir out"
 )
 def test_the_command_line_with_other_flags(typed, changes, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", shlex.split(SCRIPT + typed)[1:])
+    monkeypatch.setattr(own_command, "python", lambda: "python")
     with options_of_the_trainer():
         assert with_options(changes) == SCRIPT + expected
+
+
+@pytest.mark.parametrize(
+    ("runs", "typed"),
+    [("bin/python", "python"), (".venv/bin/python", ".venv/bin/python"), ("/other/python", "/other/python")],
+)
+def test_the_interpreter_is_the_one_that_runs(runs, typed, tmp_path, monkeypatch):
+    """`python` is another one, unless the shell finds it: that of a virtual environment that is not active."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / runs))
+    assert python() == typed
 
 
 @pytest.mark.parametrize(

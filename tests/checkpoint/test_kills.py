@@ -18,6 +18,7 @@ from benchmarks import kills
 from benchmarks.kill_points import WRITERS, Ended, Fault, Training, cuts, end_of
 from hf_l2l.checkpoint.finding import checkpoints_in
 from hf_l2l.checkpoint.manifest import check_files, read_manifest
+from training import left_in
 
 KILLED = (signal.SIGKILL, signal.SIGXFSZ, signal.SIGALRM)
 
@@ -40,7 +41,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def names(folder: Path) -> list[str]:
     """All that is in it, hidden files, too."""
-    return sorted(path.name for path in folder.iterdir())
+    return left_in(folder)
 
 
 def finished(folder: Path, **options: object) -> Ended:

@@ -306,7 +306,7 @@ def test_a_model_of_numbers(capsys):
         (["--bf16", "maybe"], "--bf16: must be True or False (got 'maybe'), or be given alone for True"),
         (["--optim", "lomo"], "--optim cannot be used with L2L (got --optim lomo)"),
         (["--params", "1e9"], "a model is given by MODEL, or by --params"),
-        (["--class", "AutoModel"], "takes no labels"),
+        (["--class", "AutoModel"], "takes no labels); set --class to a class with a head, such as AutoModelFor"),
         (["--tokens", "0"], "--tokens must be at least 1 (got 0)"),
         (["--device-type", "foo"], "--device-type must be a type of device that torch has (got 'foo')"),
         (["--device-type", "cpu"], "must be a device with memory of its own"),

@@ -113,9 +113,17 @@ def test_the_version(capsys):
     ("arguments", "said"),
     [
         ((), "the following arguments are required: COMMAND; see hf-l2l --help"),
-        (("inspekt", "x"), "invalid choice: 'inspekt'"),
+        (("inspekt", "x"), "hf-l2l: a command must be estimate, inspect, env, verify, checkpoint, plan or plot (got "),
+        (("inspekt", "x"), "(got 'inspekt'); did you mean inspect?"),
+        (("plt",), "(got 'plt'); did you mean plot?"),
+        (("train",), "(got 'train'); hf-l2l --help says what each of them does"),
         (("inspect",), "the following arguments are required: MODEL; see hf-l2l inspect --help"),
-        (("inspect", "x", "--jsn"), "unrecognized arguments: --jsn"),
+        (("inspect", "x", "--jsn"), "unrecognized arguments: --jsn; did you mean --json? see hf-l2l inspect --help"),
+        (("inspect", "x", "--trust_remote_cod=1"), "=1; did you mean --trust-remote-code? see"),
+        (
+            ("inspect", "x", "--lora", "8"),
+            "hf-l2l inspect: unrecognized arguments: --lora 8; see hf-l2l inspect --help",
+        ),
         (("inspect", "x", "--js"), "unrecognized arguments: --js"),
     ],
 )

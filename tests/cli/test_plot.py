@@ -44,6 +44,18 @@ def test_the_figures_alone(run, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_of_a_run_is_drawn_from_the_file_of_the_whole(run, tmp_path, capsys):
+    """The state of a checkpoint has no times: they are in the file in the folder above, which has no others."""
+    found = ran(capsys, "plot", str(run / "checkpoint-2"), "--json").json
+    assert [each["step"] for each in found["times"]] == [1, 2]
+    apart = tmp_path / "checkpoint-2"
+    apart.mkdir()
+    (apart / "trainer_state.json").write_bytes((run / "checkpoint-2" / "trainer_state.json").read_bytes())
+    assert ran(capsys, "plot", str(apart), "--json").json["times"] == []
+    (tmp_path / "l2l_run.jsonl").write_bytes((run / "l2l_run.jsonl").read_bytes())
+    assert ran(capsys, "plot", str(apart), "--json").json["times"] == found["times"]
+
+
 def test_without_matplotlib_it_says_what_to_install(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refused(capsys, "plot", str(run)) == (
@@ -70,7 +82,7 @@ def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(own, is_
 def test_a_panel_without_data_says_why(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     found = ran(capsys, "plot", state_of(tmp_path / "run", 1))
-    assert "  time: not logged: l2l_log_times=False, or layers that did not run layer to layer\n" in found.out
+    assert "  time: not in l2l_run.jsonl of the output_dir: l2l_log_times=False, layers that did not run" in found.out
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "text", "broken"])

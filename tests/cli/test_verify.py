@@ -95,7 +95,10 @@ def test_what_is_taken_from_the_config_is_told(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--device", "cuda:9"), "must be one this machine has (got cuda:9)"),
+        (
+            ("--device", "cuda:9"),
+            "one this machine has (got cuda:9); leave out --device for the CPU, or name one of hf-l2l env",
+        ),
         (("--device", "gpu"), "device must name a torch device (got 'gpu'"),
         (("--class", "Nothing"), "--class must be a class of models"),
         (("--class", "BertModel"), "choose another class with --class"),

@@ -129,8 +129,8 @@ def test_columns_may_be_several_words() -> None:
         ),
         (
             {"text_columns": "id"},
-            "column 'id' must hold text (got 0 in row 1 of DIR/train.csv); name the columns with the text with "
-            "--text_columns, or call them 'sentence', or 'sentence1' and 'sentence2'",
+            "column 'id' must hold text (got 0 in row 1 of DIR/train.csv); give --text_columns question,answer, "
+            "or call them 'sentence', or 'sentence1' and 'sentence2'",
         ),
     ],
 )

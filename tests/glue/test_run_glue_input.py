@@ -172,8 +172,8 @@ UNKNOWN = (
             "train.csv",
             [{"id": 7, "review": "a film", "label": 1}],
             ROWS,
-            "column 'id' must hold text (got 7 in row 1 of DIR/train.csv); name the columns with the text with "
-            "--text_columns, or call them 'sentence', or 'sentence1' and 'sentence2'",
+            "column 'id' must hold text (got 7 in row 1 of DIR/train.csv); give --text_columns review, or call "
+            "them 'sentence', or 'sentence1' and 'sentence2'",
             id="text that is none",
         ),
         pytest.param(

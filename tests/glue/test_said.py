@@ -16,9 +16,11 @@ import transformers as hf
 import run_glue_l2l
 from glue_script import NAMED, PAIRS, ROWS, Row, command, needs_datasets, refused, results, write
 from hf_l2l.glue.messages import leaves_no_empty_folder
+from hf_l2l.glue.said import ending
 from hf_l2l.glue.said.ending import last_words, with_sizes
 from hf_l2l.glue.said.typed import as_flags
 from hf_l2l.hf.training_args import OWN_OPTIONS
+from hf_l2l.own_command import python
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -285,15 +287,16 @@ def test_a_finished_run_says_what_to_type_next_and_that_runs(
     assert "'label':" in capsys.readouterr().out
     assert resumed.strip().startswith("the same command with more --num_train_epochs")
 
-    python, flag, module, *words = shlex.split(evaluated)
-    assert (python, flag, module) == ("python", "-m", "run_glue_l2l")  # the script is not below this folder
+    interpreter, flag, module, *words = shlex.split(evaluated)
+    assert (interpreter, flag, module) == (python(), "-m", "run_glue_l2l")  # the script is not below this folder
     assert "eval_accuracy" in run_glue_l2l.main(words)
     run_glue_l2l.main(shlex.split(predicted)[3:])
     assert (tmp_path / out / "predictions" / "predict_results.txt").is_file()
     assert "max_seq_length 16" in evaluated
 
 
-def test_last_words_without_checkpoints_and_of_a_task() -> None:
+def test_last_words_without_checkpoints_and_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "python", lambda: "my python")
     given: Row = {"task_name": "mrpc", "learning_rate": 1.0}
     files = {"a.json": "the metrics", "picture.png": "memory"}
     said = last_words("out", files, given, "run_glue_l2l.py", 1, False, 512)
@@ -303,13 +306,13 @@ def test_last_words_without_checkpoints_and_of_a_task() -> None:
         "  picture.png  memory",
     ]
     commands = [line.strip() for line in said.splitlines() if "run_glue_l2l.py" in line]
-    start = "python run_glue_l2l.py --model_name_or_path out --task_name mrpc"
-    assert [re.sub(r"python \S*run", "python run", each) for each in commands] == [
+    start = "'my python' run_glue_l2l.py --model_name_or_path out --task_name mrpc"
+    assert [re.sub(r"python' \S*run", "python' run", each) for each in commands] == [
         f"{start} --do_eval --output_dir out/evaluation",
         f"{start} --do_predict --output_dir out/predictions",
     ]
     assert said.splitlines()[-1].strip().startswith("no checkpoint was saved; with --save_strategy epoch")
-    assert ', truncation=True)("a text")' in said
+    assert ', truncation=True)("a text")' in said and "to use the model, in Python ('my python'):" in said
     said = last_words("out", {}, {**given, "max_seq_length": 600}, "run_glue_l2l.py", 1, False, 512)
     assert ', truncation=True, max_length=512)("a text")' in said
 

@@ -30,6 +30,7 @@ from hf_l2l.rank_saves import background
 from hf_l2l.realtime import trainer_part
 from rank_cases import large
 from rank_pool import digest
+from training import left_in
 
 SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
 SAME = ("weights", "state", "step")
@@ -170,7 +171,6 @@ def trained(
     found = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
-        "logs": sorted({key for entry in history for key in entry if key.startswith("l2l_")}),
         "eval_loss": metrics["eval_loss"],
         "predictions": digest(torch.from_numpy(predictions[0] if isinstance(predictions, tuple) else predictions)),
         "weights": digest(*model.parameters()),
@@ -310,10 +310,10 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
     made.where = rank, what
     with pytest.raises(CheckpointSaveError) as error:
         made.train()
-    found = {"error": str(error.value), "left": sorted(path.name for path in Path(folder).iterdir())}
+    found = {"error": str(error.value), "left": left_in(Path(folder))}
     made.where = -1, ""
     made.train(resume_from_checkpoint=True)  # the ranks are still there
-    found |= {"step": made.state.global_step, "then": sorted(path.name for path in Path(folder).iterdir())}
+    found |= {"step": made.state.global_step, "then": left_in(Path(folder))}
     detach_l2l(made.model)
     PartialState._reset_state()
     return found

@@ -470,6 +470,12 @@ def _without_layers(scene: Scene) -> Act:
     return lambda: L2LTrainer(model, args, train_dataset=data)
 
 
+def _on_the_cpu(scene: Scene) -> Act:
+    scene.patch.delenv("ACCELERATE_TORCH_DEVICE")
+    model, args, data = scene.model(), scene.arguments(), rows()
+    return lambda: L2LTrainer(model, args, train_dataset=data)
+
+
 def _in_memory(scene: Scene, model: nn.Module) -> None:
     for module in (spill, state_server):
         scene.patch.setattr(module, "is_in_memory", lambda folder: True)
@@ -535,6 +541,7 @@ WARNINGS = [
         is_early=False,
     ),
     Case("`L2LTrainer(model)`, of a model without a stack of layers", _without_layers),
+    Case("`L2LTrainer(model)`, with an accelerator that torch knows and Accelerate does not", _on_the_cpu),
     Case("`MyOptimizer(parameters)`, whose step draws random numbers", _wrapped(_noisy, eps_update="deferred")),
     Case(
         "`state_tier='disk'`, with `state_dir` in host memory",

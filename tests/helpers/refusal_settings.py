@@ -202,6 +202,18 @@ def _config_as_arguments(scene: Scene) -> Act:
     return lambda: L2LTrainer(model, L2LConfig(), train_dataset=data)
 
 
+def _trained_by_another(scene: Scene) -> Act:
+    model, data = scene.model(), rows()
+    other = L2LTrainer(model, scene.arguments(use_cpu=True, ubatch_size=2), eval_dataset=data)
+
+    class Evaluates(hf.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            other.evaluate()
+
+    trained = L2LTrainer(model, scene.arguments(use_cpu=True), train_dataset=data, callbacks=[Evaluates()])
+    return trained.train
+
+
 def _taken_name() -> object:
     fields = {"__annotations__": {"stash": str}, "stash": "attic"}
     return make_l2l_arguments(dataclass(type("Theirs", (hf.TrainingArguments,), fields)))
@@ -260,6 +272,12 @@ WITH_THE_TRAINER = [
     ),
     Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
     Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
+    Case(
+        "`L2LTrainer('bert-base-uncased')`", lambda scene: lambda: L2LTrainer("bert-base-uncased", scene.arguments())
+    ),
+    Case(
+        "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model", _trained_by_another, is_early=False
+    ),
     Case(
         "`class Mine(Trainer, L2LTrainerMixin)`",
         lambda scene: lambda: type("Mine", (hf.Trainer, L2LTrainerMixin), {}),

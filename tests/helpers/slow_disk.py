@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from hf_l2l.checkpoint import background
 from hf_l2l.checkpoint.manifest import check_files, read_manifest
 from hf_l2l.checkpoint.snapshot import Snapshot
+from training import left_in
 
 
 class SlowDisk:
@@ -61,7 +62,7 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 
 def assert_same_checkpoints(found: Path, expected: Path) -> None:
     names = sorted(path.name for path in expected.glob("checkpoint-*"))
-    assert sorted(path.name for path in found.iterdir()) == names, "nothing else is left"
+    assert left_in(found) == names, "nothing else is left"
     for name in names:
         ours, theirs = state_of(found / name), state_of(expected / name)
         assert ours.keys() == theirs.keys()

@@ -17,7 +17,7 @@ from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import combined
-from training import SAVING, assert_same_run, l2l_trainer, plain_trainer, rows, tiny_bert
+from training import SAVING, assert_same_run, l2l_trainer, left_in, plain_trainer, rows, tiny_bert
 
 EACH_STEP = {**SAVING, "save_steps": 1, "save_total_limit": None}
 
@@ -105,7 +105,7 @@ class Sees(hf.TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir)
         best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name
-        names = sorted(path.name for path in folder.iterdir())
+        names = left_in(folder)
         self.saved.append((state.global_step, names, best))
         assert (folder / f"checkpoint-{state.global_step}").is_dir()
         assert state.log_history[-1]["step"] == state.global_step
@@ -164,7 +164,7 @@ def test_an_error_ends_the_training_at_the_next_step_or_at_its_end(tmp_path, mon
     with pytest.raises(OSError, match="No space left on device"):
         made.train()
     assert made.state.global_step in (step, min(step + 1, 4))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{n}" for n in range(1, step)]
+    assert left_in(tmp_path) == [f"checkpoint-{n}" for n in range(1, step)]
     assert newest_whole(tmp_path)[0] == tmp_path / f"checkpoint-{step - 1}"
     assert {name for name in threads() if name.startswith("hf_l2l save")} <= before
     monkeypatch.undo()
@@ -208,7 +208,7 @@ def test_nobody_waits_for_a_thread_that_did_not_start(tmp_path, monkeypatch, err
     made = l2l_trainer(tmp_path, **EACH_STEP, l2l_async_save=True, eps_update="deferred")
     with pytest.raises(type(error)):
         made.train()
-    assert not list(tmp_path.iterdir())
+    assert left_in(tmp_path) == []
     for thread in threading.enumerate():
         if thread.name == "hf_l2l save":
             thread.join(60)

@@ -19,7 +19,7 @@ from hf_l2l.checkpoint.data_position import position_file
 from hf_l2l.checkpoint.finding import PassedOver, check_whole, checkpoints_in, newest_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError
 from hf_l2l.checkpoint.staging import CheckpointSaveError
-from training import SAVING, l2l_trainer, rows
+from training import SAVING, l2l_trainer, left_in, rows
 
 EACH_STEP = {**SAVING, "save_steps": 1, "save_total_limit": None}
 BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -295,7 +295,7 @@ def test_errors_of_the_program_in_a_save_are_its_own(tmp_path, error):
     made.__class__ = Mine
     with pytest.raises(OSError) as caught:
         made.train()
-    assert caught.value is error and list(tmp_path.iterdir()) == []
+    assert caught.value is error and left_in(tmp_path) == []
 
 
 def test_a_folder_that_vanishes_is_an_error_of_the_disk(tmp_path):

@@ -19,7 +19,7 @@ from hf_l2l.checkpoint.staging import Staging
 from hf_l2l.eps import updates
 from hf_l2l.hf import checkpoints
 from slow_disk import SlowDisk
-from training import assert_same_run, l2l_trainer, rows
+from training import assert_same_run, l2l_trainer, left_in, rows
 
 EACH_STEP: dict[str, Any] = {
     "max_steps": 4,
@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def assert_resumed(folder: Path, step: int, whole: Any) -> None:
     """The checkpoint of `step` is the newest of the folder, nothing else is left, and it is resumed from."""
     assert newest_whole(folder) == (folder / f"checkpoint-{step}", [])
-    assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{n}" for n in range(1, step + 1)]
+    assert left_in(folder) == [f"checkpoint-{n}" for n in range(1, step + 1)]
     for thread in threading.enumerate():
         if thread.name == "hf_l2l save":
             thread.join(60)
@@ -124,7 +124,7 @@ def test_an_update_that_fails_while_a_checkpoint_is_written(layer, tmp_path, mon
             made.train()
     assert f"layer.{layer}" in " ".join(told.value.__notes__)
     monkeypatch.undo()
-    assert_resumed(tmp_path, len(list(tmp_path.iterdir())), whole)
+    assert_resumed(tmp_path, len(left_in(tmp_path)), whole)
     assert made.state.global_step in (2, 3)
 
 
@@ -157,7 +157,7 @@ def test_a_worker_of_the_data_loader_that_fails_or_is_killed(kills, tmp_path, wh
     del told
     found = newest_whole(tmp_path)[0]
     if found is None:  # it came before the first step was over
-        assert not list(tmp_path.iterdir())
+        assert left_in(tmp_path) == []
     else:
         assert_resumed(tmp_path, int(found.name.partition("-")[2]), whole)
     assert left_over.children() <= children

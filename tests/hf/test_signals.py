@@ -14,7 +14,7 @@ import pytest
 
 from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.stash import spill
-from training import l2l_trainer
+from training import l2l_trainer, left_in
 
 SCRIPT = """
 import os, signal, sys
@@ -94,7 +94,7 @@ def test_a_signal_ends_a_training_that_is_resumed(sent, seed, tmp_path, monkeypa
     assert newest is not None and not passed_over
     if sent == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
-        assert all(path.name.startswith("checkpoint-") for path in folder.iterdir())
+        assert all(name.startswith("checkpoint-") for name in left_in(folder))
         assert not list(spilled.iterdir())
     # The system ends a program at SIGTERM, as at SIGKILL: what it was writing is removed by the next training there.
     monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)
@@ -103,5 +103,5 @@ def test_a_signal_ends_a_training_that_is_resumed(sent, seed, tmp_path, monkeypa
     made = l2l_trainer(folder, max_steps=step + 2, save_strategy="steps", save_steps=1, **on_disk)
     made.train(resume_from_checkpoint=True)
     assert made.state.global_step == step + 2
-    assert all(path.name.startswith("checkpoint-") for path in folder.iterdir())
+    assert all(name.startswith("checkpoint-") for name in left_in(folder))
     assert len(list(spilled.iterdir())) == 1, "that of this training"

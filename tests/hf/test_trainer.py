@@ -14,12 +14,13 @@ import transformers as hf
 from torch import nn
 from transformers.optimization import AdafactorSchedule
 
-from hf_l2l import L2LTrainer, L2LTrainingArguments
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from memory_switches import forced_copies
 from training import (
     CHECKPOINTING,
     arguments,
     assert_same_run,
+    check_average,
     inner_optimizer,
     l2l_trainer,
     logs,
@@ -155,6 +156,70 @@ def test_a_second_train_goes_on_from_the_first(tmp_path):
 
     expected, found = trained_twice(plain_trainer, "plain"), trained_twice(l2l_trainer, "l2l")
     assert_same_run(found, expected)
+
+
+OTHER_OPTIONS = [
+    ({}, {"ubatch_size": 2}),
+    ({"ubatch_size": 3, "l2l_resident_layers": 1}, {"eps_update": "deferred"}),
+    ({"eps_update": "deferred"}, {"eps_update": "eager", "max_grad_norm": 0.0}),
+    ({"eps_update": "eager", "max_grad_norm": 0.0}, {"cmp": "bf16", "ubatch_size": 4}),
+    ({"cmp": "bf16"}, {"stash": "host"}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), OTHER_OPTIONS)
+def test_a_second_trainer_with_other_options_trains_as_with_a_new_model(tmp_path, first, second):
+    model, new = tiny_bert(), tiny_bert()
+    l2l_trainer(tmp_path / "first", model=model, **first).train()
+    new.load_state_dict(model.state_dict())
+    found = l2l_trainer(tmp_path / "second", model=model, **second)
+    found.train()
+    expected = l2l_trainer(tmp_path / "expected", model=new, **second)
+    expected.train()
+    assert_same_run(found, expected)
+
+
+def test_two_trainers_with_other_options_take_turns(tmp_path):
+    def turns(folder, other: str) -> hf.Trainer:
+        model = tiny_bert()
+        one = l2l_trainer(folder / "one", model=model, eps_update="serial")
+        two = l2l_trainer(folder / "two", model=model, eps_update=other)
+        losses = []
+        for each in (one, two, one):
+            each.train()
+            losses += [one.evaluate()["eval_loss"], two.evaluate()["eval_loss"]]
+        return one, losses
+
+    (found, found_losses), (expected, losses) = (turns(tmp_path / other, other) for other in ("deferred", "serial"))
+    assert_same_run(found, expected)
+    assert found_losses == losses
+
+
+@pytest.mark.parametrize("what", ["evaluate", "train"])
+def test_while_a_model_is_trained_no_trainer_runs_it_with_other_options(tmp_path, what):
+    class Other(hf.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            same.evaluate()
+            with pytest.raises(
+                ValueError, match=r"while a trainer trains .* \(got ubatch_size=2, where it has None\)"
+            ):
+                getattr(other, what)()
+
+    model = tiny_bert(dropout=0.0)  # each evaluation draws a number
+    trained = l2l_trainer(tmp_path / "trained", model=model, callbacks=[Other()])
+    same, other = (l2l_trainer(tmp_path / str(size), model=model, ubatch_size=size) for size in (None, 2))
+    trained.train()
+    expected = plain_trainer(tmp_path / "plain", model=tiny_bert(dropout=0.0))
+    expected.train()
+    assert_same_run(trained, expected)
+    assert other.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"])
+
+
+def test_a_model_that_the_program_has_attached_keeps_its_options(tmp_path):
+    model = tiny_bert()
+    attach_l2l(model, L2LConfig(ubatch_size=2))
+    with pytest.raises(ValueError, match=r"one config at a time \(got ubatch_size=3, where it has 2\).*detach_l2l"):
+        l2l_trainer(tmp_path, model=model, ubatch_size=3).train()
 
 
 def test_model_init_makes_a_new_model_for_each_training(tmp_path):
@@ -301,14 +366,57 @@ def test_accumulation_warns_once_with_the_numbers(tmp_path):
     ]
 
 
+def checkpointing(model: nn.Module) -> list[nn.Module]:
+    """The modules in which it is on."""
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
+
 def test_activation_checkpointing_is_turned_off_with_a_warning(tmp_path):
     expected = plain_trainer(tmp_path / "plain")
     expected.train()
     found = l2l_trainer(tmp_path / "l2l", **{CHECKPOINTING: True})
     with pytest.warns(UserWarning, match="activation checkpointing is part of L2L"):
         found.train()
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in found.model.modules())
+    assert checkpointing(found.model) == []
     assert_same_run(found, expected)
+
+
+def test_activation_checkpointing_is_on_again_when_the_model_is_detached(tmp_path):
+    model = tiny_bert()
+    getattr(model, f"{CHECKPOINTING}_enable")()
+    enabled = checkpointing(model)
+    with pytest.warns(UserWarning, match="turned off until the model is detached") as warned:
+        for size in (2, 4):  # attached anew by the second one
+            l2l_trainer(tmp_path / str(size), model=model, ubatch_size=size).train()
+    assert len(warned) == 1
+    assert checkpointing(model) == [] != enabled
+    assert checkpointing(detach_l2l(model)) == enabled
+    getattr(model, f"{CHECKPOINTING}_disable")()
+    attach_l2l(model)
+    assert checkpointing(detach_l2l(model)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"ubatch_size": 3}, {"stash": "host", "l2l_boundary": "host"}])
+def test_noise_in_the_embeddings_is_that_of_trainer(tmp_path, options):
+    noisy = {"neftune_noise_alpha": 5.0}
+
+    def losses(make, **options) -> list[float]:
+        made = make(tmp_path / f"{make.__name__} {len(options)}", model=tiny_bert(dropout=0.0), **options)
+        made.train()
+        assert not hasattr(made.model.get_input_embeddings(), "neftune_noise_alpha")  # it ends with the training
+        return [entry["loss"] for entry in logs(made) if "loss" in entry] + [made.evaluate()["eval_loss"]]
+
+    found = losses(l2l_trainer, **noisy, **options)
+    assert found == pytest.approx(losses(plain_trainer, **noisy), rel=1e-5)
+    assert found != pytest.approx(losses(l2l_trainer, **options), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("eps_update", "data"),
+    [("serial", "kept"), ("eager", "kept"), ("deferred", "read again"), ("deferred", "synchronized")],
+)
+def test_an_average_of_weights_is_that_of_trainer(tmp_path, eps_update, data):
+    check_average(tmp_path, eps_update, data)
 
 
 def test_the_summary_is_logged_at_info_level(tmp_path, caplog):

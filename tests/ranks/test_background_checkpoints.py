@@ -21,6 +21,7 @@ from hf_l2l.shared_eps.server import SharedEagerParamServer
 from host_cases import on_hosts
 from rank_trainer import REALTIME, SAME, SAVED, failed_generation, trained
 from slow_disk import assert_same_checkpoints
+from training import left_in
 
 EACH_STEP: dict[str, Any] = {**SAVED, "save_steps": 1}
 
@@ -146,7 +147,7 @@ def interrupted(folder: str, options: dict[str, Any]) -> tuple[str, list[str], i
             trained("bert", "l2l", folder, options)
     distributed.barrier()  # rank 0 has removed what it wrote
     saving = sum(thread.name == "hf_l2l save" for thread in threading.enumerate())
-    return str(error.value), sorted(path.name for path in Path(folder).iterdir()), saving
+    return str(error.value), left_in(Path(folder)), saving
 
 
 def test_an_error_of_the_training_gives_up_the_checkpoint(pool, tmp_path):

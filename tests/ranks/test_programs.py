@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from torch import distributed, nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.optim import layerwise_step
 from rank_cases import Block
 from rank_pool import digest
+from rank_trainer import fresh
+from training import tiny_bert
 
 
 class Layers(nn.Module):
@@ -255,3 +259,45 @@ def one_step() -> str:
     program.backward(0)
     program.step()
     return program.ended()[0]
+
+
+def under_accelerate(engine: bool, alone: bool) -> dict[str, Any]:
+    """Two batches under Accelerate, as one step of all ranks (`accumulate`), or as two of each rank (`LocalSGD`)."""
+    fresh()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if alone else 2)
+    model = tiny_bert(dropout=0.0, layers=2)
+    weights = list(model.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    if engine:
+        optimizer = attach_l2l(model, L2LConfig(device="cpu")).wrap(optimizer)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    batches = torch.randint(0, 50, (2, 4, 8), generator=torch.Generator().manual_seed(distributed.get_rank()))
+    error = ""
+    with LocalSGD(accelerator, wrapped, local_sgd_steps=100) if alone else nullcontext():
+        for ids in batches:
+            with accelerator.accumulate(wrapped) if not alone else nullcontext():
+                accelerator.backward(wrapped(input_ids=ids, labels=ids[:, 0] % 2).loss)
+                try:
+                    optimizer.step()
+                except ValueError as refused:
+                    error = str(refused)
+                optimizer.zero_grad()
+        found = [weight.detach().clone() for weight in weights]
+        detach_l2l(model)
+    return {"error": error, "weights": found}
+
+
+def test_batches_that_ranks_accumulate_under_accelerate(pool):
+    ours, theirs = pool(2).run(under_accelerate, True, False), pool(2).run(under_accelerate, False, False)
+    for mine, plain in zip(ours, theirs, strict=True):
+        assert mine["error"] == ""
+        torch.testing.assert_close(mine["weights"], plain["weights"])
+
+
+def test_a_step_of_a_rank_alone_is_refused(pool):
+    """As LocalSGD makes it: each rank has weights of its own until it averages them."""
+    plain = pool(2).run(under_accelerate, False, True)
+    assert not torch.equal(plain[0]["weights"][0], plain[1]["weights"][0])
+    for found in pool(2).run(under_accelerate, True, True):
+        assert found["error"].startswith("ranks under L2L have one set of weights, which they update together (got")
+        assert "leave out LocalSGD" in found["error"]

@@ -14,6 +14,7 @@ from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from rank_pool import digest
 from rank_trainer import SAME, SAVED, failed_to_save, trained
+from training import left_in
 
 
 @pytest.mark.parametrize("kind", ["l2l", "hf"])
@@ -26,7 +27,7 @@ def test_a_checkpoint_has_what_each_rank_saves(pool, tmp_path, kind):
     plain = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
     plain |= {"config.json", "trainer_state.json", "training_args.bin"}
     assert plain <= names and (MANIFEST in names) == (kind == "l2l")
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("checkpoint-")]
+    assert not [name for name in left_in(tmp_path) if not name.startswith("checkpoint-")]
     state = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
     assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
 
@@ -85,7 +86,7 @@ def saved_apart(folder: str) -> str:
 def test_hosts_without_a_common_file_system_are_told(pool, tmp_path):
     for text in pool(2).run(saved_apart, str(tmp_path)):
         assert "a folder that rank 1 does not see, where all hosts need one file system" in text
-    assert list(tmp_path.iterdir()) == []
+    assert left_in(tmp_path) == []
 
 
 def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):

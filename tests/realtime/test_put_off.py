@@ -16,7 +16,7 @@ from hf_l2l.checkpoint.finding import checkpoints_in
 from hf_l2l.optim import layerwise_step
 from hf_l2l.realtime.put_off import PutOffSave
 from slow_disk import assert_same_checkpoints
-from training import SAVING, assert_same_run, l2l_trainer, tiny_bert
+from training import SAVING, assert_same_run, l2l_trainer, left_in, tiny_bert
 
 EACH_STEP = {**SAVING, "save_steps": 1, "save_total_limit": None, "eps_update": "deferred"}
 
@@ -127,7 +127,7 @@ def test_an_update_that_fails_leaves_no_checkpoint_of_its_step(tmp_path, monkeyp
     monkeypatch.setattr(layerwise_step.Part, "run", failing)
     with pytest.raises(ZeroDivisionError, match="of the optimizer"):
         made.train()
-    left = {path.name for path in tmp_path.iterdir()}
+    left = set(left_in(tmp_path))
     assert left <= {"checkpoint-1", "checkpoint-2"}, "that of the step before, at most, and nothing else"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,18 @@ from hf_l2l.report.pictures.run_log import (
     MEMORY_MAY_COME,
     NO_LOG,
     NOT_OF_L2L,
-    RECORD,
+    RUN_FILE,
     TIMES_ARE_OFF,
     RunFacts,
     RunLog,
     StepTime,
+    append_row,
+    begin_rows,
+    read_rows,
     read_run,
 )
 from hf_l2l.report.pictures.run_picture import draw_run
-from training import SAVING, l2l_trainer, plain_trainer
+from training import SAVING, StopAt, l2l_trainer, measured, plain_trainer
 
 EVALUATED = {**SAVING, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "ubatch_size": 4}
 
@@ -45,8 +50,8 @@ def texts(figure: Any) -> str:
     return "\n".join(found).replace("\n", " ")
 
 
-def log_of(entries: list[dict[str, Any]], **state: Any) -> RunLog:
-    return RunLog.of_state({"log_history": entries, "global_step": 4, **state}, RunFacts("Model", 9))
+def log_of(entries: list[dict[str, Any]], rows: Sequence[dict[str, Any]] = ()) -> RunLog:
+    return RunLog.of_state({"log_history": entries, "global_step": 4}, RunFacts("Model", 9), rows)
 
 
 def test_a_trainer_draws_its_run(tmp_path):
@@ -62,7 +67,7 @@ def test_a_trainer_draws_its_run(tmp_path):
     memory, time, loss = figure.axes
     assert {"masters", "gradients", "moments"} <= {label.get_text() for label in memory.get_yticklabels()}
     assert memory.get_xlabel() == "KiB" and OTHER in written and "host: each name's peak" in written
-    steps_s = [entry["l2l_step_s"] for entry in trainer.state.log_history if "loss" in entry]
+    steps_s = [row["l2l_step_s"] for row in measured(tmp_path)]
     assert list(time.patches[-1].get_data().values) == pytest.approx(steps_s)  # all causes together
     assert list(time.patches[-1].get_data().edges) == [0, 1, 2, 3, 4]
     losses = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
@@ -86,8 +91,7 @@ def test_files_say_what_the_trainer_says(tmp_path):
 def test_without_times_nothing_of_the_machine_is_kept(tmp_path):
     trainer = l2l_trainer(tmp_path, **EVALUATED, l2l_log_times=False)
     trainer.train()
-    for state in (vars(trainer.state), json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())):
-        assert RECORD not in state["stateful_callbacks"]
+    assert not (tmp_path / RUN_FILE).exists()
     log = read_run(tmp_path / "checkpoint-4" / "trainer_state.json")
     assert log.missing == {"time": NOT_OF_L2L, "memory": NOT_OF_L2L} and len(log.losses) == 4
     assert log.facts == RunFacts("BertForSequenceClassification", rows=8)  # as the checkpoint's config says
@@ -115,7 +119,8 @@ def test_a_run_that_was_too_short_to_log_a_loss_says_so(tmp_path, evaluates):
 
 
 def test_reasons_that_do_not_depend_on_losses_are_given_without_them():
-    found = RunLog.of_state({"log_history": [], "global_step": 1}, RunFacts("Model"), TIMES_ARE_OFF).missing
+    state = {"log_history": [], "global_step": 1}
+    found = RunLog.of_state(state, RunFacts("Model"), without_times=TIMES_ARE_OFF).missing
     none = "no training loss was logged in 1 step; set logging_steps"
     assert found == {"time": TIMES_ARE_OFF, "memory": TIMES_ARE_OFF, "loss": none}
     assert log_of([]).missing == {
@@ -144,21 +149,59 @@ def test_a_model_without_layers_says_so(tmp_path):
     assert texts(trainer.plot()).count("the model has no layers that are streamed") == 2
 
 
+def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
+    options = {**SAVING, "eval_strategy": "no"}
+    l2l_trainer(tmp_path, **options, callbacks=[StopAt(3)]).train()
+    assert [row["step"] for row in measured(tmp_path)] == [1, 2, 3]
+    with (tmp_path / RUN_FILE).open("a") as file:
+        file.write('{"step": 4, "l2l_wai')  # killed while it wrote
+    resumed = l2l_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    rows = [row for row in read_rows(tmp_path / RUN_FILE) if "memory" not in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
+    times = read_run(tmp_path / "checkpoint-4" / "trainer_state.json").times
+    assert [each.step for each in times] == [1, 2, 3, 4]
+    assert [each.upload + each.download + each.eps + (each.compute or 0) for each in times] == pytest.approx(
+        [row["l2l_step_s"] for row in (*rows[:2], *rows[3:])]
+    )
+
+
+def test_a_training_begins_without_the_rows_of_the_one_before(tmp_path):
+    l2l_trainer(tmp_path).train()
+    l2l_trainer(tmp_path, max_steps=2).train()
+    assert [row["step"] for row in measured(tmp_path)] == [1, 2]
+    l2l_trainer(tmp_path, max_steps=2, l2l_log_times=False).train()
+    assert not (tmp_path / RUN_FILE).exists()
+
+
 @pytest.mark.parametrize("make", [l2l_trainer, plain_trainer])
-def test_the_run_before_is_no_callback_to_restore(make, tmp_path, caplog):
+def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(make, tmp_path):
+    """As versions before `l2l_run.jsonl` have written it."""
     l2l_trainer(tmp_path, **SAVING).train()
+    (tmp_path / "checkpoint-4" / "l2l_manifest.json").unlink()
+    file = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["log_history"] = [each | row for each, row in zip(state["log_history"], measured(tmp_path), strict=True)]
+    state["stateful_callbacks"]["L2LRun"] = {"args": {}, "attributes": {"facts": {}, "memory": {}}}
+    file.write_text(json.dumps(state))
+    (tmp_path / RUN_FILE).unlink()
+    assert len(read_run(file).times) == 4
     resumed = make(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
-    with caplog.at_level(logging.WARNING, "transformers"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*checkpoint-4 has no manifest.*")
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert resumed.state.global_step == 6
-    assert (RECORD in caplog.text) == (make is plain_trainer)  # which says that it ignores it
 
 
-def test_a_resumed_run_without_times_does_not_keep_those_of_the_one_before(tmp_path):
-    l2l_trainer(tmp_path, **SAVING).train()
-    resumed = l2l_trainer(tmp_path, **{**SAVING, "max_steps": 6}, l2l_log_times=False)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert RECORD not in resumed.state.stateful_callbacks
+def test_rows_that_cannot_be_written_do_not_end_a_training(tmp_path, caplog):
+    trainer = l2l_trainer(tmp_path)
+    (tmp_path / RUN_FILE).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        trainer.train()
+    assert trainer.state.global_step == 4
+    assert [text for text in caplog.messages if f"{RUN_FILE} cannot be written" in text] == [caplog.messages[0]]
+    pytest.importorskip("matplotlib")
+    trainer.plot()
 
 
 def test_other_trainers_draw_their_runs():
@@ -187,13 +230,17 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
 # ---- what is read, and how it is drawn
 
 
-def entry(step: int, **more: float) -> dict[str, Any]:
+def loss(step: int, **more: float) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0, **more}
+
+
+def row(step: int, **more: float) -> dict[str, Any]:
     waits = {f"l2l_wait_{cause}_s": seconds for cause, seconds in (("upload", 1.0), ("download", 0.5), ("eps", 0.25))}
-    return {"step": step, "loss": 1.0, **waits, **more}
+    return {"step": step, **waits, **more}
 
 
 def test_the_rest_of_a_step_is_computation():
-    log = log_of([entry(2, l2l_step_s=4.0), entry(3, l2l_step_s=1.5), entry(4)])
+    log = log_of([loss(2), loss(3), loss(4)], [row(2, l2l_step_s=4.0), row(3, l2l_step_s=1.5), row(4)])
     assert log.times == [
         StepTime(0, 2, 1.0, 0.5, 0.25, 2.25),
         StepTime(2, 3, 1.0, 0.5, 0.25, 0.0),  # of rounding
@@ -203,13 +250,20 @@ def test_the_rest_of_a_step_is_computation():
 
 
 def test_steps_whose_times_were_not_logged_are_left_empty():
-    log = log_of([entry(1, l2l_step_s=2.0), {"step": 3, "loss": 1.0}, entry(4, l2l_step_s=2.0)])
+    log = log_of([loss(1), loss(3), loss(4)], [row(1, l2l_step_s=2.0), row(4, l2l_step_s=2.0)])
     [*_, top] = drawn(log).axes[1].patches
     assert (list(top.get_data().edges), list(top.get_data().values)) == ([0, 1, 3, 4], [2.0, 0.0, 2.0])
 
 
+def test_rows_of_steps_that_the_state_does_not_have_are_left_out():
+    memory = {"host": {"total": {"now": 1, "peak": 7}}}
+    rows = [row(2), row(3), {"step": 4, "memory": memory}, row(6), {"step": 6, "memory": {}}]
+    log = log_of([loss(2), loss(4)], rows)
+    assert [each.step for each in log.times] == [2] and log.memory == memory
+
+
 def test_numbers_that_json_does_not_have_are_null():
-    log = log_of([entry(1), {"step": 2, "loss": float("nan"), "eval_loss": float("inf")}])
+    log = log_of([loss(1), {"step": 2, "loss": float("nan"), "eval_loss": float("inf")}], [row(1)])
     found = json.loads(json.dumps(log.as_json(), allow_nan=False))
     assert found["losses"] == [[1, 1.0], [2, None]] and found["evaluations"] == {"eval_loss": [[2, None]]}
     assert (found["facts"]["parameters"], found["times"][0]["upload"], found["missing"].keys()) == (9, 1.0, {"memory"})
@@ -219,8 +273,7 @@ def test_numbers_that_json_does_not_have_are_null():
 def test_names_that_are_small_are_one_bar():
     sizes = {"masters": 1000, "moments": 2000, "norm rooms": 5, "stash": 4, OTHER: 10**6}
     host = {name: {"now": 0, "peak": size} for name, size in {**sizes, "total": sum(sizes.values())}.items()}
-    state = {"stateful_callbacks": {RECORD: {"attributes": {"memory": {"host": host, "of which": {}}}}}}
-    axes = drawn(log_of([entry(4)], **state)).axes[0]
+    axes = drawn(log_of([loss(4)], [{"step": 4, "memory": {"host": host, "of which": {}}}])).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["moments", "masters", "2 smaller"]
 
 
@@ -244,11 +297,6 @@ def test_what_a_title_says_of_a_batch():
         ("{}", "it has no log of a Trainer"),
         ('{"log_history": [{"loss": 1}]}', "it has no log of a Trainer"),
         ('{"log_history": [{"loss": {}, "step": 1}]}', "it has no log of a Trainer"),
-        ('{"log_history": [], "stateful_callbacks": {"L2LRun": 1}}', "it has no log of a Trainer"),
-        (
-            '{"log_history": [], "stateful_callbacks": {"L2LRun": {"attributes": {"memory": {"host": {"a": 1}}}}}}',
-            "it has no log of a Trainer",
-        ),
     ],
 )
 def test_what_is_no_state_is_refused(text, why, tmp_path):
@@ -256,6 +304,31 @@ def test_what_is_no_state_is_refused(text, why, tmp_path):
     file.write_text(text)
     with pytest.raises(ValueError, match=why):
         read_run(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[]", f"line 1 of .*{RUN_FILE} is no row of a run"),
+        ('{"times": 1}', f"line 1 of .*{RUN_FILE} is no row of a run"),
+        ('{"step": 4, "memory": {"host": {"a": 1}}}', "it has no log of a Trainer"),
+    ],
+)
+def test_what_is_no_row_is_refused(line, why, tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [], "global_step": 4}')
+    (tmp_path / RUN_FILE).write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=why):
+        read_run(tmp_path / "trainer_state.json")
+
+
+def test_a_row_is_whole_after_one_that_was_cut_off(tmp_path):
+    file = tmp_path / "run" / RUN_FILE
+    begin_rows(file, goes_on=True)
+    assert read_rows(file) == []
+    file.write_text('{"step": 1}\n{"step"')
+    begin_rows(file, goes_on=True)
+    append_row(file, {"step": 2})
+    assert read_rows(file) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_folder_is_no_state(tmp_path):

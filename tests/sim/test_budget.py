@@ -27,7 +27,19 @@ from hf_l2l.option_names import argument
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
-from training import SAVING, arguments, inner_optimizer, logs, rows, settled_memory, stopped_at_two, tiny_bert, trainer
+from training import (
+    SAVING,
+    arguments,
+    assert_same_run,
+    inner_optimizer,
+    l2l_trainer,
+    logs,
+    rows,
+    settled_memory,
+    stopped_at_two,
+    tiny_bert,
+    trainer,
+)
 
 KIB = 2**10
 
@@ -296,6 +308,34 @@ def test_an_evaluation_before_and_after_the_training(tmp_path):
     eps = made.eps
     assert made.evaluate()["eval_loss"] != before
     assert made.eps is eps
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"device_memory_budget": "off", "ubatch_size": 2, "stash": "host"},
+        {"device_memory_budget": "off", "l2l_resident": "all", "l2l_resident_update": "device"},
+        {"device_memory_budget": "600KiB", "eps_update": "deferred"},
+        {"cmp": "bf16"},
+    ],
+)
+def test_another_trainer_with_other_options_plans_and_trains_as_with_a_new_model(tmp_path, second):
+    budget = {"device_memory_budget": "auto"}
+    before, model, new = settled_memory(), tiny_bert(), tiny_bert()
+    l2l_trainer(tmp_path / "first", model=model, **budget).train()
+    new.load_state_dict(model.state_dict())
+    found, expected = (l2l_trainer(tmp_path / "second", model=each, **{**budget, **second}) for each in (model, new))
+    torch.manual_seed(5)
+    found.train()
+    torch.manual_seed(5)
+    expected.train()
+    assert_same_run(found, expected)
+    ours, theirs = attachment_of(model), attachment_of(new)
+    assert ours is not None and theirs is not None and ours.config == theirs.config
+    for each in (model, new):
+        detach_l2l(each)
+    del found, expected, each, ours, theirs
+    assert settled_memory() <= before + 1024
 
 
 def test_a_second_training_has_the_same_plan(tmp_path):

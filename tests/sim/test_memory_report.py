@@ -22,7 +22,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.testing import page_locked_bytes
 from tiers import combined
-from training import l2l_trainer, settled_memory
+from training import l2l_trainer, measured, settled_memory
 
 WIDTH, TOKENS, ROWS, UBATCH = 64, 16, 8, 2
 A = TOKENS * WIDTH * 4
@@ -376,7 +376,7 @@ def test_the_trainer_logs_the_peak_of_the_device(tmp_path):
     reports = Reports()
     made = l2l_trainer(tmp_path, ubatch_size=2, callbacks=[reports])
     made.train()
-    peaks = [entry["device_peak_bytes"] for entry in made.state.log_history if "loss" in entry]
+    peaks = [row["device_peak_bytes"] for row in measured(tmp_path)]
     assert len(peaks) == 4 and peaks == sorted(peaks) and peaks[-1] == torch.accelerator.max_memory_allocated()
     assert reports.taken == 4 * 3
     assert_adds_up(made.eps.memory_report())
@@ -385,7 +385,7 @@ def test_the_trainer_logs_the_peak_of_the_device(tmp_path):
 def test_without_times_the_trainer_logs_no_peak(tmp_path):
     made = l2l_trainer(tmp_path, l2l_log_times=False)
     made.train()
-    assert all("device_peak_bytes" not in entry for entry in made.state.log_history)
+    assert not (tmp_path / "l2l_run.jsonl").exists()
 
 
 def test_the_picture_of_a_run_has_the_memory_of_the_device(tmp_path):

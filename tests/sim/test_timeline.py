@@ -19,7 +19,7 @@ from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
 from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
-from training import l2l_trainer, tiny_bert, weights_after
+from training import l2l_trainer, measured, tiny_bert, weights_after
 
 Row = list[tuple[str, float, float]]
 SHORT = replace(V100, layers=6, ubatches=4, forward_s=4 * V100.forward_s, optimizer_s=V100.optimizer_s / 4)
@@ -407,7 +407,7 @@ def test_a_training_log_says_what_a_step_waited_for(tmp_path):
     file = tmp_path / "trace.json"
     trainer = l2l_trainer(tmp_path, max_steps=3, stash="host", ubatch_size=4, l2l_trace=str(file))
     trainer.train()
-    lines = [line for line in trainer.state.log_history if "loss" in line]
+    lines = measured(tmp_path)
     rows = rows_of(file)
     for line, (_, start, end) in zip(lines, rows["steps"], strict=True):
         # Each row of the data has 8 tokens, 8 rows are a batch.
@@ -425,7 +425,7 @@ def test_a_training_log_on_the_clock(tmp_path):
         trainer = l2l_trainer(tmp_path, max_steps=2, eps_update="serial")
         with engine_on_clock(clock, attach_l2l(trainer.model, trainer._l2l_config())):
             trainer.train()
-    lines = [line for line in trainer.state.log_history if "loss" in line]
+    lines = measured(tmp_path)
     # Each row of the data has 8 tokens, 8 rows are a batch.
     steps_s = [8 * 8 / line["l2l_tokens_per_s"] for line in lines]
     waits_s = [sum(line[f"l2l_wait_{name}_s"] for name in ("upload", "download", "eps")) for line in lines]

@@ -8,7 +8,7 @@ import transformers as hf
 
 from hf_l2l import L2LCallback, L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, make_l2l_trainer
 from hf_l2l.hf.attach import attachment_of
-from training import arguments, assert_same_run, rows, tiny_bert
+from training import arguments, assert_same_run, check_average, rows, tiny_bert
 
 
 class Preferring(hf.Trainer):
@@ -103,3 +103,10 @@ def test_layers_with_a_backward_of_their_own_are_refused():
     with pytest.raises(ValueError, match="a ReformerLayer has a backward_pass of its own, which cannot run on sim"):
         attach_l2l(model)
     attach_l2l(model, L2LConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("eps_update", "data"), [("serial", "kept"), ("deferred", "read again"), ("deferred", "synchronized")]
+)
+def test_an_average_of_weights_is_that_of_trainer(tmp_path, eps_update, data):
+    check_average(tmp_path, eps_update, data)

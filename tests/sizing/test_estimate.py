@@ -53,7 +53,7 @@ def test_a_class_for_a_config():
     config = hf.BertConfig(**SMALL)
     found = estimate(config, **BATCH, model_class="BertForSequenceClassification")
     assert found.masters == 4 * sum(p.numel() for p in hf.BertForSequenceClassification(config).parameters())
-    assert "takes no labels" in refused(config, **BATCH)
+    assert "takes no labels); set model_class to a class with a head, such as " in refused(config, **BATCH)
 
 
 def test_options_rows_and_the_optimizer_come_from_the_arguments(tmp_path):

@@ -122,7 +122,11 @@ def check_texts(rows: Dataset, text_columns: tuple[str, ...], file: str, label: 
                     "like NA and null count as none); fill it in, or drop the row"
                 )
             if not isinstance(text, str):
+                others = [each for each in rows.column_names if each != LABEL and isinstance(rows[0][each], str)]
+                remedy = "name the columns with the text with --text_columns"
+                if others:
+                    remedy = f"give --text_columns {','.join(own_name(each, label) for each in others[:2])}"
                 raise ValueError(
-                    f"column {name!r} must hold text (got {text!r} in row {row} of {file}); name the columns with "
-                    "the text with --text_columns, or call them 'sentence', or 'sentence1' and 'sentence2'"
+                    f"column {name!r} must hold text (got {text!r} in row {row} of {file}); {remedy}, or call them "
+                    "'sentence', or 'sentence1' and 'sentence2'"
                 )

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_l2l.own_command import python
 from hf_l2l.runtime.tensors import size_text
 
 _KEPT = (
@@ -65,7 +66,7 @@ def last_words(
     lines = [f"training is done: the model and its tokenizer are in {folder}, with"]
     lines += [f"  {name:<{width}}  {what}" for name, what in files.items()]
     text = {1: '"a text"', 2: '{"text": "a text", "text_pair": "another"}'}[texts]
-    lines += ["to use the model, in Python:", "  from transformers import pipeline"]
+    lines += [f"to use the model, in Python ({shlex.quote(python())}):", "  from transformers import pipeline"]
     cut = f", max_length={min(given['max_seq_length'], longest)}" if "max_seq_length" in given else ""
     model = f"model={json.dumps(folder)}, truncation=True{cut}"
     lines += [f'  print(pipeline("text-classification", {model})({text}))']
@@ -92,7 +93,7 @@ def _command(script: str, folder: str, given: Mapping[str, Any], more: Mapping[s
     """A command line of the script, for the model in `folder`, on the same data."""
     options = {"model_name_or_path": folder, **{name: given[name] for name in _KEPT if name in given}, **more}
     path = os.path.relpath(script)
-    words = ["python", *(["-m", Path(script).stem] if Path(path).parts[0] == os.pardir else [path])]
+    words = [python(), *(["-m", Path(script).stem] if Path(path).parts[0] == os.pardir else [path])]
     for name, value in options.items():
         words.append(f"--{name}")
         if name not in more or value is not True:

@@ -1,27 +1,31 @@
-"""`RunLog`: what a run logged of its loss, its time and its memory, from the state of its Trainer.
+"""`RunLog`: what a run logged of its loss, its time and its memory.
 
-The state is that of `trainer_state.json`: its `log_history` has losses, waits and the device's peak, and the entry
-`RECORD` of its `stateful_callbacks` what the run was, with its memory report.
+Losses are in the state of its Trainer (`trainer_state.json`), which is the same for equal runs. What a run measures of
+its machine is in rows of a file in its `output_dir`, `RUN_FILE`, which has a JSON object in each line.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hf_l2l.memory.memory_report import TOTAL, Bytes
 
-RECORD = "L2LRun"
-"""The name under which the state keeps what the run was. No callback has it: it is not restored."""
+RUN_FILE = "l2l_run.jsonl"
+"""Its rows have a `step`, and either the times of a log line or what the run was, with its memory report. Of two rows
+of a step the later one counts, since a resumed training makes the steps after its checkpoint again."""
 
 TIMES_ARE_OFF = "not logged: l2l_log_times=False"
-NOT_OF_L2L = "not logged: l2l_log_times=False, or layers that did not run layer to layer"
+NOT_OF_L2L = (
+    f"not in {RUN_FILE} of the output_dir: l2l_log_times=False, layers that did not run layer to layer, or a "
+    "checkpoint that was moved away from it"
+)
 NO_LOG = "nothing was logged so far"
-MEMORY_COMES_LATER = "not in this state: it is there from the first checkpoint or the end of the training on"
+MEMORY_COMES_LATER = f"not yet in {RUN_FILE}: it comes with the first checkpoint or the end of the training"
 MEMORY_MAY_COME = f"{MEMORY_COMES_LATER}, unless l2l_log_times=False or layers did not run layer to layer"
 
 
@@ -90,8 +94,15 @@ class RunLog:
     """Panel ("memory", "time", "loss") -> why it is empty."""
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], facts: RunFacts, without_times: str = NOT_OF_L2L) -> RunLog:
-        """Of the fields of a `TrainerState`. `without_times` says why it has no times, if it has none.
+    def of_state(
+        cls,
+        state: Mapping[str, Any],
+        facts: RunFacts,
+        rows: Sequence[Mapping[str, Any]] = (),
+        without_times: str = NOT_OF_L2L,
+    ) -> RunLog:
+        """Of the fields of a `TrainerState`, and the rows of the run. `without_times` says why it has no times, if it
+        has none.
 
         Raises:
             ValueError: if it is no such state.
@@ -100,15 +111,17 @@ class RunLog:
         if not isinstance(history, list) or not all(isinstance(entry, dict) and "step" in entry for entry in history):
             raise ValueError("it has no log of a Trainer")
         losses = [(entry["step"], float(entry["loss"])) for entry in history if "loss" in entry]
-        record, times = record_of(state), list(_times(history))
-        peaks = [entry["device_peak_bytes"] for entry in history if "device_peak_bytes" in entry]
-        evaluations = _evaluations(history)
+        measured = {row["step"]: row for row in rows if "memory" not in row}
+        logged = [entry | measured.get(entry["step"], {}) for entry in history if "loss" in entry]
+        times, evaluations = list(_times(logged)), _evaluations(history)
+        peaks = [entry["device_peak_bytes"] for entry in logged if "device_peak_bytes" in entry]
         steps, missing = int(state.get("global_step", 0)), {}
+        memory = _last_report(rows, steps).get("memory")
         # Times are logged with losses: a run without losses does not tell whether it has times.
         is_open = not losses and without_times == NOT_OF_L2L
         if not times:
             missing["time"] = _no_loss(steps) if is_open else without_times
-        if "memory" not in record:
+        if memory is None:
             missing["memory"] = MEMORY_COMES_LATER if times else MEMORY_MAY_COME if is_open else without_times
         if not losses and not evaluations:
             missing["loss"] = _no_loss(steps)
@@ -116,7 +129,7 @@ class RunLog:
         return cls(
             facts,
             steps,
-            _memory(record["memory"]) if "memory" in record else None,
+            None if memory is None else _memory(memory),
             max(peaks, default=None),
             times,
             losses,
@@ -135,24 +148,62 @@ class RunLog:
         return found
 
 
-def record_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state says of its run: `facts` and `memory`; empty if it says nothing."""
-    found = (state.get("stateful_callbacks") or {}).get(RECORD, {})
-    record: dict[str, Any] = found.get("attributes", {})
-    return record
-
-
-def record(facts: RunFacts, report: Mapping[str, Mapping[str, Bytes]]) -> dict[str, Any]:
-    """What a state keeps of a run under the name `RECORD`, in the form of a callback's state."""
+def report_row(step: int, facts: RunFacts, report: Mapping[str, Mapping[str, Bytes]]) -> dict[str, Any]:
+    """The row with what a run was, and its memory up to `step`."""
     memory = {
         tier: {name: dict(size) for name, size in names.items() if size["peak"] or name == TOTAL}
         for tier, names in report.items()
     }
-    return {"args": {}, "attributes": {"facts": asdict(facts), "memory": memory}}
+    return {"step": step, "facts": asdict(facts), "memory": memory}
+
+
+def begin_rows(file: Path, *, goes_on: bool) -> None:
+    """Get ready for the rows of a training, which goes on with those of an earlier one, or begins without any.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not goes_on:
+        file.unlink(missing_ok=True)
+    elif file.is_file() and not file.read_bytes().endswith(b"\n"):  # the one before was killed while it wrote
+        with file.open("a", encoding="utf-8") as rows:
+            rows.write("\n")
+
+
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Write a row at the end of a `RUN_FILE`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write(f"{json.dumps(row)}\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a `RUN_FILE`; none if there is no such file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if a line is no row; the text is the reason alone.
+    """
+    if not file.is_file():
+        return []
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # what a training that was killed has written of a row
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"line {number} of {file} is no row of a run")
+        found.append(row)
+    return found
 
 
 def read_run(file: Path) -> RunLog:
-    """Of a `trainer_state.json`.
+    """Of a `trainer_state.json`, and the rows in its folder, or, for that of a checkpoint, in the folder above.
 
     Raises:
         ValueError: if it cannot be read, or is none; the text is the reason alone.
@@ -161,15 +212,22 @@ def read_run(file: Path) -> RunLog:
         state = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("it has no log of a Trainer")
-        found = record_of(state).get("facts")
+        of_checkpoint = file.parent.resolve().name.startswith("checkpoint-")
+        rows = read_rows((file.resolve().parent.parent if of_checkpoint else file.parent) / RUN_FILE)
+        found = _last_report(rows, int(state.get("global_step", 0))).get("facts")
         facts = _guessed(state, file.parent) if found is None else RunFacts.of(found)
-        return RunLog.of_state(state, facts)
+        return RunLog.of_state(state, facts, rows)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("it has no log of a Trainer") from error
+
+
+def _last_report(rows: Sequence[Mapping[str, Any]], steps: int) -> Mapping[str, Any]:
+    """The last row, up to so many steps, that says what the run was; empty if there is none."""
+    return next((row for row in reversed(rows) if "memory" in row and row["step"] <= steps), {})
 
 
 def _memory(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Bytes]]:
@@ -180,7 +238,7 @@ def _memory(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Bytes
 
 
 def _guessed(state: Mapping[str, Any], folder: Path) -> RunFacts:
-    """What a state without a record, and the model's config beside it, tell of the run."""
+    """What a state without rows, and the model's config beside it, tell of the run."""
     rows = state.get("train_batch_size")
     config = folder / "config.json"
     names = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
@@ -190,8 +248,6 @@ def _guessed(state: Mapping[str, Any], folder: Path) -> RunFacts:
 def _times(history: list[dict[str, Any]]) -> Iterator[StepTime]:
     after = 0
     for entry in history:
-        if "loss" not in entry:
-            continue
         step, before, after = entry["step"], after, entry["step"]
         if "l2l_wait_upload_s" in entry and step > before:
             upload, download, eps = (float(entry[f"l2l_wait_{cause}_s"]) for cause in ("upload", "download", "eps"))

@@ -1,18 +1,34 @@
-"""The part of `L2LTrainerMixin` that draws a run, and keeps in its state what that needs."""
+"""The part of `L2LTrainerMixin` that draws a run, and writes down what that needs."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_l2l.devices import execution_devices
 from hf_l2l.probe.rates import device_name
 from hf_l2l.report.pictures.canvas import save
-from hf_l2l.report.pictures.run_log import NOT_OF_L2L, RECORD, TIMES_ARE_OFF, RunFacts, RunLog, record
+from hf_l2l.report.pictures.run_log import (
+    NOT_OF_L2L,
+    RUN_FILE,
+    TIMES_ARE_OFF,
+    RunFacts,
+    RunLog,
+    append_row,
+    begin_rows,
+    read_rows,
+    report_row,
+)
 from hf_l2l.report.pictures.run_picture import draw_run
 from hf_l2l.runtime import stream
+
+# Below transformers' own logger, so that its verbosity and handlers apply.
+logger = logging.getLogger("transformers.hf_l2l")
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +37,12 @@ _NextTrainer: Any = object  # the trainer that the mixin is combined with comes 
 
 
 class PlotMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no types
-    """`plot`. With `l2l_log_times`, checkpoints and the state after a training have what the run was, and its memory
-    report."""
+    """`plot`, and the rows of `l2l_run.jsonl`: what a run measures of its machine is not in the Trainer's state, which
+    is the same for equal runs."""
 
+    _l2l_rows: Path | None = None
+    """Where rows are written; None before a training, in other ranks than the first, and where it is impossible."""
+    _l2l_is_generation: bool
     _l2l_config: Callable[[], Any]
     _streams: Callable[[], bool]
 
@@ -44,7 +63,8 @@ class PlotMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no ty
         why = TIMES_ARE_OFF if not self._logs_times else NOT_OF_L2L
         if not self._streams():
             why = "not logged: the model has no layers that are streamed"
-        log = RunLog.of_state(asdict(self.state), self._facts(), why)
+        rows = [] if self._l2l_rows is None else read_rows(self._l2l_rows)
+        log = RunLog.of_state(asdict(self.state), self._facts(), rows, why)
         figure = draw_run(log, "trainer.plot()", path, "look at trainer.state.log_history")
         if path is not None:
             save(figure, "path", os.fspath(path))
@@ -66,23 +86,48 @@ class PlotMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no ty
             where if name in ("", str(devices[0])) else f"{where} ({name})",
         )
 
-    def _keep_run(self) -> None:
-        """Keep what the run was, and its memory, in the state, unless equal runs are to have equal states."""
+    def _init_training_state(
+        self, max_steps: int, steps_of_epoch: int, epochs: int, checkpoint: str | None, trial: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Overridden because each training begins without rows, or goes on with those of its checkpoint's."""
+        found: tuple[int, int] = super()._init_training_state(
+            max_steps, steps_of_epoch, epochs, checkpoint, trial, **kwargs
+        )
+        if self.is_world_process_zero():
+            self._l2l_rows = Path(self._get_output_dir(trial)) / RUN_FILE
+            with self._told_errors_of_rows():
+                begin_rows(self._l2l_rows, goes_on=checkpoint is not None)
+        return found
+
+    @contextmanager
+    def _told_errors_of_rows(self) -> Iterator[None]:
+        """A training goes on without rows where they cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning(
+                f"{self._l2l_rows} cannot be written ({error.strerror}): plot() will have no times and memory"
+            )
+            self._l2l_rows = None
+
+    def _keep_row(self, row: Mapping[str, Any]) -> None:
+        """Write down what was measured of the machine."""
+        if self._l2l_rows is not None:
+            with self._told_errors_of_rows():
+                append_row(self._l2l_rows, row)
+
+    def _keep_report(self) -> None:
         eps = self.eps
-        if eps is not None and self._logs_times and self.state.is_world_process_zero:
-            self.state.stateful_callbacks[RECORD] = record(self._facts(), eps.memory_report())
+        if eps is not None and self._logs_times:
+            self._keep_row(report_row(self.state.global_step, self._facts(), eps.memory_report()))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Overridden because `trainer_state.json` tells what the run was."""
-        self._keep_run()
+        """Overridden because a checkpoint can be drawn, too. Those of `l2l_realtime_checkpoint` come too often."""
+        if not self._l2l_is_generation:
+            self._keep_report()
         super()._save_checkpoint(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Overridden because the state after a training tells the same, for `save_state` and `plot`."""
-        self._keep_run()
+        """Overridden to write down the memory of the whole training."""
+        self._keep_report()
         return super()._finalize_training(*args, **kwargs)
-
-    def _load_callback_state(self) -> None:
-        """Overridden because no callback has the name of what the run before this one was."""
-        self.state.stateful_callbacks.pop(RECORD, None)
-        super()._load_callback_state()
