@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -316,7 +316,8 @@ class Shell:
         assert self.call is None, "a call is already inside the model"
         memory, inputs = self.eps.ledger.on_device, list(leaves_of((args, kwargs)))
         masks = impossible_masks_refused(inputs, self.device, memory.capacity)
-        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks:
+        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks, ExitStack() as at_end:
+            at_end.callback(self.eps.masters.end_call)
             self.eps.start_forward()
             # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
@@ -334,28 +335,29 @@ class Shell:
                     args, kwargs = with_gradients_times(lambda: 1 / factor(), (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             weights = self._plain_weights(module) if is_plain else self._upload(module)
+            at_end.callback(weights.settle)
             memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor, is_plain=is_plain)
-            try:
-                with weights.placed():  # buffers are uploaded here, before the weights
-                    memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
-                    memory.enter(KEPT_GRAPHS if is_plain else EMBEDDING)
-                    at_start = self._at_start() if self._at_start is not None and not is_plain else None
-                    if at_start is not None:
-                        at_start(call)
-                    self._settle_own(module)
-                    yield call
-            finally:
-                self._call = None
-                if call.at_end is not None:
-                    call.at_end(call)
-                # A recompute of its embedding keeps the call, but not what it was given.
-                call.args, call.kwargs, call.enclosing = (), {}, []
-                weights.settle()
-                self.eps.masters.end_call()
+            at_end.callback(self._end, call)
+            with weights.placed():  # buffers are uploaded here, before the weights
+                memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
+                memory.enter(KEPT_GRAPHS if is_plain else EMBEDDING)
+                at_start = self._at_start() if self._at_start is not None and not is_plain else None
+                if at_start is not None:
+                    at_start(call)
+                self._settle_own(module)
+                yield call
+
+    def _end(self, call: ModelCall) -> None:
+        """A call has returned, or raised."""
+        self._call = None
+        if call.at_end is not None:
+            call.at_end(call)
+        # A recompute of its embedding keeps the call, but not what it was given.
+        call.args, call.kwargs, call.enclosing = (), {}, []
 
     def _is_plain(self, rows: int | None) -> bool:
         """Whether a call with so many rows, None if they are not known, runs as without L2L: as one ubatch through

@@ -233,6 +233,21 @@ def test_a_gradient_that_another_host_has_cannot_be_read(pool):
         assert texts and all(f"which rank {1 - rank} updates" in text for text in texts)
 
 
+def long_texts() -> list[list[str]]:
+    """What ranks say, of which one has much to say."""
+    model, rank = bert(), distributed.get_rank()
+    team = attach_l2l(model, L2LConfig()).team
+    assert team is not None
+    found = [team.tell(str(rank) * (50_000 if rank == number else 3), "test") for number in range(2)]
+    detach_l2l(model)
+    return found
+
+
+def test_texts_of_any_length_are_told_to_other_hosts(pool):
+    expected = [["0" * 50_000, "111"], ["000", "1" * 50_000]]
+    assert pool(2).run(on_hosts, 2, long_texts) == [expected, expected]
+
+
 def unequal() -> str:
     with pytest.raises(ValueError) as error:
         attach_l2l(bert(), L2LConfig())

@@ -156,6 +156,20 @@ def test_a_team_shares_memory_and_leaves_nothing(count):
     assert (opened(), mapped()) == before
 
 
+@pytest.mark.parametrize("length", [0, 1, 2**14, 100_000])
+def test_texts_of_any_length_are_told_whole(length):
+    teams = teams_of(3)
+    try:
+        for texts in (["x" * length, "", "short"], ["a" * length, "\N{SNOWMAN}" * length, "-"]):
+            told = at_once(
+                [lambda team=team, text=text: team.tell(text, "test") for team, text in zip(teams, texts, strict=True)]
+            )
+            assert told == [texts] * 3
+    finally:
+        for each in teams:
+            each.close()
+
+
 def test_other_arguments_are_refused_in_all_ranks():
     ranks = teams_of(3)
     try:
