@@ -220,7 +220,19 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run the host's fused attention if the host would, instead of the composed one that torch chooses for "sim"."""
+    """Run the host's fused attention if the host would, instead of the composed one that torch chooses for "sim".
+
+    Raises:
+        RuntimeError: if the inputs have several dtypes, which the composed one alone would take.
+    """
+    dtypes = [query.dtype, key.dtype, value.dtype]
+    if len(set(dtypes)) > 1:
+        raise RuntimeError(f"Expected query, key, and value to have the same dtype, but got {dtypes} instead")
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            f"Expected attn_mask to be bool or float, or to have the dtype of query ({query.dtype}), but got "
+            f"{attn_mask.dtype} instead"
+        )
     choose = aten._fused_sdp_choice.default
     choice = choose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     # The fused kernel has no gradient for its mask.

@@ -373,6 +373,33 @@ def test_sixteen_bit_products_are_rounded_once() -> None:
     assert torch.equal((x.to("sim") @ x.to("sim")).cpu(), (x.float() @ x.float()).bfloat16())
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, y: torch.mm(x, y),
+        lambda x, y: x @ y,
+        lambda x, y: x[None].expand(2, 4, 4) @ y,
+        lambda x, y: torch.bmm(x[None], y[None]),
+        lambda x, y: torch.dot(x[0], y[0]),
+        lambda x, y: torch.addmm(x[0], y, y),
+        lambda x, y: torch.addmv(x[0], y, y[0]),
+        lambda x, y: torch.baddbmm(x[None], y[None], y[None]),
+        lambda x, y: torch.einsum("ij,jk->ik", x, y),
+        lambda x, y: functional.linear(x, y, y[0]),
+        lambda x, y: functional.linear(x[None], y, y[0]),
+        lambda x, y: functional.linear(y, y, x[0]),
+        lambda x, y: functional.conv1d(x, y[:, :, None], y[0]),
+        lambda x, y: functional.scaled_dot_product_attention(x[None], y[None], y[None]),
+        lambda x, y: functional.scaled_dot_product_attention(x[None], x[None], x[None], y),
+    ],
+)
+def test_products_of_several_dtypes_are_refused_as_on_cuda(product: Callable[..., object]) -> None:
+    narrow, wide = (torch.ones(4, 4, device=SIM, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
+    for given in ((narrow, wide), (wide, narrow), (narrow, narrow.half())):
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type|type .* should be the same"):
+            product(*given)
+
+
 def test_printing() -> None:
     assert repr(torch.ones(2, device="sim")) == "tensor([1., 1.], device='sim:0')"
 
