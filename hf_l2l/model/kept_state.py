@@ -73,6 +73,13 @@ class KeptState:
                 value.update(contents)
 
 
+def known_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers of a model, and the ordinary tensors that its modules have in attributes, as views of
+    weights may be."""
+    attributes = [each for module in model.modules() for each in tensors_within(_attributes(module))]
+    return [*model.parameters(), *model.buffers(), *(each for each in attributes if type(each) is torch.Tensor)]
+
+
 def is_tensor(place: Place) -> bool:
     """Whether the attribute is a tensor, and no object or container, which other layers may have, too."""
     module, name = place

@@ -345,6 +345,22 @@ def test_a_detached_model_has_memory_of_its_own(pool, sim):
     assert first["grad"][0] == second["grad"][0] == second["grad"][1] != first["grad"][1]
 
 
+def attached_with_a_view() -> tuple[str, bool]:
+    model = bert()
+    weight = model.bert.embeddings.word_embeddings.weight
+    model.bert.first_row, before = weight.detach()[0], weight.data_ptr()
+    with pytest.raises(ValueError) as error:
+        attach_l2l(model, L2LConfig())
+    return str(error.value), before == weight.data_ptr()
+
+
+def test_a_weight_of_which_a_module_keeps_a_view_is_refused(pool):
+    """The ranks share the memory of the weight, and the view would have its first values for ever."""
+    for text, stayed in pool(2).run(attached_with_a_view):
+        assert "got bert.embeddings.word_embeddings.weight, a Parameter whose memory is also that of another" in text
+        assert stayed
+
+
 def attached_otherwise(what: str) -> tuple[str, str, dict[str, Any]]:
     """Rank 1 attaches something else."""
     is_other = distributed.get_rank() == 1
