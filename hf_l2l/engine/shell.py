@@ -227,6 +227,8 @@ class Shell:
         self.outer: nn.Module | None = None
         """The attached model, if its forward is not the one of the hook: from the beginning of a call of it until the
         hook's forward is called after all. None otherwise."""
+        self.computes_again: str | None = None
+        """The name of the layer that a backward computes again now, if it does."""
         self._spent: list[weakref.ref[torch.Tensor]] = []
         """Device copies of weights that have got their gradients in the backward that runs, which frees its graph."""
         eps.backwards.call(at_end=self._free_spent, at_failure=self._keep_spent)
@@ -304,8 +306,8 @@ class Shell:
 
         Raises:
             RuntimeError: if a call of the model, or its backward, is running in another thread.
-            ValueError: if another forward than that of the attached model has called `module`; inside, if the model
-                needs an attention mask that the device cannot hold.
+            ValueError: if another forward than that of the attached model has called `module`, or a layer in its
+                recompute; inside, if the model needs an attention mask that the device cannot hold.
         """
         outer, self.outer = self.outer, None
         if outer is not None and outer is not module:
@@ -317,6 +319,12 @@ class Shell:
         memory, inputs = self.eps.ledger.on_device, list(leaves_of((args, kwargs)))
         masks = impossible_masks_refused(inputs, self.device, memory.capacity)
         with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks, ExitStack() as at_end:
+            if self.computes_again is not None:
+                raise ValueError(
+                    "a layer must not call modules that it does not have, since its backward computes it again when "
+                    f"their weights are no longer on the device (got a call of a {type(module).__name__} in "
+                    f"{self.computes_again}); let it have the module as an attribute of its own, or give it the output"
+                )
             at_end.callback(self.eps.masters.end_call)
             self.eps.start_forward()
             # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
@@ -377,6 +385,15 @@ class Shell:
                         settle(p.grad)
         unit = self.eps.masters.non_layer_unit(module)
         return DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision)
+
+    @contextmanager
+    def computing_again(self, name: str) -> Iterator[None]:
+        """Inside, a backward computes the layer of this name again."""
+        self.computes_again = name
+        try:
+            yield
+        finally:
+            self.computes_again = None
 
     @contextmanager
     def resumed(self, call: ModelCall) -> Iterator[None]:
