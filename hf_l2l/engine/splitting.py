@@ -257,7 +257,8 @@ class Splitter:
             parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in first_two]
         except torch.OutOfMemoryError:
             raise
-        except ERRORS_OF_MODELS as error:  # with all rows, it raises its own errors
+        except ERRORS_OF_MODELS as error:
+            execute(tensors)  # which raises an error that does not depend on the rows
             raise NoConsistentSplit(f"it does not run with some of its rows ({error})") from error
         (start, stop), first = parts[0]
         outputs = compare_shapes([t.shape for t in at_once], [t.shape for t in first], few, stop - start)
