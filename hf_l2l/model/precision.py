@@ -142,13 +142,17 @@ class Precision:
     def _of_input(self, value: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, value)
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the dtype of `tensor` from now on."""
+        self._kept[tensor] = True
+
     def warn_of_rounded(self, buffers: Iterable[str]) -> None:
-        """Warn of buffers with these names, once of each: a forward has written to them, in 16 bits."""
+        """Warn of buffers with these names, once of each: the forward of a layer has written to them, in 16 bits."""
         new = [name for name in buffers if name not in self._rounded]
         self._rounded.update(new)
         if new:
             warnings.warn(
-                f"a buffer that a forward writes to is rounded to {str(self.dtype)[6:]} in each call with cmp, and so "
+                f"a buffer that a layer writes to is rounded to {str(self.dtype)[6:]} in each call with cmp, and so "
                 f"loses small changes (got {', '.join(new)}); let the class of its module declare it, by "
                 "_keep_in_fp32_modules_strict = [name], and convert it where it is used, or train without cmp",
                 stacklevel=2,

@@ -222,7 +222,7 @@ def test_a_buffer_may_be_written_to_while_it_is_uploaded(page_locked):
         module.mask = module.mask.pin_memory()
     precision = Precision(module, None)
     with torch.no_grad():
-        copies = _DeviceBuffers([module], SIM, keep=True, precision=precision, where="a layer")
+        copies = _DeviceBuffers([module], SIM, keep=True, precision=precision)
         module.mask.fill_(9)
         torch.sim.synchronize()
         (arrived,) = (each.copy for each in copies.copies if each.place.name == "mask")
