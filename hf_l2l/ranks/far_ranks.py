@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LANDED, LEAVING
-from hf_l2l.ranks.watch import HEADER, State, announce
+from hf_l2l.ranks.watch import HEADER, State, announce, shortened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,9 +70,10 @@ def _send(state: State, group: ProcessGroup, place: int, messages: _Messages) ->
             if state.is_closing:
                 return
             message, is_sent = HEADER.pack(HEARTBEAT, 0), threading.Event()
+        if message[0] == FAILED:
+            message = message[: HEADER.size] + shortened(message[HEADER.size :].decode(), _LENGTH - HEADER.size)
         content.zero_()
-        size = min(len(message), _LENGTH)
-        content[:size].copy_(torch.frombuffer(bytearray(message[:size]), dtype=torch.uint8))
+        content[: len(message)].copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         try:
             group.send([content], place, 0).wait()
         except RuntimeError:  # it has ended, as the thread that hears it finds out

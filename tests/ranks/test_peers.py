@@ -211,3 +211,10 @@ def test_errors_of_a_call_to_a_lost_rank_name_it(error):
         with pytest.raises(RankFailedError, match="rank 1 has failed: it has no memory left"):
             with failing_with_ranks([1], ranks[0], "test"):
                 raise error
+
+
+def test_a_reason_that_is_too_long_says_so():
+    with met(2) as ranks:
+        ranks[1].tell_failure("\N{SNOWMAN}" * 50_000)
+        with pytest.raises(RankFailedError, match=r"rank 1 has failed: \N{SNOWMAN}{10000,} \[\.\.\.\]$"):
+            ranks[0].gather(BARRIER, 1, b"", "")
