@@ -260,21 +260,29 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(model(inputs_embeds=embedded, **batch).loss, embedded, create_graph=True)
 
 
-def test_a_call_that_fails_at_its_inputs_keeps_no_weights(monkeypatch):
+def fails(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory for the weights")
+
+
+def call_of_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> str:
+    """What a call with other weights raises."""
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model, weights, kwargs=batch_for(model))
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+        return str(error)
+    return ""
+
+
+def test_a_call_that_fails_while_its_weights_are_uploaded_keeps_none(monkeypatch):
     """Of `functional_call`, whose weights are those of one call alone."""
     model = attached(bert())
     weights = {"classifier.weight": torch.randn_like(model.classifier.weight)}
     given = weakref.ref(weights["classifier.weight"])
-
-    def fails(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory for the inputs")
-
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(shell, "to_device", fails)
-        with pytest.raises(torch.OutOfMemoryError) as error:
-            torch.func.functional_call(model, weights, kwargs=batch_for(model))
-    traceback.clear_frames(error.tb)
-    del weights, error
+    monkeypatch.setattr(shell, "uploaded", fails)
+    assert call_of_weights(model, weights) == "no memory for the weights"
+    del weights
     gc.collect()
     assert given() is None
 
