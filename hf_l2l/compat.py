@@ -301,3 +301,11 @@ def gloo_groups(name: str, rank: int, size: int, timeout: timedelta) -> Callable
         return group
 
     return made
+
+
+def is_view_of_leaf(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a view of a leaf of the graph, as of a parameter.
+
+    `Tensor._base`; else whether it has the storage of a parameter of the model."""
+    base = tensor._base
+    return base is not None and base.is_leaf

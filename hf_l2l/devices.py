@@ -13,8 +13,9 @@ Devices = torch.device | str | None | Sequence[torch.device | str]
 """What a user gives as execution devices."""
 
 _NEEDED = ("is_available", "device_count", "get_rng_state", "set_rng_state")
-"""Functions of a device's torch module without which no layer runs there. One without streams and events has copies
-in program order, and one without `cudart` pageable memory."""
+"""Functions of a device's torch module without which no layer runs there. Streams, events and sizes of memory may also
+come from torch's interface for any accelerator; without streams, copies are made in program order, and without
+`cudart`, memory is pageable."""
 
 
 def check_device_name(device: Any) -> None:

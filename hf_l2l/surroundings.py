@@ -97,7 +97,7 @@ def devices() -> list[dict[str, Any]]:
 
 def _device(device: torch.device) -> dict[str, Any]:
     module: Any = stream.device_module(device)
-    memory = module.mem_get_info(device) if hasattr(module, "mem_get_info") else (None, None)
+    memory = stream.memory_info(device) or (None, None)
     capability = module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
     return {
         "device": str(device),

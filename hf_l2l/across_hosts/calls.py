@@ -11,7 +11,10 @@ from hf_l2l.ranks.peers import Peers
 @contextmanager
 def failing_with_ranks(others: Collection[int], peers: Peers, why: str) -> Iterator[None]:
     """Inside, a call to `others` that fails raises RankFailedError, which names the rank that has failed; `why` says
-    what for."""
+    what for. Errors of another type than those of lost connections are raised as they are; see `Peers.cannot_reach`.
+
+    Only calls of torch.distributed belong inside: torch raises RuntimeError of no other type for much else.
+    """
     try:
         yield
     except RuntimeError as error:

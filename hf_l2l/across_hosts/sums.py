@@ -49,9 +49,8 @@ class HostSums:
         """What the ranks of each host tell of an item, by host."""
         content = _LENGTH.pack(len(bits)) + bits
         self._own[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        with failing_with_ranks(
-            self._counterparts.others, self._peers, why
-        ):  # one call: it waits behind what is sent before
+        with failing_with_ranks(self._counterparts.others, self._peers, why):
+            # One call: it waits behind what is sent before.
             self._counterparts.sums.allgather([self._of_hosts], [self._own]).wait()
         found = [each.numpy().tobytes() for each in self._of_hosts]
         return [each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]] for each in found]
@@ -66,8 +65,7 @@ class HostSums:
         given, taken = self._given[: sum(given_sizes)], self._taken[: sum(taken_sizes)]
         for part, into in _placed(given, given_to):
             part.add_ranks(into)
-        with failing_with_ranks(self._counterparts.others, self._peers, why):
-            self._send_all(given.split(given_sizes), taken.split(taken_sizes))
+        self._send_all(given.split(given_sizes), taken.split(taken_sizes), why)
         begun: set[int] = set()
         for part, from_host in _placed(taken, taken_from):  # host after host
             if part.continues or id(part) in begun:
@@ -76,24 +74,25 @@ class HostSums:
                 part.total.copy_(from_host)
             begun.add(id(part))
 
-    def _send_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
-        """Send `given[host]` to each host, and wait for `taken[host]` from each."""
+    def _send_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], why: str) -> None:
+        """Send `given[host]` to each host, and wait for `taken[host]` from each; `why` says what for."""
         up, down, own = self._counterparts.sums, self._counterparts.sums_back, self._counterparts.host
         taken[own].copy_(given[own])
         # Two groups, so that values pass one way on each connection: gloo sends them when the other side has told that
         # it is ready, and that message must not wait behind values.
-        works = [
-            (up if host < own else down).recv([each], host, 0)
-            for host, each in enumerate(taken)
-            if host != own and each.numel()
-        ]
-        works += [
-            (up if own < host else down).send([each], host, 0)
-            for host, each in enumerate(given)
-            if host != own and each.numel()
-        ]
-        for work in works:
-            work.wait()
+        with failing_with_ranks(self._counterparts.others, self._peers, why):
+            works = [
+                (up if host < own else down).recv([each], host, 0)
+                for host, each in enumerate(taken)
+                if host != own and each.numel()
+            ]
+            works += [
+                (up if own < host else down).send([each], host, 0)
+                for host, each in enumerate(given)
+                if host != own and each.numel()
+            ]
+            for work in works:
+                work.wait()
 
 
 def of_all_hosts(norms: torch.Tensor, team: Team, masters: Iterable[Master]) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -95,12 +97,20 @@ class FarWeights:
 
     def work(self, job: _Job) -> None:
         """Do one of the jobs."""
-        try:
+        with ExitStack() as stack:
+            stack.push(self._keep_failure)
             if not self._has_failed:
                 job()
-        except RankFailedError:  # which each wait for these weights raises, too
+
+    def _keep_failure(self, kind: object, error: BaseException | None, frames: object) -> bool:
+        """Each wait for these weights raises RankFailedError then, in all ranks: nothing else would tell them."""
+        if error is not None:
             self._has_failed = True
+            if not isinstance(error, RankFailedError):
+                text = traceback.format_exception_only(error)[0].strip()
+                self._peers.state.fail(self._peers.rank, f"it cannot exchange new weights with other hosts: {text}")
             self._peers.error_is_kept()
+        return True
 
     def close(self) -> None:
         """End the threads."""

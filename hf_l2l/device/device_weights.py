@@ -21,6 +21,7 @@ from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream
+from hf_l2l.runtime.observer import NON_LAYER
 from hf_l2l.runtime.tensors import is_quantized, rebuilt, sent
 
 _STAGED = 16 * 2**20
@@ -74,8 +75,9 @@ class DeviceWeights:
         """
         places, leaves = self.unit.places, self.leaves
         before = [table.get(name) for table, name, _ in places]
+        layer = None if self.unit.name == NON_LAYER else self.unit.name
         buffers = self.buffers = _DeviceBuffers(
-            self.unit.with_buffers, self.device, keep=keep_buffers, precision=self.precision
+            self.unit.with_buffers, self.device, keep=keep_buffers, precision=self.precision, layer=layer
         )
         try:
             for table, name, number in places:
@@ -179,9 +181,18 @@ class _DeviceBuffers:
     """Device copies of the buffers of some modules."""
 
     def __init__(
-        self, modules: Iterable[nn.Module], device: torch.device, *, keep: bool, precision: Precision
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device,
+        *,
+        keep: bool,
+        precision: Precision,
+        layer: str | None = None,
     ) -> None:
+        """`keep` says whether the host's buffers get what the modules write; `layer` names the layer of the modules,
+        and is None for those in no layer."""
         self.keep = keep
+        self.layer = layer
         self.precision = precision
         self.copies: list[_BufferCopy] = []
         # Where memory is shared, the modules write to the buffers themselves, so that no copies are needed.
@@ -213,18 +224,29 @@ class _DeviceBuffers:
         """Restore the host buffers; with `keep`, with the values that the call wrote or assigned."""
         if not self.copies:
             return
+        rounded: list[str] = []
         with torch.no_grad():
             for (table, name, buffer), copy, version, unseen in self.copies:
                 now = table.get(name)
                 table[name] = buffer
                 if not self.keep:
                     continue
-                if now is not copy:  # the module assigned another tensor to its buffer
-                    table[name] = None if now is None else stream.download(now.detach())
-                elif copy is not None and (unseen or copy._version != version):
+                if now is copy and (copy is None or not (unseen or copy._version != version)):
+                    continue
+                dtype = None if copy is None or copy.dtype == buffer.dtype else copy.dtype
+                if dtype is not None and self.layer is not None:
+                    rounded.append(f"{name} of {self.layer}")
+                if now is copy:
                     buffer.copy_(copy)
-                    if copy.dtype != buffer.dtype:
-                        self.precision.keep(buffer)  # it may accumulate small numbers, which 16 bits would round away
+                    # It may accumulate small numbers, which 16 bits would round away. In a layer it has one dtype in
+                    # all calls, since the recompute of this one follows.
+                    if dtype is not None and self.layer is None:
+                        self.precision.keep(buffer)
+                else:  # the module assigned another tensor to its buffer
+                    table[name] = None if now is None else stream.download(now.detach())
+                    if now is not None and now.dtype == dtype:
+                        table[name] = table[name].to(buffer.dtype)
+        self.precision.warn_of_rounded(rounded)
 
 
 def _version(tensor: torch.Tensor | None) -> int:

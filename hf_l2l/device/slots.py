@@ -129,7 +129,9 @@ class WeightSlots:
         of those whose copies stay are known. Of layers that are not among `units`, as those of a call with other
         parameters, nothing stays."""
         for unit in [unit for unit in self._kept if unit not in units]:
-            self._kept.pop(unit).unit = None  # else the slot would keep its own key alive
+            slot = self._kept.pop(unit)
+            _wait_until_unused(slot)
+            slot.unit = None  # else the slot would keep its own key alive
         for slot in (*self.slots, *self._kept.values()):
             if slot.unit is None or not slot.unit.place.keeps_copy or not slot.is_right():
                 slot.unit = None
@@ -187,6 +189,7 @@ class WeightSlots:
         sources = self.copies.of_unit(unit, slot.stage)
         if unit.layout.num_bytes > slot.memory.numel():  # the layer has grown, by adapters, for example
             self.settle()
+            _wait_until_unused(slot)
             stage, slot = slot.stage, _WeightSlot(unit.layout.num_bytes, self.device, self._on_gradient)
             self.slots[-1], slot.stage = slot, stage
         slot.unit = None  # until all copies have been submitted
@@ -210,6 +213,12 @@ class WeightSlots:
                 slot.uploaded = slot.stage.left = stream.record(self.device)
         slot.unit = unit
         return slot
+
+
+def _wait_until_unused(slot: _Slot) -> None:
+    """Make the host wait until the device needs the memory of a slot no more, which is about to be freed: a call may
+    have used it in another stream than that for which it was allocated, of which the allocator does not know."""
+    stream.wait(slot.freed, wait_reasons.WEIGHT_SLOT_FREE, host=True)
 
 
 class LayerSums(NamedTuple):

@@ -26,7 +26,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.container_writes import Containers, write
-from hf_l2l.model.kept_state import KeptState, is_started_anew, is_tensor, kept_as_it_was
+from hf_l2l.model.kept_state import KeptState, Place, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.model.layer_state import LayerState, as_if_not_run, own_generators_kept
 from hf_l2l.model.observing_hooks import ObservingHooks
 from hf_l2l.rows.host_rows import Passing, host_of
@@ -297,18 +297,34 @@ class LayerCall:
         have their values back after each."""
         if self.is_trial or (self.in_graph and self.unit.keeps.places is None):
             state = KeptState(self.unit.modules)
+            given = [] if self.is_trial else state.from_outside()
             try:
                 yield
+            except RuntimeError as error:
+                if given and not isinstance(error, torch.OutOfMemoryError):
+                    raise self._graphs_from_outside(given) from error
+                raise
             finally:
                 self.unit.keeps.written = state.changed()
                 self.leaves_tensors_only = all(map(is_tensor, self.unit.keeps.written))
                 self.left = KeptState(self.unit.modules) if self.unit.keeps.written else None
                 state.put_back(self.unit.keeps.written)
+            given = [place for place in given if place not in self.unit.keeps.written]
+            if given:
+                raise self._graphs_from_outside(given)
         elif self.in_graph and self.unit.keeps.started_anew:
             with kept_as_it_was(self.unit.keeps.started_anew):
                 yield
         else:
             yield
+
+    def _graphs_from_outside(self, places: Sequence[Place]) -> ValueError:
+        names = ", ".join(f"{type(m).__name__}.{name}" for m, name in places)
+        return ValueError(
+            "a layer that trains must get what needs a gradient as arguments, since its backward computes it again in "
+            f"a graph of its own (a {type(self.layer).__name__} has tensors of another graph in {names}, which it has "
+            "not put there); pass them to the layer, put them there with .detach(), or train this model without L2L"
+        )
 
     def learn_what_it_keeps(self, sources: Sequence[torch.Tensor]) -> None:
         """Find out which attributes its first forward that trains has written tensors to.

@@ -350,7 +350,8 @@ class Relay:
             self.eps.timeline.computes("backward", call.unit.module, call.device),
         ):
             if graph is None:
-                backward_sweep(call, inputs, gradients, weights)
+                with self.shell.computing_again(call.unit.name):
+                    backward_sweep(call, inputs, gradients, weights)
             else:
                 backward_of_graph(call, inputs, gradients, graph, keep=graph_is_retained())
                 self.eps.ledger.on_device.enter(KEPT_GRAPHS)

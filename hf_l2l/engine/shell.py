@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -227,6 +227,8 @@ class Shell:
         self.outer: nn.Module | None = None
         """The attached model, if its forward is not the one of the hook: from the beginning of a call of it until the
         hook's forward is called after all. None otherwise."""
+        self.computes_again: str | None = None
+        """The name of the layer that a backward computes again now, if it does."""
         self._spent: list[weakref.ref[torch.Tensor]] = []
         """Device copies of weights that have got their gradients in the backward that runs, which frees its graph."""
         eps.backwards.call(at_end=self._free_spent, at_failure=self._keep_spent)
@@ -304,8 +306,8 @@ class Shell:
 
         Raises:
             RuntimeError: if a call of the model, or its backward, is running in another thread.
-            ValueError: if another forward than that of the attached model has called `module`; inside, if the model
-                needs an attention mask that the device cannot hold.
+            ValueError: if another forward than that of the attached model has called `module`, or a layer in its
+                recompute; inside, if the model needs an attention mask that the device cannot hold.
         """
         outer, self.outer = self.outer, None
         if outer is not None and outer is not module:
@@ -316,7 +318,14 @@ class Shell:
         assert self.call is None, "a call is already inside the model"
         memory, inputs = self.eps.ledger.on_device, list(leaves_of((args, kwargs)))
         masks = impossible_masks_refused(inputs, self.device, memory.capacity)
-        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks:
+        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks, ExitStack() as at_end:
+            if self.computes_again is not None:
+                raise ValueError(
+                    "a layer must not call modules that it does not have, since its backward computes it again when "
+                    f"their weights are no longer on the device (got a call of a {type(module).__name__} in "
+                    f"{self.computes_again}); let it have the module as an attribute of its own, or give it the output"
+                )
+            at_end.callback(self.eps.masters.end_call)
             self.eps.start_forward()
             # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
@@ -334,28 +343,29 @@ class Shell:
                     args, kwargs = with_gradients_times(lambda: 1 / factor(), (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
             weights = self._plain_weights(module) if is_plain else self._upload(module)
+            at_end.callback(weights.settle)
             memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor, is_plain=is_plain)
-            try:
-                with weights.placed():  # buffers are uploaded here, before the weights
-                    memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
-                    memory.enter(KEPT_GRAPHS if is_plain else EMBEDDING)
-                    at_start = self._at_start() if self._at_start is not None and not is_plain else None
-                    if at_start is not None:
-                        at_start(call)
-                    self._settle_own(module)
-                    yield call
-            finally:
-                self._call = None
-                if call.at_end is not None:
-                    call.at_end(call)
-                # A recompute of its embedding keeps the call, but not what it was given.
-                call.args, call.kwargs, call.enclosing = (), {}, []
-                weights.settle()
-                self.eps.masters.end_call()
+            at_end.callback(self._end, call)
+            with weights.placed():  # buffers are uploaded here, before the weights
+                memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
+                memory.enter(KEPT_GRAPHS if is_plain else EMBEDDING)
+                at_start = self._at_start() if self._at_start is not None and not is_plain else None
+                if at_start is not None:
+                    at_start(call)
+                self._settle_own(module)
+                yield call
+
+    def _end(self, call: ModelCall) -> None:
+        """A call has returned, or raised."""
+        self._call = None
+        if call.at_end is not None:
+            call.at_end(call)
+        # A recompute of its embedding keeps the call, but not what it was given.
+        call.args, call.kwargs, call.enclosing = (), {}, []
 
     def _is_plain(self, rows: int | None) -> bool:
         """Whether a call with so many rows, None if they are not known, runs as without L2L: as one ubatch through
@@ -375,6 +385,15 @@ class Shell:
                         settle(p.grad)
         unit = self.eps.masters.non_layer_unit(module)
         return DeviceWeights(unit, unit.parameters, self.device, self.eps.copies.precision)
+
+    @contextmanager
+    def computing_again(self, name: str) -> Iterator[None]:
+        """Inside, a backward computes the layer of this name again."""
+        self.computes_again = name
+        try:
+            yield
+        finally:
+            self.computes_again = None
 
     @contextmanager
     def resumed(self, call: ModelCall) -> Iterator[None]:

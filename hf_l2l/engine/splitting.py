@@ -32,6 +32,7 @@ from hf_l2l.model.batch_dims import (
     doubled,
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from hf_l2l.model.kept_state import tensors_put_back
 from hf_l2l.model.layer_state import as_if_not_run
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
@@ -219,6 +220,7 @@ class Splitter:
         if root.weights.precision.is_mixed:
             given = in_fp32(given)  # they were cast for the device; the replay computes with the masters
         args, kwargs = doubled(given, rows, anywhere=anywhere)
+        modules = [*root.module.modules()]  # their code may leave something in layers, or count its calls
         enclosing, root.enclosing = root.enclosing, root.enclosing[: level + 1]
         root.replay = replay
         try:
@@ -227,6 +229,8 @@ class Splitter:
                 compute_state.all_rng_states_kept(self.device),
                 root.weights.masters_back(),
                 buffers_kept(root.weights.unit.modules),
+                tensors_put_back(modules),
+                as_if_not_run(modules),
             ):
                 compute_state.set_rng_state(root.rng, self.device)  # so that LayerDrop drops the same layers
                 start.forward(*args, **kwargs)
@@ -251,8 +255,14 @@ class Splitter:
         # Of tensors in host memory, only these rows are uploaded.
         some = inputs.rows_of([host_of(t) for t in tensors], rows, 0, few)
         sample = [uploaded_rows(t, of) for t, of in zip(some, tensors, strict=True)]
-        at_once = execute(sample)
-        parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in first_two]
+        try:
+            at_once = execute(sample)
+            parts = [(u, execute(inputs.rows_of(sample, few, *u))) for u in first_two]
+        except torch.OutOfMemoryError:
+            raise
+        except ERRORS_OF_MODELS as error:
+            execute(tensors)  # which raises an error that does not depend on the rows
+            raise NoConsistentSplit(f"it does not run with some of its rows ({error})") from error
         (start, stop), first = parts[0]
         outputs = compare_shapes([t.shape for t in at_once], [t.shape for t in first], few, stop - start)
         for (start, stop), part in parts:

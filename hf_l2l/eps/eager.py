@@ -15,6 +15,7 @@ import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
+from hf_l2l.eps.pending import Update
 from hf_l2l.optim.layerwise_step import hyperparameters_of
 from hf_l2l.runtime.worker import Worker
 
@@ -114,14 +115,14 @@ class EagerStep:
             )
         ending = self._updated.intersection(masters)
         self._updated.difference_update(masters)
-        updates = {master.update for master in ending}
-        for update in updates:
-            if update is not None:  # the worker sets it to None as soon as `in_step` is False
-                update.in_step = False
+        of_updates: dict[Update, list[Master]] = {}
         for master in ending:
             master.guards_grad = False
-        # The worker ends the updates that have not finished yet.
-        Master.end_update([m for m in ending if (update := m.update) is None or update.task.done])
+            assert master.update is not None, "the update of a step is that of its masters until the step ends"
+            of_updates.setdefault(master.update, []).append(master)
+        for update, updated in of_updates.items():
+            if update.end_step():  # else the worker makes its masters ordinary parameters again
+                Master.end_update(updated)
 
     @contextmanager
     def failing(self) -> Iterator[None]:

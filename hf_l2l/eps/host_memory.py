@@ -17,6 +17,7 @@ import torch
 
 from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.model.kept_state import known_tensors
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import ALIGNMENT, Layout, Pages, Room, block_of, pages_ahead, placed
 from hf_l2l.runtime.tensors import (
@@ -110,8 +111,7 @@ class HostMemory:
             new.update(
                 m for unit in self.masters.layer_units if not new.isdisjoint(unit.masters) for m in unit.masters
             )
-            model = self.masters.model
-            sharing = sharing_memory([*model.parameters(), *model.buffers()])
+            sharing = sharing_memory(known_tensors(self.masters.model))
             plans = [self._plan(group, sharing) for group in self._groups(new)]
             sizes = [plan.layout.num_bytes for plan in plans if plan.layout.num_bytes]
             with closing(pages_ahead(sizes, self.device)) as made:

@@ -209,14 +209,26 @@ class Update:
     """An update of some masters on a thread of the worker."""
 
     def __init__(self, task: Task, timeline: Timeline, *, in_step: bool) -> None:
+        """`in_step` is True for an eager update, until `optimizer.step()` is called."""
         self.task = task
         self.timeline = timeline
-        self.in_step = in_step
-        """True for an eager update until `optimizer.step()` is called."""
-        self.made = False
-        """True after the update has succeeded."""
+        self._in_step, self._is_made = in_step, False
+        self._lock = threading.Lock()
         self.when_made: Callable[[], None] = _nothing
-        """Called then, first."""
+        """Called after the update has succeeded, first."""
+
+    def is_made(self) -> bool:
+        """The update has succeeded. Returns whether its step is over: then the caller makes the masters ordinary
+        parameters again, and else whoever calls `end_step`, which of the two comes last."""
+        with self._lock:
+            self._is_made = True
+            return not self._in_step
+
+    def end_step(self) -> bool:
+        """The step of an eager update is over. Returns whether the update has succeeded; see `is_made`."""
+        with self._lock:
+            self._in_step = False
+            return self._is_made
 
     def wait(self) -> None:
         """Wait until the update has finished or failed; raises what `Task.wait` raises."""

@@ -401,6 +401,5 @@ def carry_out(
         part.run(factors, allocated)
         copies.renew(masters)
     update.when_made()
-    update.made = True
-    if not update.in_step:
+    if update.is_made():
         Master.end_update(masters)

@@ -22,6 +22,7 @@ from hf_l2l.compat import is_compiled
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parsed_devices
 from hf_l2l.devices import execution_devices
+from hf_l2l.hf.hooks import L2LHook
 from hf_l2l.loading import give_memory, is_without_values
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.option_names import argument, option
@@ -128,6 +129,12 @@ def refuse_placed(model: nn.Module) -> None:
         )
     refuse_quantized(model)
     hooked = next(((n, m._hf_hook) for n, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None and isinstance(hooked[1], L2LHook):
+        raise ValueError(
+            "a model under L2L must not share modules with another one that is attached (got "
+            f"{hooked[0] or 'itself'!r}, which another model has, too); give it a copy.deepcopy() of them, or call "
+            "hf_l2l.detach_l2l(the other model) first"
+        )
     if hooked is not None and type(hooked[1]) is not ModelHook:  # copies of a model carry a bare ModelHook
         raise ValueError(
             f"a model under L2L must carry no other Accelerate hooks (got a {type(hooked[1]).__name__} on "

@@ -259,9 +259,12 @@ def _per_row(
 
 
 def _has_rows_of(other: Any, logits: DeferredLogits) -> bool:
-    """Whether `other` is an ordinary tensor of the same device (..., m), with as many rows, and needs no gradient."""
+    """Whether `other` is a tensor of the same device (..., m), with values of its own (not one of a class that makes
+    them when they are needed), with as many rows, and needs no gradient."""
+    kind = type(other)
     return (
-        type(other) in (Tensor, FakeTensor)
+        isinstance(other, Tensor)
+        and (kind is FakeTensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
         and not other.requires_grad
         and other.device == logits.device
         and other.shape[:-1] == logits.shape[:-1]

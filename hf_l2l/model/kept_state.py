@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_l2l.compat import is_view_of_leaf
 from hf_l2l.runtime.tensors import tensors_within
 
 STARTED_ANEW = {"RecurrentGemmaRglru": ("recurrent_states",)}
@@ -50,6 +51,7 @@ class KeptState:
             (module, name): _tensors(value)
             for module, values in self._values.items()
             for name, value in values.items()
+            if not _holds_weights(value)
         }
 
     def changed(self) -> list[Place]:
@@ -57,6 +59,16 @@ class KeptState:
         now = KeptState(self._values)._tensors
         places = dict.fromkeys([*self._tensors, *now])
         return [place for place in places if not _same(self._tensors.get(place, []), now.get(place, []))]
+
+    def from_outside(self) -> list[Place]:
+        """The attributes with tensors of a graph that the modules have not made themselves. (Views of weights, and
+        weights that a hook of torch computes anew, are theirs.)"""
+        return [
+            place
+            for place, tensors in self._tensors.items()
+            if any(t.grad_fn is not None and not is_view_of_leaf(t) for t, _ in tensors)
+            and not is_made_before_each_use(*place)
+        ]
 
     def put_back(self, places: Iterable[Place]) -> None:
         """Give these attributes the values that they had, lists and dicts their contents. An object stays as it is."""
@@ -73,6 +85,13 @@ class KeptState:
                 value.update(contents)
 
 
+def known_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers of a model, and the ordinary tensors that its modules have in attributes, as views of
+    weights may be."""
+    attributes = [each for module in model.modules() for each in tensors_within(_attributes(module))]
+    return [*model.parameters(), *model.buffers(), *(each for each in attributes if type(each) is torch.Tensor)]
+
+
 def is_tensor(place: Place) -> bool:
     """Whether the attribute is a tensor, and no object or container, which other layers may have, too."""
     module, name = place
@@ -83,6 +102,23 @@ def is_started_anew(place: Place) -> bool:
     """Whether the attribute is one of `STARTED_ANEW`."""
     module, name = place
     return name in STARTED_ANEW.get(type(module).__name__, ())
+
+
+def is_made_before_each_use(module: nn.Module, name: str) -> bool:
+    """Whether a hook of `torch.nn.utils` computes the attribute before each forward of the module: a weight that is
+    normalized or pruned."""
+    hooks = [h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")]
+    return any(name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)) for hook in hooks)
+
+
+@contextmanager
+def tensors_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give all attributes with tensors their values back after the block."""
+    state = KeptState(modules)
+    try:
+        yield
+    finally:
+        state.put_back(state.changed())
 
 
 @contextmanager
@@ -103,6 +139,13 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in _OF_MODULES and name != "_hf_hook" and not callable(value)
     }
+
+
+def _holds_weights(value: Any) -> bool:
+    """Whether an attribute is a list of weights, which are no values of an earlier call: recurrent modules of torch
+    find those again that the call has."""
+    tensors = list(tensors_within(value)) if isinstance(value, list) else []
+    return bool(tensors) and all(isinstance(each, nn.Parameter) for each in tensors)
 
 
 def _tensors(value: Any) -> list[tuple[torch.Tensor, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -84,6 +85,8 @@ class Precision:
         self.keeps_copies = keeps_copies
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters and buffers that keep their dtype."""
+        self._rounded: set[str] = set()
+        """Buffers that a warning has named."""
         if dtype is not None:
             self._kept.update(dict.fromkeys(_kept_in_fp32(model), True))
 
@@ -142,6 +145,18 @@ class Precision:
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the dtype of `tensor` from now on."""
         self._kept[tensor] = True
+
+    def warn_of_rounded(self, buffers: Iterable[str]) -> None:
+        """Warn of buffers with these names, once of each: the forward of a layer has written to them, in 16 bits."""
+        new = [name for name in buffers if name not in self._rounded]
+        self._rounded.update(new)
+        if new:
+            warnings.warn(
+                f"a buffer that a layer writes to is rounded to {str(self.dtype)[6:]} in each call with cmp, and so "
+                f"loses small changes (got {', '.join(new)}); let the class of its module declare it, by "
+                "_keep_in_fp32_modules_strict = [name], and convert it where it is used, or train without cmp",
+                stacklevel=2,
+            )
 
     def release(self) -> None:
         """Forget all tensors."""

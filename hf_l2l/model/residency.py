@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import LAYER_COUNTS, L2LConfig
+from hf_l2l.model.kept_state import known_tensors
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.optim.bf16_state import widened
 from hf_l2l.optim.layerwise_step import gradient_hook_error
@@ -150,7 +151,7 @@ def parameters_to_move(model: nn.Module, places: Mapping[nn.Module, LayerPlace],
     outside = {p for m in shell_modules(model, places) for p in m._parameters.values() if p is not None}
     outside = outside - found[True] - found[False] if shell else set()
     wanted = found[True] | outside
-    sharing = sharing_memory([*model.parameters(), *model.buffers()])
+    sharing = sharing_memory(known_tensors(model))
     names: dict[nn.Parameter, str] = {}
     staying: list[str] = []
     refused: dict[str, str] = {}

@@ -36,16 +36,15 @@ class _Call:
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function
         self.is_over = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Whatever the error is, the thread that waits for the call raises it, and not this one."""
-        if isinstance(error, Exception):
-            self.error = error
-        return self.error is not None
+        self.error = error
+        return True
 
 
 class Counterparts:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_l2l.ranks.messages import FAILED, HEARTBEAT, LANDED, LEAVING
-from hf_l2l.ranks.watch import HEADER, State, announce
+from hf_l2l.ranks.watch import HEADER, State, announce, shortened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,9 +70,10 @@ def _send(state: State, group: ProcessGroup, place: int, messages: _Messages) ->
             if state.is_closing:
                 return
             message, is_sent = HEADER.pack(HEARTBEAT, 0), threading.Event()
+        if message[0] == FAILED:
+            message = message[: HEADER.size] + shortened(message[HEADER.size :].decode(), _LENGTH - HEADER.size)
         content.zero_()
-        size = min(len(message), _LENGTH)
-        content[:size].copy_(torch.frombuffer(bytearray(message[:size]), dtype=torch.uint8))
+        content[: len(message)].copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         try:
             group.send([content], place, 0).wait()
         except RuntimeError:  # it has ended, as the thread that hears it finds out
@@ -88,11 +89,12 @@ def _hear(state: State, group: ProcessGroup, place: int, rank: int) -> None:
     content = torch.zeros(_LENGTH, dtype=torch.uint8)
     silence = timedelta(seconds=state.timeout_s / 2)
     while not state.is_closing:
+        since = time.monotonic()
         try:
             group.recv([content], place, 0).wait(silence)
-        except RuntimeError as error:
+        except RuntimeError:
             if not state.is_closing:
-                is_late = "timed out" in str(error).lower()
+                is_late = time.monotonic() - since >= silence.total_seconds()  # gloo has no type for that
                 ends = f"it has not answered for {state.timeout_s / 2:g} seconds"
                 state.fail(rank, ends if is_late else "its process has ended, or cannot be reached")
                 announce(state)

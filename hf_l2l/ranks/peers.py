@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import NoReturn
 
+from torch import distributed
+
 from hf_l2l.ranks.messages import NOT_BEFORE
 from hf_l2l.ranks.watch import AGAIN_S, HEADER, LARGEST, Received, State, leave, start, tell
 from hf_l2l.runtime.stall_log import StallLog
@@ -186,9 +188,17 @@ class Peers:
             where = f", while rank {self.rank} waited: {why}" if why else ""
             raise RankFailedError(f"rank {rank} has failed: {text}{where}", rank)
 
-    def cannot_reach(self, error: Exception, why: str, of: Collection[int]) -> NoReturn:
+    def cannot_reach(self, error: BaseException, why: str, of: Collection[int]) -> NoReturn:
         """Raise RankFailedError after a call of torch.distributed to ranks (`of`) has failed: it names the cause, of
-        which this rank may hear a little later."""
+        which this rank may hear a little later.
+
+        Raises:
+            Exception: `error` itself, at once, if a rank that is gone does not make torch raise one of its type: out
+                of memory, for example.
+        """
+        # gloo raises plain ones. What has a type of its own, as `torch.OutOfMemoryError` has, is of something else.
+        if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
+            raise error
         state, until = self._state, time.monotonic() + self.timeout_s
         with state.changed:
             while not self._knows_end(of) and time.monotonic() < until:

@@ -19,12 +19,15 @@ from hf_l2l.ranks.meeting import MEETS_WITHIN_S, Meeting, meeting
 from hf_l2l.ranks.messages import BARRIER, MEMORY, STEP, TOLD
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import IS_AVAILABLE, SharedPages, check_file, new_file, whole_pages
-from hf_l2l.ranks.watch import HEADER
+from hf_l2l.ranks.watch import HEADER, LARGEST
 
 _POLL_MS = 500.0  # at which a wait for memory looks whether its rank is alive
 _SIZE = struct.Struct("<I")
 _AT_STEP = struct.Struct("<qQ")
-_LONGEST = 2**14  # bytes of a text
+_PIECE = LARGEST // 4
+"""Bytes of a text at once."""
+_GOES_ON, _ENDS = b"+", b"."
+"""What a piece of a text begins with."""
 
 
 def launched_processes() -> int:
@@ -210,9 +213,15 @@ class Team:
         Raises:
             RankFailedError: if a rank has failed.
         """
-        self._told += 1
-        found = self.gather(TOLD, self._told, text.encode()[:_LONGEST], why)
-        return [found[rank].decode(errors="ignore") for rank in sorted(found)]
+        rest, told = text.encode(), dict.fromkeys(sorted(self.host_of), b"")
+        goes_on = True
+        while goes_on:  # until the longest text has been told
+            piece, rest = rest[:_PIECE], rest[_PIECE:]
+            self._told += 1
+            found = self.gather(TOLD, self._told, (_GOES_ON if rest else _ENDS) + piece, why)
+            told = {rank: before + found[rank][1:] for rank, before in told.items()}
+            goes_on = any(each.startswith(_GOES_ON) for each in found.values())
+        return [each.decode() for each in told.values()]
 
     def share(self, num_bytes: int, what: str) -> SharedPages:
         """Memory of the ranks of this host, all zero; all of them call this with the same arguments.

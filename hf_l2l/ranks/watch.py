@@ -177,7 +177,13 @@ def announce(state: State) -> None:
 
 
 def _failed(rank: int, text: str) -> bytes:
-    return HEADER.pack(FAILED, rank) + text.encode()[: LARGEST // 2]
+    return HEADER.pack(FAILED, rank) + shortened(text, LARGEST // 2)
+
+
+def shortened(text: str, num_bytes: int) -> bytes:
+    """The text in at most so many bytes; its end says so if something is left out."""
+    whole, end = text.encode(), b" [...]"
+    return whole if len(whole) <= num_bytes else whole[: num_bytes - len(end)].decode(errors="ignore").encode() + end
 
 
 def _send_all(state: State, message: bytes) -> None:

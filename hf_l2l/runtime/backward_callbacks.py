@@ -19,7 +19,8 @@ _FAILED_BACKWARD_ENDS_WITHIN_S = 1.0
 class HookErrors:
     """Keeps exceptions of hooks and callbacks of autograd: `with errors:` keeps the first one that leaves the block.
 
-    On accelerators, hooks run in a thread of torch, where an exception can end the process without a message.
+    On accelerators, hooks run in a thread of torch, where an exception can end the process without a message. What is
+    no `Exception`, as KeyboardInterrupt, is kept before all others, and is to be raised as soon as others may be.
     """
 
     def __init__(self) -> None:
@@ -29,8 +30,14 @@ class HookErrors:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self._first = self._first or error
+        if error is not None and (self._first is None or (not isinstance(error, Exception) and not self.interrupted)):
+            self._first = error
         return True
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether what is kept is no `Exception`."""
+        return self._first is not None and not isinstance(self._first, Exception)
 
     def raise_first(self) -> None:
         """Raise the exception that was kept, and forget it."""
@@ -86,7 +93,7 @@ class Backwards:
         return task
 
     def over(self, task: int, *, failed: bool) -> None:
-        """Run the callbacks of the backward `task`, once."""
+        """Run the callbacks of the backward `task`, once; their exceptions are kept in `errors`."""
         with self._changed:
             # Two threads may call this for one failed backward.
             if task not in self.under_way or task in self._ending:
@@ -146,6 +153,8 @@ class _End:
         backwards = self._backwards()
         if backwards is not None:
             backwards.over(self._task, failed=False)
+            if backwards.errors.interrupted:  # an interrupt comes to the thread of the program, which is this one
+                backwards.errors.raise_first()
 
 
 def _report_failure(backwards: weakref.ref[Backwards], task: int) -> None:

@@ -35,10 +35,23 @@ def device_count(device: torch.device) -> int:
     return 1 if module is None else int(module.device_count())
 
 
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of the device's memory that no program has, and those that it has in all; None if neither its torch module
+    nor torch's interface for any accelerator says."""
+    module = device_module(device)
+    ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
+    if module is None or ask is None:
+        return None
+    with suppress(RuntimeError, NotImplementedError, ValueError):  # a device that torch cannot ask
+        free, total = ask(device)
+        return int(free), int(total)
+    return None
+
+
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of memory that the device has in all; None if its torch module does not say."""
-    ask = getattr(device_module(device), "mem_get_info", None)
-    return None if ask is None else int(ask(device)[1])
+    """Bytes of memory that the device has in all; None if torch does not know."""
+    info = memory_info(device)
+    return None if info is None else info[1]
 
 
 def least_memory(devices: Sequence[torch.device]) -> int | None:
@@ -48,16 +61,16 @@ def least_memory(devices: Sequence[torch.device]) -> int | None:
 
 def memory_free(device: torch.device) -> int | None:
     """Bytes of the device's memory that no program uses, and those that the allocator of this one keeps for later use;
-    None if its torch module does not say."""
-    ask = getattr(device_module(device), "mem_get_info", None)
-    if ask is None:
+    None if torch does not know."""
+    info = memory_info(device)
+    if info is None:
         return None
     try:
         stats = torch.accelerator.memory_stats(device)
     except (RuntimeError, ValueError):  # an allocator that torch cannot ask
         return None
     reserved, used = (int(stats.get(f"{kind}_bytes.all.current", 0)) for kind in ("reserved", "allocated"))
-    return int(ask(device)[0]) + max(0, reserved - used)
+    return info[0] + max(0, reserved - used)
 
 
 def empty_cache(device: torch.device) -> None:
@@ -122,14 +135,55 @@ def device_module(device: torch.device) -> ModuleType | None:
     return module
 
 
-def _streams(device: torch.device) -> ModuleType | None:
-    """The torch module of a device type if it has streams, as `torch.cuda` has."""
-    return None if device.type == "cpu" else _with_streams(device_module(device))
+def _streams(device: torch.device) -> Any:
+    """What has the streams of a device: its torch module, as `torch.cuda`, or torch's interface for any accelerator.
+    None for a device without streams."""
+    return None if device.type == "cpu" else _with_streams(device_module(device), device)
 
 
 @cache
-def _with_streams(module: ModuleType | None) -> ModuleType | None:
-    return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
+def _with_streams(module: ModuleType | None, device: torch.device) -> Any:
+    if all(hasattr(module, name) for name in ("Stream", "Event", "stream")):
+        return module
+    found = _AnyAccelerator(device.type)
+    return found if found.has_streams(device) else None
+
+
+class _AnyAccelerator:
+    """Streams and events by torch's interface for any accelerator, with the names that the modules of devices have."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind` is the type of the devices."""
+        self._kind = kind
+
+    def Stream(self, *, device: torch.device) -> torch.Stream:
+        """A new stream."""
+        return torch.Stream(device=device)
+
+    def Event(self, *, enable_timing: bool = False) -> torch.Event:
+        """A new event."""
+        return torch.Event(self._kind, enable_timing=enable_timing)
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """The current stream of the device."""
+        return torch.accelerator.current_stream(device)
+
+    def stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """Make `stream` the current one in the block."""
+        return stream
+
+    def has_streams(self, device: torch.device) -> bool:
+        """Whether the device has streams and events. Where its backend says nothing of them, torch returns one stream,
+        however many are asked for, and events raise."""
+        with suppress(RuntimeError, NotImplementedError):
+            made, event = self.Stream(device=device), self.Event()
+            if made == self.current_stream(device):
+                return False
+            with self.stream(made):
+                event.record(self.current_stream(device))
+            event.synchronize()
+            return event.query()
+        return False
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -141,7 +195,8 @@ class Point(NamedTuple):
     """A point in the work of a stream that another stream or the host can wait for."""
 
     event: Any
-    module: ModuleType
+    module: Any
+    """What has the streams of the device."""
     device: torch.device
     row: str = "compute"
     """Kind of the stream's work: "compute", or what `Lane.entered` was given."""
@@ -304,8 +359,7 @@ def keep_until_done(device: torch.device, tensors: Iterable[torch.Tensor]) -> No
 
 def can_page_lock(device: torch.device) -> bool:
     """Whether host memory can be page-locked (pinned) for the device, which then copies it asynchronously."""
-    module = _streams(device)
-    return module is not None and hasattr(module, "cudart")
+    return _streams(device) is not None and hasattr(device_module(device), "cudart")
 
 
 _REFUSALS: dict[torch.device, int] = {}

@@ -13,6 +13,7 @@ from hf_l2l.compat import version_kept, without_interception
 from hf_l2l.eps.host_memory import HostMemory, Plan, Progress, gradient_layout, unseen
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import SCALING, PendingSum, hold, pending_of
+from hf_l2l.model.kept_state import known_tensors
 from hf_l2l.ranks.shared_pages import SharedPages, return_freed_memory
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream
@@ -67,7 +68,7 @@ class SharedMemory(HostMemory):
                 unit.upload_block = block_of([part for m in unit.masters for part in m.upload_parts], unit.layout)
 
     def _refuse_unmovable(self, new: set[Master]) -> None:
-        sharing = sharing_memory([m.parameter for m in new])
+        sharing = sharing_memory(known_tensors(self.masters.model))
         for master in (m for m in self.masters.on_host() if m in new):
             p = master.parameter
             if not sharing.isdisjoint(master.parts) or not (is_plain(p) or is_quantized(p)):

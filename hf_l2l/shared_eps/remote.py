@@ -117,13 +117,9 @@ class RemoteUpdate:
                 torch.autograd.graph.increment_version(master.parameter)
                 if master.copy is not None:  # the owner has renewed it
                     master.copy_version, master.copy_is_right = master.parameter._version, True
-        self.update.made = True
-        in_step = self.update.in_step
-        if not in_step:
+        if self.update.is_made():
             Master.end_update(self.masters)
         self.task.end()  # after it: whoever waits for this may begin the next update of these masters
-        if in_step and not self.update.in_step:  # the step has ended meanwhile, and has left that to this thread
-            Master.end_update([m for m in self.masters if m.update is self.update])
 
 
 class Remote:

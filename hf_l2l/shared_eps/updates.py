@@ -177,7 +177,7 @@ class SharedUpdates(Updates):
         own, masters = set(self.masters.of_all(parameters_of(optimizer))), self.masters.all()
         with without_interception():
             kinds = ["-" if m not in own else str(int(m.parameter.grad is not None)) for m in masters]
-        told = self.team.tell("".join(kinds), "ranks compare their gradients")  # of so many as a text has room for
+        told = self.team.tell("".join(kinds), "ranks compare their gradients")
         for master, found in zip(masters, zip(*told, strict=True), strict=False):
             other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
             if other is not None:

@@ -14,6 +14,7 @@ from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import Progress, movable_parts, move
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.memory.state_traffic import window_bytes
+from hf_l2l.model.kept_state import known_tensors
 from hf_l2l.optim.layerwise_step import parameters_of
 from hf_l2l.ranks.shared_pages import return_freed_memory
 from hf_l2l.runtime.flat_memory import Layout
@@ -107,8 +108,7 @@ class StateOnDisk:
             return
         self._adopted_at = self._masters.changes
         before = {part.name: part for part in self.parts}
-        model = self._masters.model
-        sharing = sharing_memory([*model.parameters(), *model.buffers()])
+        sharing = sharing_memory(known_tensors(self._masters.model))
         parts, new = [], []
         for name, masters in self._masters.parts(self._masters.on_host()):
             part = before.get(name)

@@ -220,7 +220,19 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run the host's fused attention if the host would, instead of the composed one that torch chooses for "sim"."""
+    """Run the host's fused attention if the host would, instead of the composed one that torch chooses for "sim".
+
+    Raises:
+        RuntimeError: if the inputs have several dtypes, which the composed one alone would take.
+    """
+    dtypes = [query.dtype, key.dtype, value.dtype]
+    if len(set(dtypes)) > 1:
+        raise RuntimeError(f"Expected query, key, and value to have the same dtype, but got {dtypes} instead")
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            f"Expected attn_mask to be bool or float, or to have the dtype of query ({query.dtype}), but got "
+            f"{attn_mask.dtype} instead"
+        )
     choose = aten._fused_sdp_choice.default
     choice = choose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     # The fused kernel has no gradient for its mask.
@@ -241,6 +253,80 @@ def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> 
     return counts.to(x.dtype)
 
 
+# torch runs recurrent layers of an accelerator by cells that it has no kernels of the host for.
+
+_Optional = torch.Tensor | None
+
+
+def _gates(*summands: _Optional) -> torch.Tensor:
+    first, *others = (each for each in summands if each is not None)
+    return sum(others, start=first)
+
+
+def _lstm_cell(
+    from_input: torch.Tensor, from_hidden: torch.Tensor, cell: torch.Tensor, *biases: _Optional
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The new hidden state and cell (rows, width), and the gates (rows, 4 x width) for the backward."""
+    entering, forgetting, new, leaving = _gates(from_input, from_hidden, *biases).chunk(4, 1)
+    entering, forgetting, leaving = entering.sigmoid(), forgetting.sigmoid(), leaving.sigmoid()
+    new = new.tanh()
+    after = forgetting * cell + entering * new
+    return leaving * after.tanh(), after, torch.cat([entering, forgetting, new, leaving], 1)
+
+
+def _lstm_cell_backward(
+    of_hidden: _Optional,
+    of_cell: _Optional,
+    cell: torch.Tensor,
+    after: torch.Tensor,
+    gates: torch.Tensor,
+    biased: bool,
+) -> tuple[_Optional, _Optional, _Optional]:
+    """The gradients of the sums of the gates, of the cell, and of each bias."""
+    if of_hidden is None and of_cell is None:
+        return None, None, None
+    entering, forgetting, new, leaving = gates.chunk(4, 1)
+    squashed = after.tanh()
+    of_hidden = torch.zeros_like(after) if of_hidden is None else of_hidden
+    of_after = of_hidden * leaving * (1 - squashed * squashed) + (0 if of_cell is None else of_cell)
+    of_gates = torch.cat(
+        [
+            of_after * new * entering * (1 - entering),
+            of_after * cell * forgetting * (1 - forgetting),
+            of_after * entering * (1 - new * new),
+            of_hidden * squashed * leaving * (1 - leaving),
+        ],
+        1,
+    )
+    return of_gates, of_after * forgetting, of_gates.sum(0) if biased else None
+
+
+def _gru_cell(
+    from_input: torch.Tensor,
+    from_hidden: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: _Optional = None,
+    hidden_bias: _Optional = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new hidden state (rows, width), and what the backward needs (rows, 5 x width)."""
+    inner, outer = _gates(from_input, input_bias).chunk(3, 1), _gates(from_hidden, hidden_bias).chunk(3, 1)
+    reset, update = (inner[0] + outer[0]).sigmoid(), (inner[1] + outer[1]).sigmoid()
+    new = (inner[2] + reset * outer[2]).tanh()
+    return new + update * (hidden - new), torch.cat([reset, update, new, hidden, outer[2]], 1)
+
+
+def _gru_cell_backward(of_after: torch.Tensor, kept: torch.Tensor, biased: bool) -> tuple[_Optional, ...]:
+    """The gradients of both sums, of the hidden state, and of both biases."""
+    reset, update, new, hidden, outer = kept.chunk(5, 1)
+    of_new = of_after * (1 - update) * (1 - new * new)
+    of_reset = of_new * outer * reset * (1 - reset)
+    of_update = of_after * (hidden - new) * update * (1 - update)
+    of_input = torch.cat([of_reset, of_update, of_new], 1)
+    of_hidden_sums = torch.cat([of_reset, of_update, of_new * reset], 1)
+    of_biases = (of_input.sum(0), of_hidden_sums.sum(0)) if biased else (None, None)
+    return of_input, of_hidden_sums, of_after * update, *of_biases
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
@@ -255,4 +341,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "record_stream": _record_stream,
     "native_dropout": _native_dropout,
     "histc": _histc,
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }

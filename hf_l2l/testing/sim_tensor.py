@@ -199,14 +199,20 @@ def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs:
 def _call(op: torch._ops.OpOverload, facts: Facts, args: list[Any], kwargs: dict[str, Any], device: int) -> Any:
     if facts.generator is not None:
         _give_generator(facts, args, kwargs, GENERATORS[device])
-    elif facts.rounds_once and args[0].dtype in _HALVES:
-        dtype = args[0].dtype
-        wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in _HALVES else a for a in args]
+    elif facts.rounds_once and (dtype := _half_of(args)) is not None:
+        wide = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
         return _each_tensor(lambda t: t.to(dtype), op(*wide, **kwargs))
     if any(i < len(args) and isinstance(args[i], bool | int | float | complex) for i in facts.tensors):
         # Dispatched from an overload that takes a number (x % 2): let the host choose that one again.
         return op.overloadpacket(*args, **kwargs)
     return op(*args, **kwargs)
+
+
+def _half_of(args: Sequence[Any]) -> torch.dtype | None:
+    """The 16-bit dtype of all tensors among `args`. None for another one, and for several, which the host's kernel
+    refuses as that of an accelerator does."""
+    found = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+    return found.pop() if len(found) == 1 and not found.isdisjoint(_HALVES) else None
 
 
 def _give_generator(facts: Facts, args: list[Any], kwargs: dict[str, Any], generator: torch.Generator) -> None:

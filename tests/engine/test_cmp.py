@@ -24,6 +24,7 @@ from cmp_cases import (
     assert_as_by_hand,
     batch,
     by_hand,
+    check_written_buffers,
     layer_to_layer,
     made,
 )
@@ -265,3 +266,8 @@ def test_options_outside_their_range_are_refused(name, value):
 def test_options_without_what_they_are_about_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         L2LConfig(**options)
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_buffers_that_layers_write_to_have_one_dtype_in_all_calls(mode):
+    check_written_buffers(mode, "cpu")

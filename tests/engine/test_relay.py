@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import traceback
 import types
+import weakref
 from collections import UserDict
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import nn
 
 from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.engine import shell
 from hf_l2l.runtime.tensors import OBJECTS_INSPECTED, tensors_within
 
 FLOAT64 = TOLERANCE[torch.float64]
@@ -254,6 +258,33 @@ def test_second_derivatives_are_refused():
     embedded = torch.randn(*batch.pop("input_ids").shape, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(model(inputs_embeds=embedded, **batch).loss, embedded, create_graph=True)
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory for the weights")
+
+
+def call_of_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> str:
+    """What a call with other weights raises."""
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model, weights, kwargs=batch_for(model))
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+        return str(error)
+    return ""
+
+
+def test_a_call_that_fails_while_its_weights_are_uploaded_keeps_none(monkeypatch):
+    """Of `functional_call`, whose weights are those of one call alone."""
+    model = attached(bert())
+    weights = {"classifier.weight": torch.randn_like(model.classifier.weight)}
+    given = weakref.ref(weights["classifier.weight"])
+    monkeypatch.setattr(shell, "uploaded", fails)
+    assert call_of_weights(model, weights) == "no memory for the weights"
+    del weights
+    gc.collect()
+    assert given() is None
 
 
 def test_functional_call_is_for_evaluation_only():

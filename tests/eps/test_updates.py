@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from families import VOCAB, attached, batch_for, train_once
 from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps import updates
+from hf_l2l.runtime import worker
+from late_updates import late_updates
 from training import tiny_bert
 from update_cases import (
     assert_same as assert_same_runs,
@@ -405,6 +408,55 @@ def test_eager_reads_no_gradient_and_takes_no_second_backward():
     train_once(model, batch)
     with pytest.raises(RuntimeError, match=r"eps\.accumulate\(\)"):
         train_once(model, batch)
+
+
+@contextmanager
+def tasks_that_do_not_end(release: threading.Event) -> Iterator[threading.Event]:
+    """Inside, a task of the worker has done its work and is not over until `release` is set. Yields an event that is
+    set when the first task is as far."""
+    has_worked, report = threading.Event(), worker._Reporting.__exit__
+
+    def late(reporting: Any, *error: Any) -> bool:
+        has_worked.set()
+        assert release.wait(60)
+        return report(reporting, *error)
+
+    with mock.patch.object(worker._Reporting, "__exit__", late):
+        try:
+            yield has_worked
+        finally:
+            release.set()
+
+
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+def test_parameters_are_ordinary_again_after_an_eager_step(when):
+    """Whether the step ends before the update has been made, before its task is over, or after that."""
+    model, eps, optimizer, batch = toy_under("cpu", "eager")
+    release = threading.Event()
+    if when == "before":
+        with late_updates() as gate:
+            model(**batch).loss.backward()
+            optimizer.step()
+            gate.open_all()
+            wait_for_tasks(eps)
+    elif when == "while":
+        with tasks_that_do_not_end(release) as has_worked:
+            model(**batch).loss.backward()
+            assert has_worked.wait(60)
+            optimizer.step()
+            release.set()
+            wait_for_tasks(eps)
+    else:
+        model(**batch).loss.backward()
+        wait_for_tasks(eps)
+        optimizer.step()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def wait_for_tasks(eps: EagerParamServer) -> None:
+    """Wait for the updates that have begun, without a look at the parameters."""
+    for task in eps.updates._begun:
+        assert task._over.wait(60)
 
 
 def test_eager_needs_its_optimizer_and_its_hyperparameters_before():

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -124,3 +126,56 @@ def assert_as_by_hand(by_hand: tuple[list[float], nn.Module], found: tuple[list[
     assert found[0] == by_hand[0]
     for (name, p), q in zip(found[1].named_parameters(), by_hand[1].parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+class Moving(Block):
+    """Computes with buffers that it writes to in one way or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.full((WIDTH,), 0.3))
+        self.register_buffer("turn", torch.full((WIDTH,), 0.3))
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dtypes += [self.level.dtype, self.turn.dtype]
+        with torch.no_grad():
+            self.level.mul_(0.9).add_(0.07)
+            self.turn = self.turn * 0.9 + 0.07
+        return super().forward(x + self.level) + self.turn
+
+
+def check_written_buffers(mode: str, device: str) -> None:
+    """Buffers that layers write to have one dtype in all calls: results are those of a model in 16 bits."""
+    torch.manual_seed(0)
+    model = Classifying()
+    model.blocks = nn.ModuleList(Moving() for _ in range(LAYERS))
+    plain = copy.deepcopy(model).bfloat16().to(device)
+    plain.classifier.register_forward_hook(lambda module, args, output: output.float())
+    config = L2LConfig(device=device, cmp="bf16", eps_update=mode, layer_classes=("Moving",))
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in range(3):
+        told = pytest.warns(UserWarning, match=r"_keep_in_fp32_modules_strict") if step == 0 else nullcontext()
+        with told as warned:
+            loss = model(**batch(step)).loss
+        if warned is not None:
+            texts = [str(each.message) for each in warned]
+            assert all(
+                sum(f"{name} of blocks.{n}" in text for text in texts) == 1
+                for name in ("level", "turn")
+                for n in range(LAYERS)
+            )
+        expected = plain(**{name: each.to(device) for name, each in batch(step).items()}).loss
+        for each in (loss, expected):
+            each.backward()
+        assert loss.item() == expected.item()
+        if mode != "eager":
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad.float().cpu()), name
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
+            assert b.dtype == torch.float32 and torch.equal(b, c.float().cpu()), name
+    assert {dtype for block in model.blocks for dtype in block.dtypes} == {torch.bfloat16}

@@ -74,6 +74,12 @@ def _hooked(scene: Scene, model: nn.Module) -> None:
     add_hook_to_module(model.get_submodule("bert.pooler"), AlignDevicesHook())
 
 
+def _sharing(scene: Scene, model: nn.Module) -> None:
+    other = scene.model()
+    attach_l2l(other, L2LConfig(device="cpu"))
+    model.get_submodule("bert").encoder = other.get_submodule("bert.encoder")
+
+
 def _sharded(scene: Scene, model: nn.Module) -> None:
     """As `fully_shard` leaves it; the class is known by its name, since a real one needs a process group."""
     kind = type("DTensor", (nn.Parameter,), {})
@@ -168,6 +174,7 @@ MODELS = [
     Case("`DataParallel(model)`", _attached(lambda scene, model: nn.DataParallel(model))),
     Case("`torch.compile(model)`", _attached(lambda scene, model: torch.compile(model, backend="eager"))),  # type: ignore[arg-type, return-value]  # a module
     Case("`accelerate.cpu_offload(model)`", _attached(_hooked)),
+    Case("a model that shares layers with one that is attached", _attached(_sharing)),
     Case("a quantized model whose weights require gradients", _attached(_trained_quantized)),
     Case("`BitsAndBytesConfig(load_in_8bit=True)`", _attached(_packed)),
     Case("a quantized model without quantized parameters, as of AWQ", _attached(_quantized_elsewhere)),
@@ -501,6 +508,26 @@ class Normalized(nn.Module):
         return self.norm(x)
 
 
+class Counting(nn.Module):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Another `x`, of shape [rows, 16]."""
+        self.calls += 1
+        return self.linear(x)
+
+
+def _written_buffers(scene: Scene) -> Act:
+    model = scene.model(nn.Sequential(Counting(), Counting()))
+    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16", layer_classes=("Counting",)))
+    return lambda: model(torch.ones(4, 16, requires_grad=True))
+
+
 def _unknown_layers(scene: Scene, model: nn.Module) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
 
@@ -530,6 +557,7 @@ WARNINGS = [
     Case("`cmp='auto'`, in any case", _attached(cmp="auto")),
     Case("`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train", _larger_evaluations),
     Case("`ubatch_size=2`, and a layer with batch norm", _not_cut),
+    Case("`cmp='bf16'`, and a layer that writes to a buffer", _written_buffers),
     Case("a driver that refuses to page-lock memory", _not_locked, is_early=False, varies=r"[\d.]+ KiB"),
     Case("`model(..., use_cache=True)`, in training", _with_a_cache),
     Case("`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`", _attached(_checkpointing)),

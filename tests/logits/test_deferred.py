@@ -320,3 +320,19 @@ def test_a_deferred_tensor_logs_nothing_if_it_is_one_chunk(caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
         Weights().deferred().cumsum(0)
     assert caplog.text == "" and HIDDEN < 128
+
+
+class Own(torch.Tensor):
+    """A tensor of a device whose tensors have a class of their own."""
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "gather"])
+def test_labels_of_a_class_of_their_own(name, caplog):
+    def function(logits, labels):
+        labels = labels.as_subclass(Own)
+        if name == "gather":
+            return logits.gather(-1, labels.clamp(min=0)[..., None]).sum()
+        return functional.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1))
+
+    found = assert_as_plain(function, rtol=1e-10, atol=1e-12)
+    assert not found.is_there and caplog.text == ""

@@ -19,6 +19,7 @@ from torch import distributed
 from failing_ranks import check_others, hurt, nothing_is_left, raising, training
 from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.ranks.peers import RankFailedError
 from host_cases import on_hosts
 from left_over import own_threads
 from rank_cases import MODES as OF_ONE_HOST
@@ -233,6 +234,21 @@ def test_a_gradient_that_another_host_has_cannot_be_read(pool):
         assert texts and all(f"which rank {1 - rank} updates" in text for text in texts)
 
 
+def long_texts() -> list[list[str]]:
+    """What ranks say, of which one has much to say."""
+    model, rank = bert(), distributed.get_rank()
+    team = attach_l2l(model, L2LConfig()).team
+    assert team is not None
+    found = [team.tell(str(rank) * (50_000 if rank == number else 3), "test") for number in range(2)]
+    detach_l2l(model)
+    return found
+
+
+def test_texts_of_any_length_are_told_to_other_hosts(pool):
+    expected = [["0" * 50_000, "111"], ["000", "1" * 50_000]]
+    assert pool(2).run(on_hosts, 2, long_texts) == [expected, expected]
+
+
 def unequal() -> str:
     with pytest.raises(ValueError) as error:
         attach_l2l(bert(), L2LConfig())
@@ -270,6 +286,23 @@ def steps_alone() -> str:
 def test_hosts_that_make_other_calls_are_told(own_pool):
     for text in own_pool.run(on_hosts, 2, steps_alone):
         assert "all ranks must run the same forwards, backwards and steps" in text, text
+
+
+def fails_with_much_to_say() -> str:
+    """What rank 0 hears of rank 1."""
+    team = attach_l2l(bert(), L2LConfig(rank_timeout=20.0)).team
+    assert team is not None
+    if distributed.get_rank() == 1:
+        team.peers.tell_failure("y" * 5000)
+        return ""
+    with pytest.raises(RankFailedError) as error:
+        team.tell("", "test")
+    return str(error.value)
+
+
+def test_a_reason_that_is_too_long_for_another_host_says_so(own_pool):
+    first, _ = own_pool.run(on_hosts, 2, fails_with_much_to_say)
+    assert re.match(r"rank 1 has failed: y{900,1024} \[\.\.\.\]", first)
 
 
 @pytest.mark.slow  # a process that ends with an error: `test_an_exception_of_a_rank_ends_those_of_all_hosts`

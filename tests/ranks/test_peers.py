@@ -10,10 +10,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed
 
 from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, until
+from hf_l2l.across_hosts.calls import failing_with_ranks
 from hf_l2l.ranks import counterparts, peers
 from hf_l2l.ranks.messages import BARRIER, HEARTBEAT, LANDED, LATE, MEMORY, STEP, UPDATED
 from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
@@ -185,3 +188,33 @@ def test_any_error_of_a_call_to_another_host_is_told():
     calls.put(None)
     counterparts._run(calls, changed)
     assert call.is_over and isinstance(call.error, ZeroDivisionError)
+
+
+class OwnError(RuntimeError):
+    """Of a type of its own."""
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), OwnError("no"), ValueError("wrong")])
+def test_errors_of_a_call_that_no_lost_rank_makes_come_through_at_once(error):
+    with met(2) as ranks:
+        since = time.monotonic()
+        with pytest.raises(type(error)) as raised, failing_with_ranks([1], ranks[0], "test"):
+            raise error
+        assert raised.value is error and not ranks[0].has_failed
+        assert time.monotonic() - since < LONG_S / 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("closed"), distributed.DistNetworkError("closed")])
+def test_errors_of_a_call_to_a_lost_rank_name_it(error):
+    with met(2) as ranks:
+        ranks[1].tell_failure("it has no memory left")
+        with pytest.raises(RankFailedError, match="rank 1 has failed: it has no memory left"):
+            with failing_with_ranks([1], ranks[0], "test"):
+                raise error
+
+
+def test_a_reason_that_is_too_long_says_so():
+    with met(2) as ranks:
+        ranks[1].tell_failure("\N{SNOWMAN}" * 50_000)
+        with pytest.raises(RankFailedError, match=r"rank 1 has failed: \N{SNOWMAN}{10000,} \[\.\.\.\]$"):
+            ranks[0].gather(BARRIER, 1, b"", "")

@@ -156,6 +156,20 @@ def test_a_team_shares_memory_and_leaves_nothing(count):
     assert (opened(), mapped()) == before
 
 
+@pytest.mark.parametrize("length", [0, 1, 2**14, 100_000])
+def test_texts_of_any_length_are_told_whole(length):
+    teams = teams_of(3)
+    try:
+        for texts in (["x" * length, "", "short"], ["a" * length, "\N{SNOWMAN}" * length, "-"]):
+            told = at_once(
+                [lambda team=team, text=text: team.tell(text, "test") for team, text in zip(teams, texts, strict=True)]
+            )
+            assert told == [texts] * 3
+    finally:
+        for each in teams:
+            each.close()
+
+
 def test_other_arguments_are_refused_in_all_ranks():
     ranks = teams_of(3)
     try:
@@ -329,6 +343,22 @@ def test_a_detached_model_has_memory_of_its_own(pool, sim):
     assert first["steps"] == {3} and second["steps"] == {2}
     assert first["state"] != second["state"]
     assert first["grad"][0] == second["grad"][0] == second["grad"][1] != first["grad"][1]
+
+
+def attached_with_a_view() -> tuple[str, bool]:
+    model = bert()
+    weight = model.bert.embeddings.word_embeddings.weight
+    model.bert.first_row, before = weight.detach()[0], weight.data_ptr()
+    with pytest.raises(ValueError) as error:
+        attach_l2l(model, L2LConfig())
+    return str(error.value), before == weight.data_ptr()
+
+
+def test_a_weight_of_which_a_module_keeps_a_view_is_refused(pool):
+    """The ranks share the memory of the weight, and the view would have its first values for ever."""
+    for text, stayed in pool(2).run(attached_with_a_view):
+        assert "got bert.embeddings.word_embeddings.weight, a Parameter whose memory is also that of another" in text
+        assert stayed
 
 
 def attached_otherwise(what: str) -> tuple[str, str, dict[str, Any]]:

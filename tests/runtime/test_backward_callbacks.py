@@ -144,6 +144,32 @@ def test_the_first_error_of_a_hook_is_raised_once():
     errors.raise_first()
 
 
+class Interrupted(Heard):
+    def end(self) -> None:
+        super().end()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_raised_before_errors():
+    errors = HookErrors()
+    for error in (ValueError(), KeyboardInterrupt(), SystemExit()):
+        with errors:
+            raise error
+    with pytest.raises(KeyboardInterrupt):
+        errors.raise_first()
+    errors.raise_first()
+
+
+def test_an_interrupt_in_a_callback_ends_the_backward_when_all_have_been_called():
+    backwards, first, second = Backwards(), Interrupted(), Heard()
+    backwards.call(at_end=first.end, at_failure=first.failure)
+    backwards.call(at_end=second.end, at_failure=second.failure)
+    with pytest.raises(KeyboardInterrupt):
+        run((backwards, nothing))
+    assert first.heard == second.heard == ["end"]
+    backwards.errors.raise_first()
+
+
 def test_an_error_at_the_end_is_kept_and_the_others_are_told():
     of = Heard()
 

@@ -12,7 +12,7 @@ import transformers as hf
 from torch import nn
 
 from bf16_moments import trained
-from cmp_cases import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, layer_to_layer
+from cmp_cases import CASES, DTYPES, ROWS, assert_as_by_hand, by_hand, check_written_buffers, layer_to_layer
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from memory_switches import poisoned_releases
 from training import settled_memory
@@ -150,3 +150,8 @@ def test_device_memory_is_what_the_formula_says_and_at_most_six_tenths_of_fp32(u
 @pytest.mark.slow
 def test_device_memory_at_the_width_of_bert_large():
     check_memory(1024, 16, 32, 32, 128)
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_buffers_that_layers_write_to_have_one_dtype_in_all_calls(mode):
+    check_written_buffers(mode, "sim")

@@ -560,3 +560,21 @@ def test_the_loss_scale_reaches_outputs_in_a_mapping():
     assert optimizer.param_groups
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("streams", [("default", "side", "default"), ("side", "default", "side"), ("default", "side")])
+def test_memory_of_weights_outlives_calls_in_other_streams(streams):
+    """Slots are replaced when a layer has grown, though a call in another stream may still compute with them."""
+    model = tiny_bert(layers=3).eval()
+    attach_l2l(model, L2LConfig(device="sim"))
+    batch, used = batch_for(model), {"default": torch.sim.default_stream(), "side": torch.sim.Stream(name="side")}
+    for number, name in enumerate(streams):
+        if number == len(streams) - 1:
+            for layer in model.bert.encoder.layer:
+                layer.extra = nn.Linear(64, 64)
+        with torch.sim.stream(used[name]), torch.no_grad():
+            model(**batch)
+    gc.collect()
+    for each in used.values():
+        with torch.sim.stream(each):  # it would be given memory that the other one still uses
+            torch.ones(5, device="sim")

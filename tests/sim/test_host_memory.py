@@ -228,6 +228,47 @@ def test_parameters_that_share_memory_stay_where_they_are_and_share(share: Calla
     optimizer.step()
 
 
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda module, weight: setattr(module, "kept", weight.view(-1)),
+        lambda module, weight: setattr(module, "kept", weight.detach()[1:]),
+        lambda module, weight: setattr(module, "kept", [{"first": weight.data}]),
+    ],
+)
+def test_a_view_that_a_module_keeps_has_the_values_of_its_weight(keep, disk, tmp_path):
+    """Also after training, and in a module that is no layer."""
+    model = Stacked()
+    for module in (model, model.blocks[1]):
+        keep(module, (model.embed if module is model else module.one).weight)
+    options = {"state_tier": "disk", "state_dir": str(tmp_path)} if disk else {}
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), eps_update="deferred", **options))
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = copy.deepcopy(model.blocks[1].one.weight)
+    for _ in range(2):
+        model(torch.randn(5, 4)).backward()
+        optimizer.step()
+        eps.synchronize()
+        check_views(model)
+    assert not torch.equal(before, model.blocks[1].one.weight)
+    detach_l2l(model)
+    check_views(model)
+
+
+def check_views(model: nn.Module) -> None:
+    for module, weight in ((model, model.embed.weight), (model.blocks[1], model.blocks[1].one.weight)):
+        kept = module.kept if isinstance(module.kept, torch.Tensor) else module.kept[0]["first"]
+        assert torch.equal(kept.flatten(), weight.flatten()[-kept.numel() :])
+
+
+def test_a_resident_layer_of_which_a_module_keeps_a_view_is_refused():
+    model = Stacked()
+    model.kept = model.blocks[1].one.weight.detach()
+    with pytest.raises(ValueError, match=r"got blocks\.1\.one\.weight: it shares memory with another tensor"):
+        attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), resident_layers=3))
+
+
 def overlapping(one: torch.Tensor, other: torch.Tensor) -> bool:
     bytes_of = [{t.data_ptr() + 4 * i for i in range(t.numel())} for t in (one, other)]
     return bool(bytes_of[0] & bytes_of[1])

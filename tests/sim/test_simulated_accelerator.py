@@ -368,9 +368,69 @@ def test_gradients_of_operations(fn: Callable[[torch.Tensor], torch.Tensor]) -> 
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_and_their_gradients(kind: Callable[..., nn.RNNBase], options: dict[str, object]) -> None:
+    host = kind(4, 5, batch_first=True, dtype=torch.float64, **options)
+    x, lengths = torch.randn(3, 6, 4, dtype=torch.float64), torch.tensor([6, 4, 1])
+    for packs in (False, True):
+        found = []
+        for module, device in ((host, "cpu"), (copy.deepcopy(host).to(SIM), SIM)):
+            given = x.to(device, copy=True).requires_grad_()
+            packed = nn.utils.rnn.pack_padded_sequence(given, lengths, batch_first=True) if packs else given
+            outputs, states = module(packed)
+            outputs = outputs.data if packs else outputs
+            outputs.square().sum().backward()
+            states = states if isinstance(states, tuple) else (states,)
+            gradients = [given.grad, *(p.grad for p in module.parameters())]
+            found.append([each.detach().cpu() for each in (outputs, *states, *gradients)])
+            module.zero_grad()
+        for expected, result in zip(*found, strict=True):
+            assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_a_state_of_which_no_output_is_used_gets_its_gradient(kind: Callable[..., nn.Module]) -> None:
+    host, found = kind(4, 5, dtype=torch.float64), []
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for module, device in ((host, "cpu"), (copy.deepcopy(host).to(SIM), SIM)):
+        given = x.to(device, copy=True).requires_grad_()
+        output = module(given)
+        (output[1] if isinstance(output, tuple) else output).sum().backward()
+        found.append(given.grad.cpu())
+    assert torch.allclose(*found, rtol=1e-12)
+
+
 def test_sixteen_bit_products_are_rounded_once() -> None:
     x = torch.randn(65, 65).bfloat16()
     assert torch.equal((x.to("sim") @ x.to("sim")).cpu(), (x.float() @ x.float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, y: torch.mm(x, y),
+        lambda x, y: x @ y,
+        lambda x, y: x[None].expand(2, 4, 4) @ y,
+        lambda x, y: torch.bmm(x[None], y[None]),
+        lambda x, y: torch.dot(x[0], y[0]),
+        lambda x, y: torch.addmm(x[0], y, y),
+        lambda x, y: torch.addmv(x[0], y, y[0]),
+        lambda x, y: torch.baddbmm(x[None], y[None], y[None]),
+        lambda x, y: torch.einsum("ij,jk->ik", x, y),
+        lambda x, y: functional.linear(x, y, y[0]),
+        lambda x, y: functional.linear(x[None], y, y[0]),
+        lambda x, y: functional.linear(y, y, x[0]),
+        lambda x, y: functional.conv1d(x, y[:, :, None], y[0]),
+        lambda x, y: functional.scaled_dot_product_attention(x[None], y[None], y[None]),
+        lambda x, y: functional.scaled_dot_product_attention(x[None], x[None], x[None], y),
+    ],
+)
+def test_products_of_several_dtypes_are_refused_as_on_cuda(product: Callable[..., object]) -> None:
+    narrow, wide = (torch.ones(4, 4, device=SIM, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
+    for given in ((narrow, wide), (wide, narrow), (narrow, narrow.half())):
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type|type .* should be the same"):
+            product(*given)
 
 
 def test_printing() -> None:
