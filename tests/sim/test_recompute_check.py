@@ -200,3 +200,55 @@ def test_real_layers_pass_with_dropout_and_keep_a_few_bytes(family, options):
         settled_memory()
     # Two numbers for each output of four layers, of at most two micro-batches.
     assert 0 < kept["raise"] - kept["off"] <= 4 * 2 * 3 * 2 * 4
+
+
+class Scaled(nn.Embedding):
+    """Reads an attribute, and what `calls` returns."""
+
+    factor = 1.0
+    calls: Any = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.factor * (1.0 if self.calls is None else self.calls())
+
+
+def with_scaled_embedding() -> Any:
+    torch.manual_seed(0)
+    model: Any = llama().train()
+    old = model.get_input_embeddings()
+    embedding = Scaled(*old.weight.shape)
+    embedding.load_state_dict(old.state_dict())
+    model.set_input_embeddings(embedding)
+    return model
+
+
+BY_ROWS = {"stash": "host", "boundary": "host", "ubatch_size": 3}
+
+
+def test_an_embedding_by_rows_is_computed_again_as_in_the_forward():
+    gradients = []
+    for options in (None, BY_ROWS):
+        model = with_scaled_embedding()
+        if options is not None:
+            attach_l2l(model, L2LConfig(device="sim", **options))
+        embedding = model.get_input_embeddings()
+        embedding.factor = 2.0
+        loss = model(**batch_for(model)).loss
+        embedding.factor = 5.0
+        loss.backward()
+        assert embedding.factor == 5.0
+        gradients.append(embedding.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_an_embedding_by_rows_that_is_computed_otherwise_is_found():
+    model = with_scaled_embedding()
+    eps = attach_l2l(model, L2LConfig(device="sim", **BY_ROWS))
+    optimizer: Any = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.01))
+    factors = [2.0]
+    model.get_input_embeddings().calls = lambda: factors[0]
+    loss = model(**batch_for(model)).loss
+    factors[0] = 5.0
+    loss.backward()
+    with pytest.raises(RuntimeError, match=rf"{PATTERN}.*Scaled"):
+        optimizer.step()
