@@ -7,6 +7,7 @@ import gc
 import time
 from collections import UserDict
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ class NoisyModel(nn.Module):
         return hidden.pow(2).mean()
 
 
-def noisy_gradients(ubatch_size: int | None) -> tuple[dict, dict]:
+def noisy_gradients(ubatch_size: int | None, **options: Any) -> tuple[dict, dict]:
     """Gradients under L2L, and those of the same draws with the graph kept: ubatch by ubatch, layer by layer."""
     torch.manual_seed(1)
     model = NoisyModel()
@@ -62,7 +63,8 @@ def noisy_gradients(ubatch_size: int | None) -> tuple[dict, dict]:
     expected = {n: p.grad.cpu() for n, p in on_device.named_parameters()}
     torch.set_rng_state(seeds["host"])
     torch.sim.set_rng_state(seeds["device"])
-    attach_l2l(model, L2LConfig(device="sim", ubatch_size=ubatch_size, layer_classes=("NoisyBlock",)))
+    config = L2LConfig(device="sim", ubatch_size=ubatch_size, layer_classes=("NoisyBlock",), **options)
+    attach_l2l(model, config)
     model(batch).backward()
     return gradients(model), expected
 
@@ -89,7 +91,9 @@ def test_forgetting_a_restore_is_noticed(forgotten, monkeypatch):
         restore(compute_state.RngState(host, now.device if forgotten == "device" else state.device), device)
 
     monkeypatch.setattr(compute_state, "set_rng_state", partly)
-    assert not same(*noisy_gradients(None))
+    assert not same(*noisy_gradients(None, check_recompute="off"))
+    with pytest.raises(RuntimeError, match="the recompute of a layer must give the outputs of its forward"):
+        noisy_gradients(None)
 
 
 def test_generators_stand_after_backward_where_forward_left_them():

@@ -181,7 +181,7 @@ def test_they_compute_while_the_first_streamed_layer_is_updated(monkeypatch):
         called.clear()
         optimizer.step()
         if turn == 0:
-            model.blocks[1].up.register_forward_hook(lambda *_: called.set())
+            model.blocks[1].up.register_forward_pre_hook(lambda *_: called.set())
     model(**batch)
     eps.synchronize()
     assert in_time == [True, True, True]
