@@ -150,12 +150,6 @@ _HOOK_TABLES = (
 NO_HOOKS = ModuleHooks({}, {}, {}, {})
 
 
-def collects_for_transformers(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook is one by which transformers collects attentions and the like, on all models
-    (`transformers.utils.output_capturing`)."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
 def saves_tensors_by_hooks() -> bool:
     """Whether `torch.autograd.graph.saved_tensors_hooks` are set, as inside activation checkpointing.
 

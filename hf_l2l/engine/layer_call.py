@@ -28,7 +28,6 @@ from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.container_writes import Containers, write
 from hf_l2l.model.kept_state import KeptState, Place, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.model.layer_state import LayerState, as_if_not_run, own_generators_kept
-from hf_l2l.model.observing_hooks import ObservingHooks
 from hf_l2l.rows.host_rows import Passing, host_of
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.compute_state import AutocastState, RngState
@@ -51,8 +50,6 @@ class LayerCall:
     spec: pytree.TreeSpec
     at: LayerDevice
     """The device that it runs on, and what belongs to it."""
-    hooks: ObservingHooks
-    """Forward hooks inside the layer that are called after it."""
     autocast: AutocastState
     copies: Copies
     input_shapes: list[torch.Size]
@@ -118,8 +115,7 @@ class LayerCall:
         shapes = [arguments[i].shape for i in positions]
         needed = [arguments[i].requires_grad for i in positions]
         autocast = AutocastState.current(at.device)
-        hooks = ObservingHooks(unit.modules, unit.known.hooks)
-        return cls(unit, forward, static, positions, spec, at, hooks, autocast, copies, shapes, needed)
+        return cls(unit, forward, static, positions, spec, at, autocast, copies, shapes, needed)
 
     @property
     def device(self) -> torch.device:
@@ -163,33 +159,22 @@ class LayerCall:
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         containers = Containers((args, kwargs), self.leaves)
-        with (
-            CapturedOutputs(self.captured_keys) as captured,
-            self.hooks.collected() as observed,
-            self._state_as_found(),
-        ):
+        with CapturedOutputs(self.captured_keys) as captured, self._state_as_found():
             output = self.forward(*args, **kwargs)
         self.captured_keys = captured.keys
-        outputs, self.output_spec = flatten((output, captured.taken, containers.written(), observed))
+        outputs, self.output_spec = flatten((output, captured.taken, containers.written()))
         self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
         return [outputs[i] for i in self.output_positions]
 
-    def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any], *, is_replay: bool = False) -> Any:
-        """Build the layer's return value from its tensor outputs, call the hooks that observe it, pass captured
-        outputs to the model's collector, and write into the `containers` of the arguments what the layer has written
-        into its own. In a replay, no hook is called.
-
-        Raises:
-            HookChanges: if a hook has to run inside the layer; nothing has been written then.
-        """
+    def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any]) -> Any:
+        """Build the layer's return value from its tensor outputs, pass captured ones to the model's collector, and
+        write into the `containers` of the arguments what the layer has written into its own."""
         assert self.output_spec is not None
         leaves = list(self.output_leaves)
         for position, tensor in zip(self.output_positions, outputs, strict=True):
             leaves[position] = tensor
-        output, captured, written, observed = pytree.tree_unflatten(leaves, self.output_spec)
-        if not is_replay:
-            self.hooks.call(observed)
+        output, captured, written = pytree.tree_unflatten(leaves, self.output_spec)
         CapturedOutputs.deliver(captured)
         write(written, containers)
         return output
@@ -398,8 +383,8 @@ class LayerCall:
         name = type(self.layer).__name__
         if not self.unit.has_its_parameters():
             raise RuntimeError(
-                f"a layer must have the same parameters in its forward and its backward (those of a {name} were "
-                f"replaced in between); {FUNCTIONAL_CALL}"
+                f"a layer must have the same parameters and submodules in its forward and its backward (some of a "
+                f"{name} were replaced in between); {FUNCTIONAL_CALL}"
             )
         self.unit.wait()  # an update changes the versions
         if self.unit.versions() != self.versions:

@@ -166,7 +166,7 @@ class Replay:
             if dim is not None:
                 sizes[dim] *= 2
             zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
-        return call.assemble(zeros, containers, is_replay=True)
+        return call.assemble(zeros, containers)
 
 
 def anchor_of(gradients: Gradients) -> torch.Tensor:

@@ -41,8 +41,7 @@ from hf_l2l.memory.device_memory import BOUNDARY, KEPT_GRAPHS, KEPT_WEIGHTS, MAS
 from hf_l2l.memory.ledger import COPIES, HOST_STASH
 from hf_l2l.model.caches import without_caches
 from hf_l2l.model.container_writes import containers_of
-from hf_l2l.model.layer_state import BeforeRun
-from hf_l2l.model.observing_hooks import HookChanges
+from hf_l2l.model.layer_hooks import kind_of_hooks
 from hf_l2l.rows.host_rows import HostRows, memory_behind
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
@@ -113,7 +112,6 @@ class _RelayNode(torch.autograd.Function):
                     f"the changed ones (got a {type(ctx.call.layer).__name__} that does); make it change a copy, or "
                     "train this model without L2L"
                 )
-            ctx.call.hooks.refuse_kept_gradients()
             there = ctx.call.given_back(gradients)
             with ctx.call.at.running(draws=False):
                 inputs = InputGradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], ctx.places, there)
@@ -121,6 +119,7 @@ class _RelayNode(torch.autograd.Function):
             ctx.graph = graph if graph_is_retained() else None
             found = relay.backward(ctx.call, inputs, there, graph)
             memory.holds(BOUNDARY, memory_behind(found))
+        with relay.eps.backwards.joined():
             if ctx.call.before is None or not ctx.call.before.in_graph:  # the last layer of the backward sweep
                 relay.check.tell()
         let_go_of_engine(ctx)
@@ -187,25 +186,13 @@ class Relay:
         memory.holds(BOUNDARY, memory_behind(tensors))
         with RaisedIn("the forward of", call.unit.name), self.eps.timeline.at(layer):
             execute = partial(call.execute_once, keep_buffers=True)
-            call.split = self.splitter.split_for(
-                root, call.unit, arguments, spec, kwargs, tensors, execute, collected=call.hooks.kind
-            )
-            before = BeforeRun(call.unit.modules, at.device) if call.hooks.deferred else None
+            call.split = self.splitter.split_for(root, call.unit, arguments, spec, kwargs, tensors, execute)
             outputs = self._execute(root, call, tensors)
             memory.holds(BOUNDARY, memory_behind(outputs))
-            call.output_kinds = [(out.shape, out.dtype) for out in outputs]
-            try:
-                output = call.assemble(outputs, containers)
-            except HookChanges:  # only seen now: the layer runs again, with the hook inside
-                assert before is not None, "a hook was called after the layer"
-                before.restore()
-                call.unit.known.calls.clear()  # what is computed now has not been compared yet
-                if call.in_graph:
-                    self.eps.expect_no_more(call.unit)
-                return self._run(root, layer, forward, args, kwargs)
+        call.output_kinds = [(out.shape, out.dtype) for out in outputs]
         root.layer_calls.append(call)
         root.weights.upload_ahead(len(root.layer_calls))
-        return output
+        return call.assemble(outputs, containers)
 
     def _run_plainly(self, unit: MasterUnit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the forward of a layer as without L2L, with its buffers on the device."""
@@ -299,7 +286,13 @@ class Relay:
         compute = self.eps.copies.precision.dtype
         return self.check.of_call(
             call.unit.known,
-            (call.layer.training, call.split is None, tuple(call.tensor_positions), call.autocast),
+            (
+                call.layer.training,
+                call.split is None,
+                tuple(call.tensor_positions),
+                call.autocast,
+                kind_of_hooks(call.unit.modules),
+            ),
             call.layer,
             call.unit.name,
             ubatches=len(call.ubatches),

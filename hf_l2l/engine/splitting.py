@@ -7,7 +7,7 @@ Those of the outputs are found, and the independence of rows is checked, by runn
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +81,6 @@ class Splitter:
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
         execute: Execute,
-        *,
-        collected: Hashable = (),
     ) -> Split | None:
         """The split of this call, or None to run it as one ubatch.
 
@@ -92,7 +90,6 @@ class Splitter:
             leaves, spec: the layer's arguments, flattened; `tensors` are the tensors among them.
             kwargs: its arguments by keyword.
             execute: runs the layer once on other tensors; what it leaves in attributes and buffers stays.
-            collected: equal for calls that return as many outputs for hooks.
         """
         layer, rows = unit.module, root.rows
         if rows is None:
@@ -107,7 +104,7 @@ class Splitter:
             self._runs_whole(layer, reason, warns=not any(is_cache(leaf) for leaf in leaves))
             return None
         inside = tuple([type(each.module) for each in root.enclosing])
-        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, collected, inside, root.makes_graph
+        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside, root.makes_graph
         if key not in self._known:
             try:
                 _refuse_batch_statistics(layer)

@@ -207,10 +207,6 @@ class EagerParamServer(ShownAsTable):
         """Announce that a call of `unit` is in the graph, from which its masters may get gradients by `receive`."""
         self.updates.expect(unit)
 
-    def expect_no_more(self, unit: MasterUnit) -> None:
-        """Take back what `expect` has announced: the call is made again."""
-        self.updates.expect_no_more(unit)
-
     def receive_in_hook(self, master: Master, gradient: torch.Tensor) -> None:
         """`receive` one gradient in a hook of autograd; an exception is kept and raised later."""
         half_updated = self.updates.eager.failing() if self.updates.mode == "eager" else nullcontext()

@@ -329,12 +329,6 @@ class Updates:
             for master in unit.trained_masters:
                 master.calls += 1
 
-    def expect_no_more(self, unit: MasterUnit) -> None:
-        """Take back the count of one call, which is not in the graph after all."""
-        if self.mode == "eager":
-            for master in unit.trained_masters:
-                master.calls -= 1
-
     def arrived(self, masters: list[Master]) -> None:
         """Count the received gradients of one call; update eagerly the masters that will get no more in this step."""
         if self.mode != "eager":

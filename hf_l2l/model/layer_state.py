@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_l2l.compat import NO_HOOKS, ModuleHooks, has_forward_hooks, keeps_statistics
-from hf_l2l.runtime.compute_state import ProgramRng, get_rng_state, set_rng_state
+from hf_l2l.compat import keeps_statistics
+from hf_l2l.model.layer_hooks import LayerHooks
+from hf_l2l.runtime.compute_state import ProgramRng
 
 _OF_MODULES = (frozenset(vars(nn.Module())) | {"_hf_hook", "_old_forward", "forward"}) - {"training"}
 """Attributes that every module has, its tables of parameters, buffers, submodules and hooks, and those through which
@@ -33,8 +34,6 @@ class Known:
     """Whether it draws random numbers that are not of torch's default generators."""
     buffers: dict[bool, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """The buffers that it writes to."""
-    hooks: set[object] = field(default_factory=set)
-    """The code of forward hooks that have to run inside it."""
     calls: dict[Hashable, int] = field(default_factory=dict)
     """Kind of call -> how many of them have been made for a backward."""
 
@@ -49,18 +48,22 @@ class LayerState:
         self._attributes = Attributes(modules)
         self._generators = _own_generators(modules) if known.draws.get(self._mode, True) else []
         self._buffers = _Buffers(modules, known.buffers.get(self._mode))
+        self._others: list[tuple[nn.Module, str, torch.Tensor, int]] = []
+        """The buffers that it has only read, and their versions."""
         self._draws: list[Draws | None] = []
         """Of each ubatch, what the generators were before it; None if it has drawn nothing from them."""
-        self._hooks: dict[nn.Module, ModuleHooks] = {}
+        self._hooks = LayerHooks(modules)
 
     @contextmanager
     def ubatch(self) -> Iterator[None]:
         """Inside, the forward of one ubatch runs."""
         if not self._known.draws.get(self._mode, True):
-            yield
+            with self._hooks.watched():
+                yield
             return
         before = Draws.now(self._generators)
-        yield
+        with self._hooks.watched():
+            yield
         self._draws.append(before if Draws.now(self._generators).moved_since(before) else None)
 
     def end_forward(self) -> None:
@@ -68,12 +71,14 @@ class LayerState:
         self._attributes.let_go_of_tensors()
         self._known.draws.setdefault(self._mode, False)
         self._known.draws[self._mode] |= any(draws is not None for draws in self._draws)
-        self._known.buffers[self._mode] = self._buffers.keep_written()
-        self._hooks = self._hooks_now()
-
-    def _hooks_now(self) -> dict[nn.Module, ModuleHooks]:
-        """The hooks inside the layer. Its own, if it is called in the relay, run outside."""
-        return {each: ModuleHooks.of(each) for each in self._modules[1:] if has_forward_hooks(each)}
+        self._known.buffers[self._mode] = written = self._buffers.keep_written()
+        self._others = [
+            (each, name, buffer, 0 if buffer.is_inference() else buffer._version)
+            for each in self._modules
+            if each._buffers
+            for name, buffer in each._buffers.items()
+            if buffer is not None and (each, name) not in written
+        ]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -84,12 +89,32 @@ class LayerState:
                 stack.callback(Draws.now(self._generators).set, self._generators)
             stack.enter_context(self._attributes.put_back())
             stack.enter_context(self._buffers.put_back())
-            now = self._hooks_now()
-            for module in {**self._hooks, **now}:
-                then = self._hooks.get(module, NO_HOOKS)
-                if now.get(module) != then:
-                    stack.enter_context(then.put_in(module))
+            stack.enter_context(self._others_put_back())
+            stack.enter_context(self._hooks.put_back())
             yield
+
+    @contextmanager
+    def _others_put_back(self) -> Iterator[None]:
+        replaced = []
+        for module, name, buffer, version in self._others:
+            if not buffer.is_inference() and buffer._version != version:
+                raise RuntimeError(
+                    "a buffer of a layer must not change between its forward and its backward, which computes it "
+                    f"again ({type(module).__name__}.{name} was changed in place); change it after backward(), or put "
+                    "another tensor in its place"
+                )
+            if module._buffers.get(name) is not buffer:
+                replaced.append((module._buffers, dict(module._buffers), name, buffer))
+        try:
+            for table, _, name, buffer in replaced:
+                table[name] = buffer
+            yield
+        finally:
+            for table, now, name, _ in replaced:
+                if name in now:
+                    table[name] = now[name]
+                else:
+                    del table[name]
 
     def set_generators(self, turn: int) -> None:
         """Set the generators as they were in the forward before ubatch number `turn`, if it drew from them."""
@@ -165,24 +190,6 @@ def as_if_not_run(modules: Sequence[nn.Module]) -> Iterator[Callable[[], bool]]:
             yield lambda: attributes.have_changed() or bool(buffers.written())
         finally:
             attributes.restore()
-
-
-class BeforeRun:
-    """What a run of a layer may change, as it is before one: to undo the run."""
-
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        """`modules` are those of the layer, which draws on `device`."""
-        self._device = device
-        self._attributes, self._buffers = Attributes(modules), _Buffers(modules, None)
-        self._generators = _own_generators(modules)
-        self._draws, self._rng = Draws.now(self._generators), get_rng_state(device)
-
-    def restore(self) -> None:
-        """Undo the run."""
-        self._attributes.restore()
-        self._buffers.restore()
-        self._draws.set(self._generators)
-        set_rng_state(self._rng, self._device)
 
 
 @contextmanager
@@ -267,13 +274,6 @@ class _Buffers:
         """Keep the values of those alone that the forward has written to; returns which they are."""
         self._values = self.written()
         return [(each.module, each.name) for each in self._values]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the buffers these values."""
-        for each in self.written():
-            each.module._buffers[each.name] = each.buffer
-            each.buffer.copy_(each.value)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -63,6 +63,7 @@ NOT_RECORDED = {
     "loss_scale_backoff": "its default is used in each case that overflows",
     "layer_classes": "it names layers that these models are found to have",
     "l2l_num_threads": "as above",
+    "l2l_check_recompute": "as above",
     "l2l_rank_timeout": "as above",
     "l2l_trace": "as above",
     "l2l_realtime_errors": "no disk fails here",

@@ -474,7 +474,8 @@ def content(file: Path, case: Case) -> dict[str, Any]:
     if file.suffix == ".json":
         found = json.loads(file.read_text())
         return {"": digest({name: found[name] for name in sorted(found) if name not in NEVER_EQUAL})}
-    is_of_the_run = file.suffix in (".md", ".png")  # a model card and a picture, which have folders and times
+    # A model card, a picture and what was measured have folders and times.
+    is_of_the_run = file.suffix in (".md", ".png", ".jsonl")
     return {} if is_of_the_run else {"": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
 
 
