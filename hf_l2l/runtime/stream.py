@@ -39,10 +39,16 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
     """Bytes of the device's memory that no program has, and those that it has in all; None if neither its torch module
     nor torch's interface for any accelerator says."""
     module = device_module(device)
-    ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
-    if module is None or ask is None:
+    if module is None:
         return None
-    with suppress(RuntimeError, NotImplementedError, ValueError):  # a device that torch cannot ask
+    ask = getattr(module, "mem_get_info", None)
+    if ask is not None:
+        free, total = ask(device)
+        return int(free), int(total)
+    ask = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.13 on
+    if ask is None:
+        return None
+    with suppress(RuntimeError, ValueError):  # a device that torch cannot ask
         free, total = ask(device)
         return int(free), int(total)
     return None
