@@ -33,6 +33,7 @@ from hf_l2l.model.batch_dims import (
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.kept_state import tensors_put_back
+from hf_l2l.model.layer_hooks import no_hooks_left
 from hf_l2l.model.layer_state import as_if_not_run
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
@@ -228,6 +229,7 @@ class Splitter:
                 buffers_kept(root.weights.unit.modules),
                 tensors_put_back(modules),
                 as_if_not_run(modules),
+                no_hooks_left(modules),
             ):
                 compute_state.set_rng_state(root.rng, self.device)  # so that LayerDrop drops the same layers
                 start.forward(*args, **kwargs)

@@ -143,7 +143,8 @@ def refuse_placed(model: nn.Module) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise ValueError if `model`, or a module in it, is compiled or wrapped for data parallelism."""
+    """Raise ValueError if `model`, or a module in it, is compiled, wrapped for data parallelism, or runs the model
+    within a call of it."""
     for path, module in model.named_modules():
         kind = type(module).__name__
         # A submodule compiled in place (`module.compile()`) is called as before; for the model itself it is refused.
@@ -153,6 +154,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             name, remedy = "model wrapped by Fabric", "attach the model first, then call fabric.setup"
         elif isinstance(module, DistributedDataParallel):
             name, remedy = kind, "attach the model before accelerator.prepare, or leave it out of that"
+        elif kind == "XLoraModel":  # whose hooks give all layers tensors of one graph, made by a call of the model
+            name, remedy = "PEFT model with X-LoRA", "train it without L2L, or with LoRA adapters alone"
         elif isinstance(module, DataParallel) or kind == "FullyShardedDataParallel":
             name, remedy = kind, "give it the model inside, in one process"
         else:

@@ -67,6 +67,20 @@ class LayerHooks:
         return key in there or (module, key) in self._changing
 
 
+@contextmanager
+def no_hooks_left(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Remove the hooks that have been put on modules in the block: a call that ends with an exception leaves those
+    behind that a program puts there for one call."""
+    before = [(each, ModuleHooks.of(each)) for each in modules]
+    try:
+        yield
+    finally:
+        for module, hooks in before:
+            for then, now in ((hooks.before, module._forward_pre_hooks), (hooks.after, module._forward_hooks)):
+                for key in now.keys() - then.keys():
+                    del now[key]
+
+
 def kind_of_hooks(modules: Sequence[nn.Module]) -> Hashable:
     """Equal for calls of a layer with as many hooks inside."""
     return tuple(

@@ -100,6 +100,46 @@ def test_gradients_of_adapters(adapter, task, ubatch_size):
             torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
+def with_invocations() -> nn.Module:
+    config = peft.LoraConfig(
+        r=2,
+        alora_invocation_tokens=[11, 12],
+        init_lora_weights=False,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(llama(), config).train()
+
+
+def with_tasks() -> nn.Module:
+    return peft.get_peft_model(
+        llama(), peft.PolyConfig(r=2, n_tasks=3, n_skills=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    ).train()
+
+
+@pytest.mark.filterwarnings("ignore:ubatch_size=.* has no effect")
+@pytest.mark.parametrize("ubatch_size", UBATCHES)
+@pytest.mark.parametrize("make", [with_invocations, with_tasks], ids=lambda each: each.__name__)
+def test_adapters_that_hooks_choose_for_one_call(make, ubatch_size):
+    """The hooks are gone when the backward runs."""
+    given = batch("CAUSAL_LM")
+    given["input_ids"][:, 2:4] = torch.tensor([11, 12])
+    if make is with_tasks:
+        given["task_ids"] = torch.arange(len(given["input_ids"])) % 3
+    found = []
+    for options in (None, {"ubatch_size": ubatch_size, "stash": "host"}):
+        torch.manual_seed(3)
+        model = make()
+        if options is not None:
+            attach_l2l(model, L2LConfig(device=DEVICE, **options))
+        torch.manual_seed(4)
+        model(**given).loss.backward()
+        found.append(gradients(model))
+    assert found[0].keys() == found[1].keys() and any(each.abs().max() > 0 for each in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
 @pytest.mark.skipif(not on_sim(), reason="counts what the simulated accelerator copies")
 @pytest.mark.parametrize("ubatch_size", UBATCHES)
 @every_task

@@ -167,6 +167,34 @@ def test_a_hook_that_was_removed_does_not_collect_again(device):
     assert len(features) == 3
 
 
+class ForOneCall(nn.Module):
+    """Puts hooks on its layers that know the batch, for one call, and removes them where that returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(Block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factors = torch.linspace(1, 2, len(x), device=x.device)[:, None, None]
+        layers = self.net.layers
+        handles = [each.a.register_forward_pre_hook(lambda module, args: (args[0] * factors,)) for each in layers]
+        loss = self.net(x)
+        for handle in handles:
+            handle.remove()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_hooks_for_one_call_that_know_the_batch(options, device):
+    """Also where the call is begun once more, to find out how to split it, and ends with an exception."""
+    expected, found = trained(ForOneCall(), None), trained(ForOneCall(), {"device": device, **options})
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def scales(net: Any) -> None:
     for layer in net.layers:
         layer.mean.mul_(3.0)
