@@ -383,8 +383,8 @@ class LayerCall:
         name = type(self.layer).__name__
         if not self.unit.has_its_parameters():
             raise RuntimeError(
-                f"a layer must have the same parameters and submodules in its forward and its backward (some of a "
-                f"{name} were replaced in between); {FUNCTIONAL_CALL}"
+                f"a layer must have the same parameters in its forward and its backward (those of a {name} were "
+                f"replaced in between); {FUNCTIONAL_CALL}"
             )
         self.unit.wait()  # an update changes the versions
         if self.unit.versions() != self.versions:

@@ -50,6 +50,8 @@ class LayerState:
         self._buffers = _Buffers(modules, known.buffers.get(self._mode))
         self._others: list[tuple[nn.Module, str, torch.Tensor, int]] = []
         """The buffers that it has only read, and their versions."""
+        self._parts: list[nn.Module | None] = []
+        """The submodules of its modules."""
         self._draws: list[Draws | None] = []
         """Of each ubatch, what the generators were before it; None if it has drawn nothing from them."""
         self._hooks = LayerHooks(modules)
@@ -72,6 +74,7 @@ class LayerState:
         self._known.draws.setdefault(self._mode, False)
         self._known.draws[self._mode] |= any(draws is not None for draws in self._draws)
         self._known.buffers[self._mode] = written = self._buffers.keep_written()
+        self._parts = self._parts_now()
         self._others = [
             (each, name, buffer, 0 if buffer.is_inference() else buffer._version)
             for each in self._modules
@@ -93,8 +96,17 @@ class LayerState:
             stack.enter_context(self._hooks.put_back())
             yield
 
+    def _parts_now(self) -> list[nn.Module | None]:
+        return [part for each in self._modules if each._modules for part in each._modules.values()]
+
     @contextmanager
     def _others_put_back(self) -> Iterator[None]:
+        parts = self._parts_now()
+        if [*map(id, parts)] != [*map(id, self._parts)]:
+            raise RuntimeError(
+                "a layer must have the same submodules in its forward and its backward, which computes it again (some "
+                f"of a {type(self._modules[0]).__name__} were replaced in between); replace them after backward()"
+            )
         replaced = []
         for module, name, buffer, version in self._others:
             if not buffer.is_inference() and buffer._version != version:

@@ -131,12 +131,10 @@ class LayerUnit:
         return bool(self.trained)
 
     def has_its_parameters(self) -> bool:
-        """Whether the module of a layer still has the parameters and submodules that it had, wherever in it and in any
-        order."""
+        """Whether the module of a layer still has the parameters that it had, wherever in it and in any order."""
         if self._has_its_tables():
             return True
-        has_its_modules = {*map(id, self.module.modules())} == {*map(id, self.modules)}
-        return has_its_modules and {*map(id, self.module.parameters())} == {*map(id, self.parameters)}
+        return {*map(id, self.module.parameters())} == {*map(id, self.parameters)}
 
     def _has_its_tables(self) -> bool:
         tables = self._tables
