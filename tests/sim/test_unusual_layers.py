@@ -176,6 +176,8 @@ def test_a_tensor_with_a_graph_in_an_attribute_is_refused(device, kind, ubatch_s
         ValueError, match=r"has tensors of another graph in Conditioned\.condition.*pass them to the layer"
     ):
         trained(model)
+    for layer in model.layers:
+        del layer.condition  # whose graph has the weights of the model, and so the model
 
 
 def test_a_tensor_without_a_graph_in_an_attribute_is_that_of_its_own_batch(device):
@@ -205,6 +207,7 @@ def test_a_layer_that_calls_a_module_outside_of_it_is_refused(device, options):
     eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"got a call of a Linear in layers\.2.*an attribute of its own"):
         trained(model)
+    detach_l2l(model)
 
 
 def test_models_that_share_modules_are_refused_and_stay_attached(device):
