@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -141,20 +142,18 @@ class Attributes:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [vars(module) for module in modules]
         self._then = [dict(table) for table in self._tables]
-        self._ids: list[list[int] | None] = [[*map(id, table.values())] for table in self._tables]
-        """Which objects they are: compared first, since mostly nothing has changed."""
 
     def let_go_of_tensors(self) -> None:
         """Keep no tensors that have been replaced by now: an attribute may hold the last output."""
         for number, table in enumerate(self._tables):
-            if self._ids[number] != [*map(id, table.values())]:
-                self._ids[number], self._then[number] = None, _plain(self._then[number])
+            if not _are_same(table, self._then[number]):
+                self._then[number] = _plain(self._then[number])
 
     def _changed(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
         """Tables with other attributes than then; the values of then and those of now."""
         found = []
-        for table, then, ids in zip(self._tables, self._then, self._ids, strict=True):
-            if ids is None or ids != [*map(id, table.values())]:
+        for table, then in zip(self._tables, self._then, strict=True):
+            if not _are_same(table, then):  # asked first, since mostly nothing has changed
                 plain, now = _plain(then), _plain(table)
                 if plain.keys() != now.keys() or any(plain[name] is not now[name] for name in now):
                     found.append((table, plain, now))
@@ -180,6 +179,11 @@ class Attributes:
         """Give the attributes the values of then."""
         for table, then, _ in self._changed():
             _set(table, then)
+
+
+def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two tables have the same objects in the same order."""
+    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
 def _plain(table: dict[str, Any]) -> dict[str, Any]:
