@@ -99,6 +99,7 @@ class ByRows:
         self._is_inside = False
         """Whether a call by ubatches runs now, whose parts run in it."""
         self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+        """Module -> what its forwards by ubatches have shown of it."""
         self._checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, float | None]] = weakref.WeakKeyDictionary()
         """By kind of call, the bytes of the result for each element of the first argument with rows; None for calls
         that cannot be run by ubatches."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_l2l.config import CheckRecompute
 from hf_l2l.model.layer_state import Known
+from hf_l2l.option_names import option
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import Backwards
 from hf_l2l.runtime.compute_state import AutocastState
@@ -46,6 +47,7 @@ class RecomputeCheck:
     def __init__(self, mode: CheckRecompute, backwards: Backwards) -> None:
         """`mode` says what becomes of a difference; `backwards` are those of the model."""
         self._mode = mode
+        self._option = option("check_recompute")  # as the user called it, which is known while the model is attached
         self._compared: list[_Compared] = []
         """Those of the backward that runs."""
         self._warned: set[str] = set()
@@ -111,7 +113,7 @@ class RecomputeCheck:
             f"recompute (those of {names[0]}{more} differ). Usual causes: a random number generator that is neither "
             "torch's, Python's nor NumPy's; a counter, a global or another object that the layer reads and something "
             "changes; an attribute that is changed between the forward and backward(); a forward hook. Make the "
-            "layer depend on its arguments and weights alone, or train this model without L2L; check_recompute='warn' "
+            f"layer depend on its arguments and weights alone, or train this model without L2L; {self._option}='warn' "
             "goes on all the same"
         )
         if self._mode == "raise":

@@ -119,8 +119,8 @@ class _RelayNode(torch.autograd.Function):
             ctx.graph = graph if graph_is_retained() else None
             found = relay.backward(ctx.call, inputs, there, graph)
             memory.holds(BOUNDARY, memory_behind(found))
-        with relay.eps.backwards.joined():
-            if ctx.call.before is None or not ctx.call.before.in_graph:  # the last layer of the backward sweep
+        if ctx.call.before is None or not ctx.call.before.in_graph:  # the last layer of the backward sweep
+            with relay.eps.backwards.joined():
                 relay.check.tell()
         let_go_of_engine(ctx)
         return None, None, None, *found

@@ -109,7 +109,7 @@ def simulated_bytes(device: torch.device) -> tuple[int, int]:
 
 def runs_host_kernels(device: torch.device) -> bool:
     """Whether kernels of the host compute on `device`, which is the host or a simulated device: the same operations on
-    the same values give the same bits."""
+    the same values differ in their last bit at most, where their memory is aligned otherwise."""
     return device.type == "cpu" or hasattr(device_module(device), "simulated_bytes")
 
 
