@@ -140,6 +140,14 @@ class ModuleHooks(NamedTuple):
             for name, table in zip(_HOOK_TABLES, before, strict=True):
                 setattr(module, name, table)
 
+    def restore(self, module: nn.Module) -> None:
+        """Give `module` these hooks, in its own tables, from which the handles of hooks remove them."""
+        for name, hooks in zip(_HOOK_TABLES, self, strict=True):
+            table = getattr(module, name)
+            if table != hooks:
+                table.clear()
+                table.update(hooks)
+
 
 _HOOK_TABLES = (
     "_forward_pre_hooks",

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 from hf_l2l.device.device_weights import as_parameter, uploaded
 from hf_l2l.device.layer_device import LayerDevice
 from hf_l2l.engine.recompute_check import CallCheck
-from hf_l2l.engine.trials import WithoutDropout, evaluating, same_results
+from hf_l2l.engine.trials import Trial, WithoutDropout, evaluating, same_results
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.model.batch_dims import NoConsistentSplit, Split, Ubatch
+from hf_l2l.model.batch_dims import BatchDims, NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.container_writes import Containers, write
+from hf_l2l.model.hook_writes import Collected, HookState, HookWrites, as_they_were
 from hf_l2l.model.kept_state import KeptState, Place, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.model.layer_state import LayerState, as_if_not_run, own_generators_kept
 from hf_l2l.rows.host_rows import Passing, host_of
@@ -98,6 +99,16 @@ class LayerCall:
     output_positions: list[int] = field(default_factory=list)
     output_kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     """Shapes and dtypes of the tensor outputs, with all rows."""
+    own: int = 0
+    """How many of the tensor outputs it has returned; the others have been collected by hooks inside the layer."""
+    collected: list[Collected] = field(default_factory=list)
+    """What hooks have collected in the last run, until it is delivered."""
+    carried: list[bool] | None = None
+    """Of each container with collected tensors, whether they are outputs; None before the first ubatch."""
+    hook_states: list[HookState] = field(default_factory=list)
+    """Per ubatch, what hooks inside the layer found, and have changed."""
+    have_graph: list[bool] = field(default_factory=list)
+    """Of each collected output, whether a gradient flows through it."""
 
     @classmethod
     def of(
@@ -152,27 +163,82 @@ class LayerCall:
         alive = [tensor for tensor in kept if tensor is not None]
         return self.rows_of_turn(alive, turn) if kept and len(alive) == len(kept) else []
 
-    def execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the layer's original forward on these tensor arguments and return its tensor outputs."""
+    def recompute(self, tensors: Sequence[torch.Tensor], turn: int) -> list[torch.Tensor]:
+        """`execute` ubatch number `turn` once more, for the backward. Hooks find what they found in its forward."""
+        with as_they_were(self.hook_states[turn]):
+            return self.execute(tensors, again=True)
+
+    def execute(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> list[torch.Tensor]:
+        """Run the layer's original forward on these tensor arguments and return its tensor outputs, and those that
+        hooks have collected. With `again`, nothing is left of what they collect."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensor_positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         containers = Containers((args, kwargs), self.leaves)
+        writes = HookWrites(self.unit.modules)
         with CapturedOutputs(self.captured_keys) as captured, self._state_as_found():
             output = self.forward(*args, **kwargs)
         self.captured_keys = captured.keys
         outputs, self.output_spec = flatten((output, captured.taken, containers.written()))
         self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
-        return [outputs[i] for i in self.output_positions]
+        self.own = len(self.output_positions)
+        return [*(outputs[i] for i in self.output_positions), *self._take(writes, again)]
+
+    def _take(self, writes: HookWrites, again: bool) -> list[torch.Tensor]:
+        """The tensors that become outputs of those that hooks have collected in this run."""
+        found = writes.collected()
+        if self.is_trial:
+            self.collected = found
+            return []
+        if self.carried is None:
+            self._carry(found)
+        assert self.carried is not None, "it has been set"
+        carried = [each for each, is_carried in zip(found, self.carried, strict=False) if is_carried]
+        tensors = [tensor for each in carried for tensor in each.tensors]
+        if again:
+            writes.take_back()
+            return tensors
+        # What is not carried stays as the hooks of each ubatch write it.
+        self.hook_states.append(writes.take_back([each.container for each in carried]))
+        if not self.collected:
+            self.collected = [replace(each, tensors=()) for each in carried]
+        return [self._apart(tensor) for tensor in tensors]
+
+    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A collected tensor, or a copy of one that shares memory with weights of the layer: others follow there."""
+        weights = (p for module in self.unit.modules for p in module._parameters.values() if p is not None)
+        memory = tensor.untyped_storage()._cdata
+        return tensor.clone() if any(p.untyped_storage()._cdata == memory for p in weights) else tensor
+
+    def _carry(self, found: Sequence[Collected]) -> None:
+        """Decide in the first ubatch which collected tensors become outputs: all of a call that is not split, else
+        those that are known to have rows."""
+        self.carried, self.collected, self.hook_states = [True] * len(found), [], []
+        if self.split is not None:
+            known = self.split.collected
+            pairs = [*zip(known, found, strict=False)]
+            fit = len(known) == len(found) and all(
+                dims is None or len(dims.dims) == len(each.tensors) for dims, each in pairs
+            )
+            self.carried = [fit and dims is not None for dims, _ in pairs]
+            more = [dim for dims, _ in pairs if fit and dims is not None for dim in dims.dims]
+            self.split = replace(self.split, outputs=BatchDims((*self.split.outputs.dims[: self.own], *more)))
+        carried = [each for each, is_carried in zip(found, self.carried, strict=False) if is_carried]
+        self.have_graph = [tensor.requires_grad for each in carried for tensor in each.tensors]
 
     def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any]) -> Any:
         """Build the layer's return value from its tensor outputs, pass captured ones to the model's collector, and
-        write into the `containers` of the arguments what the layer has written into its own."""
+        write into the `containers` of the arguments what the layer has written into its own, and into others what
+        hooks have collected."""
         assert self.output_spec is not None
+        rest = iter(outputs[self.own :])
+        for each in self.collected:
+            each.deliver([next(rest) for _ in each.positions])
+        self.collected = []  # whose containers hold the graph of this call
         leaves = list(self.output_leaves)
-        for position, tensor in zip(self.output_positions, outputs, strict=True):
+        for position, tensor in zip(self.output_positions, outputs[: self.own], strict=True):
             leaves[position] = tensor
         output, captured, written = pytree.tree_unflatten(leaves, self.output_spec)
         CapturedOutputs.deliver(captured)
@@ -196,11 +262,12 @@ class LayerCall:
         """Where output `number`, with rows and of this `shape`, goes, None if it stays on the device, and how.
 
         It passes to the next layer, through host memory or directly, if its rows are along the first dimension, and it
-        is like a tensor that this layer was given. Other outputs are for the code of the model.
+        is like a tensor that this layer was given. Other outputs are for the code of the model, or of the program.
         """
         dims, whole = split.inputs.dims, torch.Size(shape)
         pairs = zip(dims, self.input_shapes, strict=True)
-        passes = split.outputs.dims[number] == 0 and any(dim == 0 and each == whole for dim, each in pairs)
+        is_own = number < self.own
+        passes = is_own and split.outputs.dims[number] == 0 and any(dim == 0 and each == whole for dim, each in pairs)
         if passes and self.passing is not None and whole.numel() * itemsize >= self.passing.fewest_bytes:
             return stream.HOST, self.passing
         if self.way is None:
@@ -235,7 +302,7 @@ class LayerCall:
         gradient = host_of(gradient)
         return gradient if ubatch is None or self.split is None else self.split.gradient_rows(gradient, number, ubatch)
 
-    def execute_once(self, tensors: Sequence[torch.Tensor], *, keep_buffers: bool = False) -> list[torch.Tensor]:
+    def execute_once(self, tensors: Sequence[torch.Tensor], *, keep_buffers: bool = False) -> Trial:
         """Run the layer once, without a graph, to compare outputs. Plain attributes stay as it leaves them, and with
         `keep_buffers`, buffers do: in the next run, a layer that reads them has another output.
 
@@ -244,7 +311,10 @@ class LayerCall:
         """
         with self.at.joined():
             given = [t.to(self.device) for t in tensors]
-            return [t.to(self.at.first) for t in self._execute_once(given, keep_buffers)]
+            before, self.collected = self.collected, []
+            outputs = [t.to(self.at.first) for t in self._execute_once(given, keep_buffers)]
+            collected, self.collected = self.collected, before
+        return Trial(outputs, collected)
 
     def _execute_once(self, tensors: Sequence[torch.Tensor], keep_buffers: bool) -> list[torch.Tensor]:
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)
@@ -332,7 +402,7 @@ class LayerCall:
                 found = self.execute_once(rows)
             left.put_back(written)  # as the next call would find it; the program finds it, too
             with as_if_not_run(self.unit.modules):
-                is_read = not same_results(found, self.execute_once(rows))
+                is_read = not same_results(found.outputs, self.execute_once(rows).outputs)
         if is_read:
             before.put_back(written)
             raise ValueError(

@@ -32,6 +32,7 @@ class OneThread:
         self._backwards = backwards
         self._model, self._layer = threading.Lock(), threading.Lock()
         self._last_thread: int | None = None
+        self._thread_in_layer: int | None = None
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -52,10 +53,21 @@ class OneThread:
         thread's forward runs; this does.
 
         Raises:
-            RuntimeError: if another thread runs a layer.
+            RuntimeError: if another thread runs a layer, or if the backward of a layer leads into that of another one.
         """
+        me = threading.get_ident()
+        if self._thread_in_layer == me:
+            raise RuntimeError(
+                "a layer that trains must get what needs a gradient as an argument, since its backward computes it "
+                "again in a graph of its own (a forward hook inside a layer, or its own code, uses a tensor that "
+                "another layer has computed); pass it to the layer, or use tensor.detach()"
+            )
         with _refusing(self._layer):
-            yield
+            self._thread_in_layer = me
+            try:
+                yield
+            finally:
+                self._thread_in_layer = None
 
 
 @contextmanager

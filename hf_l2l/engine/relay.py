@@ -90,7 +90,14 @@ class _RelayNode(torch.autograd.Function):
                 outputs = relay.forward(call, sources, for_backward=True)
             ctx.graph, call.graph = call.graph, None
             ctx.has_changed_arguments = versions(given) != before
-        ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
+        have_graph = [*(True for _ in outputs[: call.own]), *call.have_graph]
+        ctx.mark_non_differentiable(
+            *(
+                out
+                for out, has_graph in zip(outputs, have_graph, strict=True)
+                if not (has_graph and (out.is_floating_point() or out.is_complex()))
+            )
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -258,7 +265,8 @@ class Relay:
         keeps_graph = for_backward and call.unit.place.keeps_graph
         if for_backward and not keeps_graph:
             call.check = self._check_of(call)
-        as_recomputed = for_backward and (call.draws or call.check is not None) and not keeps_graph
+        is_watched = call.draws or call.check is not None or bool(kind_of_hooks(call.unit.modules))
+        as_recomputed = for_backward and is_watched and not keeps_graph
         with (
             self.shell.one_thread.in_layer(),
             call.at.running(draws=True, on_own_stream=call.on_own_stream),

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import mixes_rows
 from hf_l2l.engine.model_call import ModelCall, Replay, Replayed
+from hf_l2l.engine.trials import Trial
 from hf_l2l.model.batch_dims import (
     BatchDims,
     MixedRows,
@@ -25,6 +26,7 @@ from hf_l2l.model.batch_dims import (
     NotCut,
     RowCuts,
     Split,
+    Ubatch,
     batch_rows,
     call_key,
     cannot_split,
@@ -33,7 +35,7 @@ from hf_l2l.model.batch_dims import (
 )
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.kept_state import tensors_put_back
-from hf_l2l.model.layer_hooks import no_hooks_left
+from hf_l2l.model.layer_hooks import kind_of_hooks
 from hf_l2l.model.layer_state import as_if_not_run
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
@@ -41,7 +43,7 @@ from hf_l2l.rows.host_rows import host_of, uploaded_rows
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.tensors import is_cache, narrow, to_device
 
-Execute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Execute = Callable[[Sequence[torch.Tensor]], Trial]
 
 ERRORS_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
 """What the code of a model raises when it is run with a number of rows that it does not expect."""
@@ -55,6 +57,8 @@ class _Learned:
     """The number of the enclosing call that has the rows; 0 for the root."""
     inputs: BatchDims
     outputs: BatchDims
+    collected: tuple[BatchDims | None, ...]
+    """Of each container into which hooks inside the layer put tensors; None for one that is not put together."""
 
 
 class Splitter:
@@ -105,7 +109,8 @@ class Splitter:
             self._runs_whole(layer, reason, warns=not any(is_cache(leaf) for leaf in leaves))
             return None
         inside = tuple([type(each.module) for each in root.enclosing])
-        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside, root.makes_graph
+        hooks = kind_of_hooks(unit.modules)
+        key = call_key(unit, spec, leaves, rows), CapturedOutputs().keys, inside, root.makes_graph, hooks
         if key not in self._known:
             try:
                 _refuse_batch_statistics(layer)
@@ -127,7 +132,7 @@ class Splitter:
         if not known.inputs.fits(tensors, rows):
             self._runs_whole(layer, f"its arguments do not hold a whole number of entries for each of {rows} rows")
             return None
-        return Split(rows, ubatches, known.inputs, known.outputs)
+        return Split(rows, ubatches, known.inputs, known.outputs, known.collected)
 
     def _runs_whole(self, layer: nn.Module, reason: str, *, warns: bool = True) -> None:
         """A call runs with the whole device batch. If that was merged, batch by batch is better.
@@ -198,7 +203,7 @@ class Splitter:
         if all(dim is None for dim in inputs.dims):
             raise NoConsistentSplit(f"none of its arguments has the {rows} rows of the model's batch")
         try:
-            return _Learned(level, inputs, self._check(inputs, tensors, rows, execute))
+            return _Learned(level, inputs, *self._check(inputs, tensors, rows, execute))
         except MixedRows:
             self._has_mixed_rows |= level == 0  # what is assumed at other levels may be wrong itself
             raise
@@ -229,7 +234,6 @@ class Splitter:
                 buffers_kept(root.weights.unit.modules),
                 tensors_put_back(modules),
                 as_if_not_run(modules),
-                no_hooks_left(modules),
             ):
                 compute_state.set_rng_state(root.rng, self.device)  # so that LayerDrop drops the same layers
                 start.forward(*args, **kwargs)
@@ -243,8 +247,11 @@ class Splitter:
             root.replay, root.enclosing = None, enclosing
         raise NoConsistentSplit("the call is not made again when the model's batch is doubled")
 
-    def _check(self, inputs: BatchDims, tensors: Sequence[torch.Tensor], rows: int, execute: Execute) -> BatchDims:
-        """The batch dimensions of the outputs, after checking that two ubatches give the same results as at once.
+    def _check(
+        self, inputs: BatchDims, tensors: Sequence[torch.Tensor], rows: int, execute: Execute
+    ) -> tuple[BatchDims, tuple[BatchDims | None, ...]]:
+        """The batch dimensions of the outputs, and of what hooks have collected, after checking that two ubatches give
+        the same results as at once.
 
         Two and not all, since the whole device batch may not fit. The results differ if rows are not laid out as
         assumed, or influence each other.
@@ -262,15 +269,46 @@ class Splitter:
         except ERRORS_OF_MODELS as error:
             execute(tensors)  # which raises an error that does not depend on the rows
             raise NoConsistentSplit(f"it does not run with some of its rows ({error})") from error
-        (start, stop), first = parts[0]
-        outputs = compare_shapes([t.shape for t in at_once], [t.shape for t in first], few, stop - start)
-        for (start, stop), part in parts:
-            if len(part) != len(at_once):
-                raise NoConsistentSplit(f"{len(at_once)} outputs at once and {len(part)} in ubatches")
-            for whole, piece, dim in zip(at_once, part, outputs.dims, strict=True):
-                if not _close(narrow(whole, dim, few, start, stop), piece):
-                    raise MixedRows("its rows give different results in ubatches than all at once")
-        return outputs
+        outputs = _compare(at_once.outputs, [(ubatch, part.outputs) for ubatch, part in parts], few)
+        return outputs, _compare_collected(at_once, parts, few)
+
+
+def _compare(
+    at_once: Sequence[torch.Tensor], parts: Sequence[tuple[Ubatch, Sequence[torch.Tensor]]], rows: int
+) -> BatchDims:
+    """The batch dimensions of tensors with so many `rows`, after comparing them with those of ubatches.
+
+    Raises:
+        NoConsistentSplit: if there are none; MixedRows if the values differ.
+    """
+    (start, stop), first = parts[0]
+    dims = compare_shapes([t.shape for t in at_once], [t.shape for t in first], rows, stop - start)
+    for (start, stop), part in parts:
+        if len(part) != len(at_once):
+            raise NoConsistentSplit(f"{len(at_once)} outputs at once and {len(part)} in ubatches")
+        for whole, piece, dim in zip(at_once, part, dims.dims, strict=True):
+            if not _close(narrow(whole, dim, rows, start, stop), piece):
+                raise MixedRows("its rows give different results in ubatches than all at once")
+    return dims
+
+
+def _compare_collected(
+    at_once: Trial, parts: Sequence[tuple[Ubatch, Trial]], rows: int
+) -> tuple[BatchDims | None, ...]:
+    """The batch dimensions of what hooks have put into each container; None for one that is left as the hooks of each
+    ubatch write it: other values than tensors are there, or some that are not made of those of ubatches."""
+    if any(len(part.collected) != len(at_once.collected) for _, part in parts):
+        return ()
+    found: list[BatchDims | None] = []
+    for number, whole in enumerate(at_once.collected):
+        pieces = [(ubatch, part.collected[number]) for ubatch, part in parts]
+        try:
+            dims = _compare(whole.tensors, [(ubatch, each.tensors) for ubatch, each in pieces], rows)
+        except NoConsistentSplit:
+            found.append(None)
+            continue
+        found.append(dims if all(each.only_tensors for _, each in pieces) else None)
+    return tuple(found)
 
 
 def _refuse_batch_statistics(layer: nn.Module) -> None:
@@ -291,11 +329,11 @@ def _not_reading(execute: Execute, has_changed: Callable[[], bool]) -> Execute:
     """`execute`, which raises MixedRows for a layer that reads what it has left in attributes or buffers: another run
     on the same rows gives other bits. `has_changed` tells whether it leaves anything."""
 
-    def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outputs = execute(tensors)
-        if has_changed() and not all(map(torch.equal, outputs, execute(tensors))):
+    def run(tensors: Sequence[torch.Tensor]) -> Trial:
+        found = execute(tensors)
+        if has_changed() and not all(map(torch.equal, found.outputs, execute(tensors).outputs)):
             raise MixedRows("it reads what its calls before have left in its attributes or buffers")
-        return outputs
+        return found
 
     return run
 

@@ -18,7 +18,7 @@ from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.model.batch_dims import Split, Ubatch
 from hf_l2l.model.layer_state import LayerState
 from hf_l2l.rows.host_rows import HostRows, host_of
-from hf_l2l.runtime import compute_state
+from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.runtime.observer import NON_LAYER, Rows
 from hf_l2l.stash.boundary import FOR_THE_MODEL
 from hf_l2l.stash.stash import Stash
@@ -57,6 +57,7 @@ def forward_sweep(
     Raises:
         ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
+    call.carried = None
     if for_backward:
         call.versions, call.rng = call.unit.versions(), []
     if for_backward and graph is None and not again:
@@ -82,7 +83,7 @@ def forward_sweep(
             with state.ubatch() if state is not None and not again else nullcontext():
                 outputs = call.execute(rows)
             if call.check is not None and for_backward and graph is None:
-                call.check.forward(turn, outputs)
+                call.check.forward(turn, outputs[: call.own])
             if graph is not None:
                 graph.ubatches.append((rows, outputs))
             if as_recomputed or graph is not None:
@@ -90,7 +91,7 @@ def forward_sweep(
             if before is not None:
                 call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
             if ubatch is None or call.split is None:
-                joined.tensors = [joined.whole(out) for out in outputs]
+                joined.tensors = [joined.whole(number, out) for number, out in enumerate(outputs)]
                 break
             call.check_number(outputs, len(call.split.outputs.dims), _SAME_OUTPUTS)
             joined.add(call.split, outputs, ubatch)
@@ -181,6 +182,9 @@ class _Joined:
 
     def add(self, split: Split, outputs: Sequence[torch.Tensor], ubatch: Ubatch) -> None:
         """Put the outputs of one ubatch in their rows. Outputs without rows are those of the first ubatch."""
+        if any(out.device != self._call.device for out in outputs[self._call.own :]):
+            computed = stream.record(self._call.device)
+            stream.wait(computed, wait_reasons.COLLECTED_DOWNLOADED, host=True, on=self._call.device)
         if not self.tensors:
             self.tensors = [self._room(split, number, out, ubatch) for number, out in enumerate(outputs)]
         for number, (whole, out) in enumerate(zip(self.tensors, outputs, strict=True)):
@@ -195,19 +199,19 @@ class _Joined:
     def _room(self, split: Split, number: int, out: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
         """An empty tensor for output `number` with all rows."""
         if split.outputs.dims[number] is None:
-            return self.whole(out)
+            return self.whole(number, out)
         shape = split.all_rows(out, number, ubatch)
         if out.device != self._call.device:
             return out.new_empty(shape)
         place, passing = self._call.way_of(split, number, shape, out.element_size())
         return out.new_empty(shape) if place is None else self._stash.room(out, shape, place, passing)
 
-    def whole(self, out: torch.Tensor) -> torch.Tensor:
-        """An output that is not made of rows of several ubatches."""
+    def whole(self, number: int, out: torch.Tensor) -> torch.Tensor:
+        """Output `number`, which is not made of rows of several ubatches."""
         call = self._call
         if call.way is None or out.device != call.device:  # a number of the host
             return out
-        passes = out.shape in call.input_shapes
+        passes = number < call.own and out.shape in call.input_shapes
         return self._stash.pass_on(out, *(call.way if passes else (call.at.first, FOR_THE_MODEL)))
 
 
@@ -229,11 +233,13 @@ def backward_sweep(
     """
     state = call.state
     assert state is not None, "a call that is recomputed has had a forward"
+    own = len(gradients) - len(call.have_graph)
+    collecting = any(gradient is not None for gradient in gradients[own:])
     with (
         # The recompute must not change the random numbers that the program draws after backward.
         compute_state.rng_state_kept(call.device),
         torch.enable_grad(),
-        state.put_back(),
+        state.put_back(collecting=collecting),
         weights.placed(keep_buffers=False),
     ):
         for turn, (ubatch, rng) in enumerate(zip(call.ubatches, call.rng, strict=True)):
@@ -243,13 +249,18 @@ def backward_sweep(
                 compute_state.set_rng_state(rng, call.device)
             state.set_generators(turn)
             with call.autocast.entered():  # not around the backward, whose results autocast would round
-                outputs = call.execute(leaves)
-            call.check_number(outputs, len(gradients), _SAME_OUTPUTS)
+                outputs = call.recompute(leaves, turn)
+            returned = outputs[: call.own]
+            call.check_number(returned, own, _SAME_OUTPUTS)
             if call.check is not None:
-                call.check.recompute(turn, outputs)
-            _backward(call, outputs, gradients, ubatch, inputs.stash)
+                call.check.recompute(turn, returned)
+            if collecting:
+                call.check_number(outputs, len(gradients), _SAME_OUTPUTS)
+                _backward(call, outputs, gradients, ubatch, inputs.stash)
+            else:  # what hooks collect may have changed, and nobody has used it
+                _backward(call, returned, gradients[:own], ubatch, inputs.stash)
             inputs.collect(leaves, ubatch)
-            del leaves, outputs  # so that the device holds the activations of one ubatch at a time
+            del leaves, outputs, returned  # so that the device holds the activations of one ubatch at a time
 
 
 def backward_of_graph(
@@ -292,7 +303,7 @@ def _backward(
         rows = call.gradient_rows(gradient, number, ubatch)
         if rows is not None:
             roots.append(output)
-            root_gradients.append(stash.fetch(rows, "output gradient"))
+            root_gradients.append(stash.fetch(rows, "output gradient").to(output.device))  # a hook may move its output
     if roots:
         call.at.backward(roots, root_gradients, keep=keep)
 

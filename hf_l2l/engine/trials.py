@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from hf_l2l.model.hook_writes import Collected
+
+
+class Trial(NamedTuple):
+    """What one run of a layer has given."""
+
+    outputs: list[torch.Tensor]
+    collected: list[Collected]
+    """What hooks inside the layer have put into containers."""
 
 
 def same_results(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:

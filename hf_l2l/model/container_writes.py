@@ -9,7 +9,7 @@ containers of the caller once.
 from __future__ import annotations
 
 from collections import UserDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,38 +46,50 @@ class Containers:
 
     def __init__(self, arguments: Any, leaves: Collection[Any] = ()) -> None:
         self.all = containers_of(arguments, leaves)
-        self._before = [_contents(each) for each in self.all]
+        self._before = [contents_of(each) for each in self.all]
 
     def written(self) -> Written:
         """What is in them now, of those that have been written into."""
         pairs = enumerate(zip(self.all, self._before, strict=True))
         return [
-            (number, now) for number, (each, old) in pairs if (now := _difference(old, _contents(each))) is not None
+            (number, now) for number, (each, old) in pairs if (now := difference(old, contents_of(each))) is not None
         ]
 
 
 def write(written: Written, containers: Sequence[Any]) -> None:
     """Write into other containers what was written into theirs."""
     for number, contents in written:
-        container = containers[number]
-        old = _contents(container)
-        if isinstance(contents, dict):
-            for key in [key for key in old if key not in contents]:
-                del container[key]
-            for key, value in contents.items():
-                if not isinstance(value, Same):
-                    container[key] = value
-        else:
-            values = [old[value.key] if isinstance(value, Same) else value for value in contents]
-            container.clear()
-            container.extend(values)
+        write_into(containers[number], contents)
 
 
-def _contents(container: Any) -> Contents:
-    return dict(container) if isinstance(container, dict | UserDict) else list(container)
+def write_into(container: Any, contents: Contents) -> None:
+    """Write into a container what was written into another one, or into itself before that was taken away."""
+    old = contents_of(container)
+    if isinstance(contents, dict):
+        put(container, {key: old[key] if isinstance(value, Same) else value for key, value in contents.items()})
+    else:
+        put(container, [old[value.key] if isinstance(value, Same) else value for value in contents])
 
 
-def _difference(old: Contents, new: Contents) -> Contents | None:
+def contents_of(container: Any) -> Contents:
+    """What is in a list, a deque or a mapping now."""
+    return dict(container) if isinstance(container, MutableMapping) else list(container)
+
+
+def put(container: Any, contents: Contents) -> None:
+    """Give a container these contents; what it has already is not written again."""
+    if isinstance(contents, dict):
+        for key in [key for key in container if key not in contents]:
+            del container[key]
+        for key, value in contents.items():
+            if key not in container or container[key] is not value:
+                container[key] = value
+    else:
+        container.clear()
+        container.extend(contents)
+
+
+def difference(old: Contents, new: Contents) -> Contents | None:
     """The new contents, with `Same` for what was there; None if nothing has changed."""
     if isinstance(new, dict):
         assert isinstance(old, dict), "the same container as before"

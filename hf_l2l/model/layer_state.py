@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import keeps_statistics
-from hf_l2l.model.layer_hooks import LayerHooks
+from hf_l2l.model.hook_writes import HookWrites
+from hf_l2l.model.layer_hooks import LayerHooks, hooks_kept
 from hf_l2l.runtime.compute_state import ProgramRng
 
 _OF_MODULES = (frozenset(vars(nn.Module())) | {"_hf_hook", "_old_forward", "forward"}) - {"training"}
@@ -85,16 +86,16 @@ class LayerState:
         ]
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
+    def put_back(self, *, collecting: bool = False) -> Iterator[None]:
         """Inside, attributes, buffers and hooks are those of the forward; afterwards, and generators too, those of
-        before the block."""
+        before the block. With `collecting`, all hooks run."""
         with ExitStack() as stack:
             if any(draws is not None for draws in self._draws):
                 stack.callback(Draws.now(self._generators).set, self._generators)
             stack.enter_context(self._attributes.put_back())
             stack.enter_context(self._buffers.put_back())
             stack.enter_context(self._others_put_back())
-            stack.enter_context(self._hooks.put_back())
+            stack.enter_context(self._hooks.put_back(collecting=collecting))
             yield
 
     def _parts_now(self) -> list[nn.Module | None]:
@@ -198,14 +199,16 @@ def _set(table: dict[str, Any], values: dict[str, Any]) -> None:
 
 @contextmanager
 def as_if_not_run(modules: Sequence[nn.Module]) -> Iterator[Callable[[], bool]]:
-    """After the block, plain attributes of the modules, and generators of their own, are what they were before. Yields
-    what tells whether attributes or buffers have changed so far."""
-    attributes, buffers = Attributes(modules), _Buffers(modules, None)
-    with own_generators_kept(modules):
+    """After the block, plain attributes of the modules, their hooks and what these have put into containers, and
+    generators of their own, are what they were before. Yields what tells whether attributes or buffers have changed so
+    far."""
+    attributes, buffers, writes = Attributes(modules), _Buffers(modules, None), HookWrites(modules)
+    with own_generators_kept(modules), hooks_kept(modules):
         try:
             yield lambda: attributes.have_changed() or bool(buffers.written())
         finally:
             attributes.restore()
+            writes.take_back()
 
 
 @contextmanager

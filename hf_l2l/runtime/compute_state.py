@@ -196,6 +196,7 @@ def refuse_backward(kept: Any) -> NoReturn:
     """
     raise RuntimeError(
         "a backward must go through the outputs of a layer, since the graph inside its forward keeps no tensors (got "
-        "one through a tensor that a layer computed and did not return, such as one that a forward hook inside it has "
-        "kept); make the layer return it, put the hook on the layer itself, or train this model without L2L"
+        "one through a tensor that a layer computed and did not return, or that a forward hook inside it has kept "
+        "where it is not found); make the layer return it, let the hook append it to a list, put the hook on the "
+        "layer itself, or train this model without L2L"
     )

@@ -113,7 +113,7 @@ def changes_a_number(net: Any) -> None:
 @pytest.fixture
 def restored_by_nobody(monkeypatch):
     """Recomputes find what is there."""
-    monkeypatch.setattr(LayerState, "put_back", lambda self: nullcontext())
+    monkeypatch.setattr(LayerState, "put_back", lambda self, collecting=False: nullcontext())
     monkeypatch.setattr(LayerState, "set_generators", lambda self, turn: None)
 
 
